@@ -1,0 +1,69 @@
+"""The server's configuration of the chunk cache: `--chunk-cache-config`, parsed once, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheConfigError, show, user_error
+
+FLAG = "--chunk-cache-config"
+KERNELS = ("auto", "torch", "triton", "flashinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Bounds of the index and the choice of kernels; the defaults are the documentation's."""
+
+    max_variants: int = 200_000
+    """Variants of all chunks together."""
+    max_variants_per_chunk: int = 4
+    max_path_tokens: int = 64_000_000
+    """Tokens of remembered prompts, 8 bytes each."""
+    max_generation: int = 8
+    """Variants derived from more generations of approximate ones are not used; 0 = exact variants only."""
+    min_reuse_len: int = 1
+    """A chunk that would bring in fewer tokens is computed."""
+    kernel: str = "auto"
+    """Which kernels serve fused batches: one of `KERNELS`."""
+
+
+_MINIMUM = {
+    "max_variants": 1,
+    "max_variants_per_chunk": 1,
+    "max_path_tokens": 1,
+    "max_generation": 0,
+    "min_reuse_len": 1,
+}
+
+
+def parse_config(value: object) -> Config:
+    """Check a decoded `--chunk-cache-config`.
+
+    Raises:
+        ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
+    """
+    if not isinstance(value, Mapping):
+        raise user_error(ChunkCacheConfigError, FLAG, f"{show(value)} is not an object", "give a JSON object")
+    known = [field.name for field in fields(Config)]
+    for key in value:
+        if key not in known:
+            problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
+            raise user_error(ChunkCacheConfigError, f"{FLAG}: {key}", problem, remedy)
+    checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
+    return Config(**checked)
+
+
+def _check(key: str, value: object) -> object:
+    path = f"{FLAG}: {key}"
+    if key == "kernel":
+        if value not in KERNELS:
+            raise user_error(
+                ChunkCacheConfigError, path, f"unknown kernel {show(value)}", f"known kernels: {', '.join(KERNELS)}"
+            )
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
+        problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
+        raise user_error(ChunkCacheConfigError, path, problem, "give such an integer, or leave the key out")
+    return value

@@ -1,0 +1,36 @@
+"""A user's mistake, told in one sentence.
+
+`ChunkCacheRequestError` is a mistake in one request (HTTP 400), `ChunkCacheConfigError` one in the server's own
+configuration (refuse to start). Both read ``<json path>: <problem>; <remedy>``. Everything else that cannot happen is
+an assert, and "not now" is a return value.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
+
+
+class ChunkCacheRequestError(ValueError):
+    """A request that breaks the contract; the message names the JSON path and the remedy."""
+
+
+class ChunkCacheConfigError(ValueError):
+    """A server option that breaks the contract; the message names the option and the remedy."""
+
+
+def user_error(kind: type[ErrorT], path: str, problem: str, remedy: str) -> ErrorT:
+    """The error to raise: ``kind`` with the message ``<path>: <problem>; <remedy>``."""
+    return kind(f"{path}: {problem}; {remedy}")
+
+
+def show(value: object) -> str:
+    """`repr` of a value from outside, cut so that a message stays one readable sentence."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a huge integer"  # Python refuses to print those above 4300 digits
+    return _SHORT.repr(value)

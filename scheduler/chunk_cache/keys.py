@@ -1,0 +1,95 @@
+"""Chunk keys: equal keys mean equal tokens in the same partition.
+
+`chunk_key` names one chunk, `chunk_keys` those of a prompt. A key is content only: where the chunk stands, and what it
+was computed behind, belongs to the variant. Tenants never share a key, because the partition is hashed in front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.types import Span
+
+KEY_LEN = 16
+"""Bytes of a key: 128 bits, so that accidental collisions do not happen."""
+
+_PERSON = b"chunk-cache-1"  # separates our keys from any other use of the hash; the number is the encoding's version
+
+TokenIds: TypeAlias = "array[int] | Sequence[int] | npt.NDArray[np.integer[Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Who may share chunks: the fields by which the radix tree is partitioned.
+
+    `None` and the empty string are different partitions. A LoRA adapter is already inside `extra_key`.
+    """
+
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+def chunk_key(partition: Partition, token_ids: TokenIds) -> bytes:
+    """The key of one chunk.
+
+    Args:
+        token_ids: int64 ``array('q')`` (fastest), any sequence of ints or an integer numpy array, shape [length].
+
+    Returns:
+        `KEY_LEN` bytes.
+
+    Raises:
+        TypeError: a token is not an integer.
+    """
+    state = _partition_state(partition).copy()
+    state.update(_as_int64_buffer(token_ids))
+    return state.digest()
+
+
+def chunk_keys(partition: Partition, token_ids: TokenIds, spans: Sequence[Span]) -> list[bytes]:
+    """The keys of all spans of one prompt, without copying its tokens.
+
+    Args:
+        token_ids: the whole prompt, shape [prompt_len].
+        spans: half-open ranges of it.
+    """
+    base = _partition_state(partition)
+    tokens = memoryview(_as_int64_buffer(token_ids))
+    keys = []
+    for start, end in spans:
+        state = base.copy()
+        state.update(tokens[start:end])
+        keys.append(state.digest())
+    return keys
+
+
+@lru_cache(maxsize=1024)
+def _partition_state(partition: Partition) -> hashlib.blake2b:
+    """The hash after the partition; every caller copies it, none updates it."""
+    state = hashlib.blake2b(digest_size=KEY_LEN, person=_PERSON)
+    for field in (partition.extra_key, partition.cache_salt):
+        # length first: ("ab", "c") and ("a", "bc") must differ; absent is neither empty nor any string
+        if field is None:
+            state.update(b"\x00")
+        else:
+            text = field.encode("utf-8", "surrogatepass")
+            state.update(b"\x01" + len(text).to_bytes(8, "little") + text)
+    return state
+
+
+def _as_int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
+    if isinstance(token_ids, array):
+        return token_ids if token_ids.typecode == "q" else array("q", token_ids)
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.dtype.kind not in "iu":
+            raise TypeError(f"token ids must be integers, not {token_ids.dtype}")
+        return np.ascontiguousarray(token_ids, dtype=np.int64).data
+    return array("q", token_ids)

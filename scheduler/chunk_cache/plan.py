@@ -1,0 +1,340 @@
+"""The recompute plan: what happens to every token of one prompt. A frozen value: print it, compare it, test it.
+
+    make_plan             decide
+    replan_without_load   the same request when its chunks cannot be brought in after all
+
+The token ranges of a prompt, drawn once (#: in the exact cache, =: brought in from chunks, R: brought in and selected
+to be recomputed, .: computed because nothing is stored, >: computed behind the load):
+
+    0            prefix_len = load_start                     load_end                 prompt_len
+    |############|RR=======....RRRR=============....RR=======|>>>>>>>>>>>>>>>>>>>>>>>>|
+                    chunk        chunk                chunk    rest of it, question
+
+The load is [load_start, load_end), whole pages. Inside it the rows of the forward are `row_positions` (R and .), behind
+it every position. So computed_tokens = (.) + (>), reused_tokens = (R) + (=), recomputed_tokens = (R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.index import Lookup
+from chunk_cache.methods import METHODS, Method, Rows
+from chunk_cache.request import RequestOptions
+from chunk_cache.types import REASONS, Span, Status
+
+Reply: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """What becomes of one marked chunk."""
+
+    start: int
+    end: int
+    status: Status
+    reason: str | None = None
+    variant_id: int | None = None
+    """The variant that is brought in; only for a hit, like the fields below."""
+    src_offset: int = 0
+    """The first token of the variant that is brought in; ``start + src_offset == dst_start``."""
+    dst_start: int = 0
+    """The prompt position where the load of this chunk begins."""
+    num_reused: int = 0
+    """Tokens brought in: ``[src_offset, src_offset + num_reused)`` of the variant."""
+    generation: int | None = None
+    shift: int = 0
+    """Positions to rotate K by: new start - start at which the variant was computed."""
+
+    def __post_init__(self) -> None:
+        assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
+        assert (self.num_reused > 0) == (self.status is Status.HIT), f"{self.num_reused} tokens of a {self.status}"
+
+    @property
+    def dst_end(self) -> int:
+        return self.dst_start + self.num_reused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecomputePlan:
+    """What happens to every token of one prompt; see the picture at the top of this file."""
+
+    prompt_len: int
+    prefix_len: int
+    """Exact prefix, whole pages."""
+    load_start: int
+    load_end: int
+    """The load is ``[load_start, load_end)``, whole pages; empty = no load, and then both are `prefix_len`."""
+    chunks: tuple[ChunkPlan, ...]
+    method: str
+    ratio: float
+    """The effective ratio."""
+    row_positions: Rows
+    """Prompt positions in the load that are computed, sorted, read-only; int64 [num_rows]."""
+    num_recomputed: int
+    num_reused: int
+    fallback_reason: str | None = None
+
+    @property
+    def load_len(self) -> int:
+        return self.load_end - self.load_start
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are neither in the exact prefix nor brought in."""
+        return self.prompt_len - self.prefix_len - self.num_reused
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole prefill: what it costs."""
+        return len(self.row_positions) + self.prompt_len - self.load_end
+
+    def reply(self, *, explain: bool = False) -> Reply:
+        """The reply object of the contract, of plain JSON values.
+
+        ``prefix_tokens + reused_tokens + computed_tokens`` is the prompt's length.
+
+        Args:
+            explain: add the plan as text, and per chunk what was brought in.
+        """
+        reply: Reply = {
+            "prefix_tokens": self.prefix_len,
+            "reused_tokens": self.num_reused,
+            "computed_tokens": self.num_computed,
+            "recomputed_tokens": self.num_recomputed,
+            "method": self.method,
+            "ratio": self.ratio,
+            "fallback_reason": self.fallback_reason,
+            "chunks": [_reply_chunk(chunk, explain) for chunk in self.chunks],
+        }
+        if explain:
+            reply["explain"] = str(self)
+        return reply
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RecomputePlan):
+            return NotImplemented
+        return self._scalars() == other._scalars() and np.array_equal(self.row_positions, other.row_positions)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds an array
+
+    def _scalars(self) -> tuple[object, ...]:
+        return (
+            *(self.prompt_len, self.prefix_len, self.load_start, self.load_end, self.chunks, self.method, self.ratio),
+            *(self.num_recomputed, self.num_reused, self.fallback_reason),
+        )
+
+    def __str__(self) -> str:
+        """A short table: what one reads when an answer is wrong."""
+        lines = [
+            f"prompt {self.prompt_len} = prefix {self.prefix_len} + reused {self.num_reused} + "
+            f"computed {self.num_computed}; load [{self.load_start}, {self.load_end})",
+            f"rows {self.num_rows} = recomputed {self.num_recomputed} + computed {self.num_computed}; "
+            f"method {self.method}, ratio {self.ratio:g}, fallback {self.fallback_reason or '-'}",
+        ]
+        if self.chunks:
+            lines.append(
+                "   start      end  status   reason            variant  gen  source offset  brought in    shift"
+            )
+        for c in self.chunks:
+            line = f"{c.start:>8} {c.end:>8}  {c.status.value:<8} {c.reason or '-':<16}"
+            if c.status is Status.HIT:
+                line += f" {c.variant_id!s:>8} {c.generation!s:>4} {c.src_offset:>14} {c.num_reused:>11} {c.shift:>+8}"
+            lines.append(line)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_plan(
+    *,
+    opts: RequestOptions,
+    default_method: str,
+    default_ratio: float,
+    prompt_len: int,
+    prefix_len: int,
+    max_prefix_len: int,
+    page_size: int,
+    lookups: Sequence[Lookup | None],
+    min_reuse_len: int,
+    chunk_keys: Sequence[bytes],
+    limit_reason: str = "prompt_end",
+) -> RecomputePlan:
+    """Decide what happens to every token of one prompt.
+
+    Args:
+        opts: the request; its spans lie within the prompt.
+        default_method, default_ratio: the server's, used where the request names none.
+        prefix_len: exact prefix, whole pages.
+        max_prefix_len: last position up to which anything may be brought in; the prompt's last token is always
+            computed, whatever it says.
+        page_size: the load is whole pages, its end rounded down.
+        lookups: one per span; None for spans inside the prefix, and for all in mode off.
+        min_reuse_len: a chunk that would bring in fewer tokens is skipped.
+        chunk_keys: one per span.
+        limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
+    """
+    num_chunks = len(opts.spans)
+    assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
+    assert 0 <= prefix_len <= prompt_len, f"prefix {prefix_len} of prompt {prompt_len}"
+    assert prefix_len % page_size == 0, f"prefix {prefix_len} is not whole pages of {page_size}"
+    assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
+    limit = min(max_prefix_len, prompt_len - 1)
+    chunks = [
+        _plan_chunk(span, lookup, opts.mode, prefix_len, limit, limit_reason)
+        for span, lookup in zip(opts.spans, lookups, strict=True)
+    ]
+    is_cut = [
+        lookup is not None and span[0] + lookup.covered_len > limit
+        for span, lookup in zip(opts.spans, lookups, strict=True)
+    ]
+    load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
+    method = METHODS[opts.method or default_method]
+    ratio = method.effective_ratio(opts.ratio, default_ratio)
+    rows, num_recomputed = _choose_rows(chunks, chunk_keys, prefix_len, load_end, method, ratio, opts.option("seed", 0))
+    return RecomputePlan(
+        prompt_len=prompt_len,
+        prefix_len=prefix_len,
+        load_start=prefix_len,
+        load_end=load_end,
+        chunks=tuple(chunks),
+        method=method.name,
+        ratio=ratio,
+        row_positions=rows,
+        num_recomputed=num_recomputed,
+        num_reused=sum(chunk.num_reused for chunk in chunks),
+        fallback_reason={"off": "off", "exact": "exact_mode"}.get(opts.mode),
+    )
+
+
+def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
+    """The same request with nothing brought in: its hits become skipped, with `reason` ("memory", "unsupported", …)."""
+    chunks = (_without_load(c.start, c.end, Status.SKIPPED, reason) if c.num_reused else c for c in plan.chunks)
+    return replace(
+        plan,
+        load_end=plan.load_start,
+        chunks=tuple(chunks),
+        row_positions=_freeze(np.empty(0, dtype=np.int64)),
+        num_recomputed=0,
+        num_reused=0,
+        fallback_reason=reason,
+    )
+
+
+def _plan_chunk(
+    span: Span, lookup: Lookup | None, mode: str, prefix_len: int, limit: int, limit_reason: str
+) -> ChunkPlan:
+    """One chunk by itself, before the load is rounded to pages."""
+    start, end = span
+    if end <= prefix_len:
+        return _without_load(start, end, Status.PREFIX, None)
+    if mode == "off":
+        return _without_load(start, end, Status.SKIPPED, "off")
+    assert lookup is not None, f"no lookup for the chunk [{start}, {end}), which reaches behind the prefix {prefix_len}"
+    if mode == "exact" and lookup.reason in (None, "generation_limit"):
+        return _without_load(start, end, Status.SKIPPED, "exact_mode")
+    variant = lookup.variant
+    if variant is None:
+        status = Status.SKIPPED if lookup.reason == "generation_limit" else Status.MISS
+        return _without_load(start, end, status, lookup.reason)
+    assert lookup.covered_len <= end - start == variant.length, f"{variant} for the chunk [{start}, {end})"
+    stored_end = start + lookup.covered_len
+    dst_start = max(start, prefix_len)
+    if stored_end <= dst_start:
+        return _without_load(start, end, Status.MISS, "evicted")  # what is left of it lies in the exact prefix
+    if limit <= dst_start:
+        return _without_load(start, end, Status.SKIPPED, limit_reason)
+    return ChunkPlan(
+        start=start,
+        end=end,
+        status=Status.HIT,
+        variant_id=variant.variant_id,
+        src_offset=dst_start - start,
+        dst_start=dst_start,
+        num_reused=min(stored_end, limit) - dst_start,
+        generation=variant.generation,
+        shift=start - variant.start,
+    )
+
+
+def _round_load(
+    chunks: list[ChunkPlan],
+    prefix_len: int,
+    page_size: int,
+    min_reuse_len: int,
+    is_cut: Sequence[bool],
+    limit_reason: str,
+) -> int:
+    """Cut the hits to whole pages, in place, and return the end of the load.
+
+    Only the last hit is cut. Where that leaves too little of it the hit before it is the last, and so on; hits in the
+    middle keep their length, since the gaps between them are computed rows. `is_cut` says whether the limit already
+    cut chunk i, which is then the reason for what is missing.
+    """
+    load_end = prefix_len
+    for i in range(len(chunks) - 1, -1, -1):
+        chunk = chunks[i]
+        if not chunk.num_reused:
+            continue
+        dst_end = chunk.dst_end
+        if load_end == prefix_len:  # nothing behind it is brought in
+            dst_end -= dst_end % page_size
+        if dst_end - chunk.dst_start < min_reuse_len:
+            reason = limit_reason if is_cut[i] else "too_short"
+            chunks[i] = _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
+            continue
+        chunks[i] = replace(chunk, num_reused=dst_end - chunk.dst_start) if dst_end != chunk.dst_end else chunk
+        load_end = max(load_end, dst_end)
+    return load_end
+
+
+def _choose_rows(
+    chunks: Sequence[ChunkPlan],
+    keys: Sequence[bytes],
+    load_start: int,
+    load_end: int,
+    method: Method,
+    ratio: float,
+    seed: int,
+) -> tuple[Rows, int]:
+    """The computed positions of the load, and how many of them are reused tokens that were selected."""
+    is_row: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
+    num_recomputed = 0
+    for chunk, key in zip(chunks, keys, strict=True):
+        if chunk.num_reused:
+            brought_in = is_row[chunk.dst_start - load_start : chunk.dst_end - load_start]
+            selected = method.rows_for_chunk(chunk.src_offset, chunk.num_reused, ratio, seed=seed, chunk_key=key)
+            brought_in[:] = False
+            brought_in[selected] = True
+            num_recomputed += len(selected)
+    return _freeze(np.flatnonzero(is_row) + load_start), num_recomputed
+
+
+def _without_load(start: int, end: int, status: Status, reason: str | None) -> ChunkPlan:
+    return ChunkPlan(start=start, end=end, status=status, reason=reason, dst_start=start)
+
+
+def _freeze(rows: npt.NDArray[np.intp] | Rows) -> Rows:
+    frozen = rows.astype(np.int64, copy=False)
+    frozen.setflags(write=False)
+    return frozen
+
+
+def _reply_chunk(chunk: ChunkPlan, explain: bool) -> Reply:
+    reply: Reply = {
+        "start": chunk.start,
+        "end": chunk.end,
+        "status": chunk.status.value,
+        "reason": chunk.reason,
+    }
+    if explain:
+        reply |= {
+            "variant": chunk.variant_id,
+            "generation": chunk.generation,
+            "reused_tokens": chunk.num_reused,
+            "shift": chunk.shift,
+        }
+    return reply

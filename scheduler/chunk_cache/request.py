@@ -1,0 +1,167 @@
+"""What one request asks for: its marked chunks and its options.
+
+`parse_request` checks everything a client may send and is the only place that does; `dumps` and `loads` carry the
+checked value between processes as one JSON string. A `RequestOptions` never changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.methods import Options, find_method
+from chunk_cache.types import Span
+
+DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
+MODES = ("auto", "exact", "off")
+MAX_POSITION = 2**31 - 1
+KEYS = ("spans", "mode", "method", "ratio", "options", "explain")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The checked options of one request; `None` means the server's default."""
+
+    spans: tuple[Span, ...] = ()
+    """Half-open ranges of prompt positions, ascending, disjoint, not empty."""
+    mode: str = "auto"
+    method: str | None = None
+    ratio: float | None = None
+    options: Options = ()
+    """The method's own parameters as (name, value), sorted by name."""
+    explain: bool = False
+
+    @property
+    def has_marks(self) -> bool:
+        return bool(self.spans)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the chunks of this request may enter the index."""
+        return self.mode != "off"
+
+    def option(self, name: str, default: int) -> int:
+        """One of the method's parameters."""
+        return dict(self.options).get(name, default)
+
+
+def parse_request(
+    value: object, *, path: str = DEFAULT_PATH, num_tokens: int | None = None, default_method: str | None = None
+) -> RequestOptions:
+    """Check what a client sent.
+
+    Args:
+        value: the decoded JSON value.
+        path: where it stood, for messages.
+        num_tokens: length of the prompt when it is known; spans must end within it.
+        default_method: the server's method, which checks `options` when the request names none, and is then
+            written into the result, because options mean nothing without their method.
+
+    Raises:
+        ChunkCacheRequestError: anything that is not in the contract.
+    """
+    if not isinstance(value, Mapping):
+        raise _error(path, f"{show(value)} is not an object", 'give an object such as {"spans": [[0, 16]]}')
+    for key in value:
+        if key not in KEYS:
+            raise _error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+    method = find_method(value["method"], f"{path}.method").name if "method" in value else None
+    options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method)
+    return RequestOptions(
+        spans=_parse_spans(value.get("spans", []), f"{path}.spans", num_tokens),
+        mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
+        method=method or (default_method if options else None),
+        ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
+        options=options,
+        explain=_parse_bool(value.get("explain", False), f"{path}.explain"),
+    )
+
+
+def dumps(opts: RequestOptions) -> str:
+    """One JSON string; `loads` gives back an equal value."""
+    fields: dict[str, object] = {"spans": opts.spans, "mode": opts.mode, "explain": opts.explain}
+    if opts.options:
+        fields["options"] = dict(opts.options)
+    for name in ("method", "ratio"):
+        if getattr(opts, name) is not None:
+            fields[name] = getattr(opts, name)
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def loads(text: str) -> RequestOptions:
+    """The value that `dumps` wrote.
+
+    Raises:
+        ChunkCacheRequestError: the text is not JSON, or not a legal request.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _error(DEFAULT_PATH, f"not JSON ({error})", "pass the string that dumps() wrote") from error
+    return parse_request(value)
+
+
+def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
+    spans = []
+    previous_end = 0
+    for i, item in enumerate(value):
+        span = _parse_span(item, f"{path}[{i}]")
+        if span[0] < previous_end:
+            problem = f"starts at {span[0]}, before the end {previous_end} of the span before it"
+            raise _error(f"{path}[{i}][0]", problem, "give ascending spans that do not overlap")
+        if num_tokens is not None and span[1] > num_tokens:
+            problem = f"{show(span[1])} is outside the prompt of {num_tokens} tokens"
+            raise _error(f"{path}[{i}][1]", problem, "end the span within the prompt")
+        previous_end = span[1]
+        spans.append(span)
+    return tuple(spans)
+
+
+def _parse_span(item: object, path: str) -> Span:
+    if not isinstance(item, (list, tuple)) or len(item) != 2:
+        raise _error(path, f"{show(item)} is not a [start, end] pair", "give a list of two integers")
+    for j, bound in enumerate(item):
+        if isinstance(bound, bool) or not isinstance(bound, int):
+            raise _error(f"{path}[{j}]", f"{show(bound)} is not an integer", "give a token position")
+        if not 0 <= bound <= MAX_POSITION:
+            raise _error(f"{path}[{j}]", f"{show(bound)} is not a token position", "count positions from 0")
+    start, end = item
+    if start >= end:
+        raise _error(path, f"[{show(start)}, {show(end)}] is empty", "let the end lie behind the start")
+    return start, end
+
+
+def _parse_mode(value: object, path: str) -> str:
+    if not isinstance(value, str) or value not in MODES:
+        raise _error(path, f"unknown mode {show(value)}", f"known modes: {', '.join(MODES)}")
+    return value
+
+
+def _parse_ratio(value: object, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise _error(path, f"{show(value)} is not a number in [0, 1]", "give a number from 0 to 1")
+    return float(value) + 0.0  # -0.0 becomes 0.0
+
+
+def _parse_options(value: object, path: str, method: str | None) -> Options:
+    if not isinstance(value, Mapping):
+        raise _error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
+    if not value:
+        return ()
+    if method is None:
+        raise _error(path, "given without a method", 'name the method they belong to in "method"')
+    return find_method(method, path).check_options(value, path)
+
+
+def _parse_bool(value: object, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise _error(path, f"{show(value)} is not a boolean", "give true or false")
+    return value
+
+
+def _error(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
+    return user_error(ChunkCacheRequestError, path, problem, remedy)

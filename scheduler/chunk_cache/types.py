@@ -1,0 +1,44 @@
+"""The words every other file shares: a span, what became of a chunk, and why.
+
+`Status` and `REASONS` are the only values that may appear in a reply or as a metric label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeAlias
+
+Span: TypeAlias = tuple[int, int]
+"""Half-open range ``[start, end)`` of token positions in a prompt."""
+
+
+class Status(StrEnum):
+    """What became of one marked chunk; what follows the exact prefix decides."""
+
+    PREFIX = "prefix"
+    """Wholly inside the exact prefix."""
+    HIT = "hit"
+    """Brought in, at least in part, from a stored variant."""
+    MISS = "miss"
+    """Not stored: computed and, unless the mode is off, remembered."""
+    SKIPPED = "skipped"
+    """Stored but not used, or not looked up; the reason says why."""
+
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "off": "The request asked for mode off: nothing is looked up and nothing is remembered.",
+        "exact_mode": "The request asked for mode exact: the chunk is stored but approximate reuse was not wanted.",
+        "not_stored": "No variant of the chunk has been computed in this partition.",
+        "evicted": "The chunk was known, but its key-value cache has left the store.",
+        "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
+        "logprobs": "Input log-probabilities were asked for, so these positions must be computed.",
+        "memory": "There was no room for the slots of the load.",
+        "unsupported": "The request uses a feature that chunk reuse does not support.",
+        "generation_limit": "Only variants derived from too many approximate ones are stored.",
+        "prompt_end": "The chunk lies behind the last reusable position of the prompt.",
+    }
+)
+"""Reason -> one sentence for the docs."""

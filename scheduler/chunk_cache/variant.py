@@ -1,0 +1,95 @@
+"""Variants: one stored key-value cache of a chunk, and where it lives.
+
+The radix tree is the store; a variant only remembers its home, of which there are two kinds:
+
+    PathHome   a span of an exactly computed prompt: free, but it lives only as long as its whole prefix
+    NodeHome   a tree node of its own under a namespace of ours: for chunks computed inside a fused request
+
+A home may be gone at any time. Whoever looks a variant up asks the tree again, so an evicted one is a shorter match.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from chunk_cache.keys import Partition
+
+
+@dataclass(eq=False, slots=True)
+class PathTokens:
+    """The tokens of one exactly computed prompt, shared by the variants in it; compared by identity.
+
+    `tokens` must not change once a variant with this path is in an index. `node_id` is the owner's hint where in the
+    tree the path was last seen; the index never reads it.
+    """
+
+    tokens: array[int]
+    partition: Partition
+    node_id: int = -1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"PathTokens({len(self.tokens)} tokens, {self.partition}, node_id={self.node_id})"
+
+
+@dataclass(frozen=True, slots=True)
+class PathHome:
+    """The chunk lies at ``path.tokens[start:start + length]``; `start` is also its rotary position."""
+
+    path: PathTokens
+    start: int
+
+
+@dataclass(eq=False, slots=True)
+class NodeHome:
+    """A tree node of the chunk's own; compared by identity.
+
+    `node_key` holds the chunk's tokens, padded by the owner where pages ask for it. `node_id` is the owner's hint.
+    """
+
+    node_key: array[int]
+    namespace: str
+    node_id: int = -1
+
+    def __repr__(self) -> str:
+        return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r}, node_id={self.node_id})"
+
+
+Home: TypeAlias = PathHome | NodeHome
+
+
+@dataclass(eq=False, slots=True)
+class Variant:
+    """One stored key-value cache of a chunk, computed in one context; compared by identity.
+
+    Only the `ChunkIndex` that holds it writes to it: `home`, `num_uses` and `last_use` change while it lives.
+    """
+
+    variant_id: int
+    key: bytes
+    length: int
+    """Tokens of the chunk."""
+    start: int
+    """Rotary position of the first token when the KV was computed."""
+    generation: int
+    """0 = exact; otherwise 1 + the largest generation in its context."""
+    context: tuple[bytes, ...]
+    """Keys of the chunks before it in its prompt, in order."""
+    home: Home
+    num_uses: int = 0
+    last_use: int = 0
+    """The index's logical clock at the last use; larger is more recent."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.generation == 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Variant({self.variant_id}, key={self.key.hex()[:8]}, length={self.length}, start={self.start}, "
+            f"generation={self.generation}, num_uses={self.num_uses}, home={self.home})"
+        )

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.methods import METHODS
+from chunk_cache.request import DEFAULT_PATH, KEYS, MODES, RequestOptions, dumps, loads, parse_request
+
+
+@st.composite
+def span_lists(draw: st.DrawFn) -> list[list[int]]:
+    position, spans = 0, []
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 500)), max_size=8)):
+        spans.append([position + gap, position + gap + length])
+        position = spans[-1][1]
+    return spans
+
+
+@st.composite
+def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
+    method = draw(st.sampled_from(sorted(METHODS)))
+    options = {"seed": draw(st.integers(0, 2**63 - 1))} if method == "random" and draw(st.booleans()) else {}
+    value = {
+        "spans": draw(span_lists()),
+        "mode": draw(st.sampled_from(MODES)),
+        "method": method,
+        "ratio": draw(st.floats(0, 1) | st.sampled_from([0, 1])),
+        "options": options,
+        "explain": draw(st.booleans()),
+    }
+    dropped = draw(st.sets(st.sampled_from(sorted(set(value) - ({"method"} if options else set())))))
+    return {key: item for key, item in value.items() if key not in dropped}
+
+
+@given(legal_requests())
+def test_round_trip_is_exact(value: dict[str, Any]) -> None:
+    opts = parse_request(value)
+    text = dumps(opts)
+    assert loads(text) == opts
+    assert dumps(loads(text)) == text
+    assert parse_request(json.loads(json.dumps(value))) == opts
+    assert opts.spans == tuple(tuple(span) for span in value.get("spans", []))
+    assert opts.has_marks == bool(value.get("spans"))
+    for name in ("mode", "method", "ratio", "explain"):
+        if name in value:
+            assert getattr(opts, name) == value[name]
+    assert hash(opts) == hash(loads(text))
+
+
+def test_empty_object_means_the_defaults() -> None:
+    assert parse_request({}) == RequestOptions()
+    assert RequestOptions() == RequestOptions(spans=(), mode="auto", method=None, ratio=None, options=(), explain=False)
+    assert not RequestOptions().has_marks
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse_request({}).mode = "off"  # type: ignore[misc]
+
+
+def test_only_mode_off_remembers_nothing() -> None:
+    assert [parse_request({"mode": mode}).remembers for mode in MODES] == [True, True, False]
+
+
+def test_ratio_is_a_float_without_a_sign() -> None:
+    opts = parse_request({"ratio": 1})
+    assert isinstance(opts.ratio, float)
+    assert math.copysign(1.0, parse_request({"ratio": -0.0}).ratio or 0.0) == 1.0
+
+
+def test_option_falls_back_to_the_default() -> None:
+    assert parse_request({"method": "random", "options": {"seed": 3}}).option("seed", 0) == 3
+    assert parse_request({"method": "random"}).option("seed", 9) == 9
+
+
+def test_options_without_a_method_belong_to_the_default_method() -> None:
+    opts = parse_request({"options": {"seed": 3}}, default_method="random")
+    assert (opts.method, opts.options) == ("random", (("seed", 3),))
+    assert loads(dumps(opts)) == opts
+    assert parse_request({}, default_method="random").method is None
+
+
+P = DEFAULT_PATH
+BAD = [
+    (None, f"{P}: None is not an object; "),
+    ([], f"{P}: [] is not an object; "),
+    ("{}", f"{P}: '{{}}' is not an object; "),
+    (True, f"{P}: True is not an object; "),
+    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain"),
+    ({"chunks": []}, f"{P}: unknown key 'chunks'; known keys: "),
+    ({3: 1}, f"{P}: unknown key 3; "),
+    ({"spans": None}, f"{P}.spans: None is not a list; "),
+    ({"spans": {}}, f"{P}.spans: {{}} is not a list; "),
+    ({"spans": "ab"}, f"{P}.spans: 'ab' is not a list; "),
+    ({"spans": [0, 4]}, f"{P}.spans[0]: 0 is not a [start, end] pair; "),
+    ({"spans": [[0]]}, f"{P}.spans[0]: [0] is not a [start, end] pair; "),
+    ({"spans": [[0, 1, 2]]}, f"{P}.spans[0]: [0, 1, 2] is not a [start, end] pair; "),
+    ({"spans": [[0, 1], {}]}, f"{P}.spans[1]: {{}} is not a [start, end] pair; "),
+    ({"spans": [[0, True]]}, f"{P}.spans[0][1]: True is not an integer; "),
+    ({"spans": [[0, 1], [2.0, 3]]}, f"{P}.spans[1][0]: 2.0 is not an integer; "),
+    ({"spans": [["0", 3]]}, f"{P}.spans[0][0]: '0' is not an integer; "),
+    ({"spans": [[None, 3]]}, f"{P}.spans[0][0]: None is not an integer; "),
+    ({"spans": [[-1, 3]]}, f"{P}.spans[0][0]: -1 is not a token position; "),
+    ({"spans": [[0, 2**31]]}, f"{P}.spans[0][1]: 2147483648 is not a token position; "),
+    ({"spans": [[0, 10**5000]]}, f"{P}.spans[0][1]: a huge integer is not a token position; "),
+    ({"spans": [[3, 3]]}, f"{P}.spans[0]: [3, 3] is empty; "),
+    ({"spans": [[3, 2]]}, f"{P}.spans[0]: [3, 2] is empty; "),
+    ({"spans": [[0, 4], [3, 6]]}, f"{P}.spans[1][0]: starts at 3, before the end 4 of the span before it; "),
+    ({"spans": [[5, 6], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 6 of the span before it; "),
+    ({"spans": [[0, 2], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 2 of the span before it; "),
+    ({"spans": [[0, 101]]}, f"{P}.spans[0][1]: 101 is outside the prompt of 100 tokens; "),
+    ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off"),
+    ({"mode": None}, f"{P}.mode: unknown mode None; "),
+    ({"mode": []}, f"{P}.mode: unknown mode []; "),
+    (
+        {"method": "cacheblend"},
+        f"{P}.method: unknown method 'cacheblend'; known methods: full-reuse, random, epic, full",
+    ),
+    ({"method": None}, f"{P}.method: unknown method None; "),
+    ({"ratio": 1.01}, f"{P}.ratio: 1.01 is not a number in [0, 1]; "),
+    ({"ratio": -0.1}, f"{P}.ratio: -0.1 is not a number in [0, 1]; "),
+    ({"ratio": True}, f"{P}.ratio: True is not a number in [0, 1]; "),
+    ({"ratio": "0.5"}, f"{P}.ratio: '0.5' is not a number in [0, 1]; "),
+    ({"ratio": None}, f"{P}.ratio: None is not a number in [0, 1]; "),
+    ({"ratio": math.nan}, f"{P}.ratio: nan is not a number in [0, 1]; "),
+    ({"ratio": math.inf}, f"{P}.ratio: inf is not a number in [0, 1]; "),
+    ({"ratio": 10**5000}, f"{P}.ratio: a huge integer is not a number in [0, 1]; "),
+    ({"options": None}, f"{P}.options: None is not an object; "),
+    ({"options": []}, f"{P}.options: [] is not an object; "),
+    ({"options": {"seed": 1}}, f"{P}.options: given without a method; "),
+    ({"method": "epic", "options": {"k": 1}}, f"{P}.options: unknown key 'k' for method 'epic'; "),
+    ({"method": "random", "options": {"seed": "x"}}, f"{P}.options.seed: 'x' is not an integer in [0, "),
+    ({"explain": 1}, f"{P}.explain: 1 is not a boolean; "),
+    ({"explain": None}, f"{P}.explain: None is not a boolean; "),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), BAD, ids=[message[:70] for _, message in BAD])
+def test_bad_requests_name_the_path_and_the_remedy(value: object, message: str) -> None:
+    with pytest.raises(ChunkCacheRequestError) as caught:
+        parse_request(value, num_tokens=100)
+    text = str(caught.value)
+    assert text.startswith(message)
+    assert "\n" not in text
+    assert len(text) < 300
+
+
+def test_the_path_is_the_callers() -> None:
+    with pytest.raises(ChunkCacheRequestError, match=r"^sampling_params\[2\]\.x\.ratio: 2 is not"):
+        parse_request({"ratio": 2}, path="sampling_params[2].x")
+
+
+def test_spans_may_end_with_the_prompt_and_touch_each_other() -> None:
+    value = {"spans": [[0, 40], [40, 100]]}
+    assert parse_request(value, num_tokens=100).spans == ((0, 40), (40, 100))
+    assert parse_request({"spans": [(0, 40)]}).spans == ((0, 40),)  # in-process callers may use tuples
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS, "other"]), JSON) | JSON)
+def test_anything_is_either_legal_or_one_kind_of_error(value: object) -> None:
+    try:
+        opts = parse_request(value)
+    except ChunkCacheRequestError as error:
+        assert str(error).startswith(P)  # noqa: PT017
+    else:
+        assert loads(dumps(opts)) == opts
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}'])
+def test_loads_refuses_what_dumps_did_not_write(text: str) -> None:
+    with pytest.raises(ChunkCacheRequestError):
+        loads(text)
