@@ -1,0 +1,104 @@
+"""Admission: handlers that make SGLang's prefill scheduler count a fused request as what it is.
+
+Verbs (handlers of hooks): `replay_len` (rows in the loaded range cost compute), `select_prefill_admission` (more rows
+than one step may compute: alone, whole), `commit_prefill_admission` (statistics, reply), `prepare_for_extend`
+(`cached_tokens` counts exact tokens only).
+
+Promises: a fused request is charged the rows that its forward computes, no more and no less. The loaded range is not
+split over steps, so a request with more rows than `--chunked-prefill-size` waits until it is the only one of a step
+and then goes whole; nothing overtakes it in SGLang's own order of the queue, so it does not starve. A loaded token is
+never counted as cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from sglang_chunk_cache.request import PARAM_NAME, DocChunkRequest, state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+
+def _rows_of_load(req: Req, prefix_len: int) -> int:
+    """Rows that the forward adds in front of an extend that starts at `prefix_len`."""
+    state = state_of(req)
+    if state is None or state.plan is None or state.load_len == 0 or req.kv.holds_kv:
+        return 0
+    return len(state.plan.row_positions) if prefix_len == state.plan.load_end else 0
+
+
+def replay_len(original: Callable[..., int], adder: PrefillAdder, req: Req, prefix_len: int) -> int:
+    """AROUND `PrefillAdder._replay_len`."""
+    return original(adder, req, prefix_len) + _rows_of_load(req, prefix_len)
+
+
+def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kwargs: Any) -> Any:
+    """AROUND `PrefillAdder._select_prefill_admission`."""
+    rows = _rows_of_load(req, req.prefix_len + kwargs["host_hit_length"])
+    if not rows or adder.rem_chunk_tokens is None or rows < adder.rem_chunk_tokens:
+        return original(adder, req, **kwargs)
+    if adder.can_run_list:
+        return AddReqResult.OTHER
+    # Alone: the tail is sized as if there were no rows, and the step is charged for both, which closes it.
+    state = state_of(req)
+    assert state is not None and state.plan is not None
+    plan, state.plan = state.plan, None
+    try:
+        admission = original(adder, req, **kwargs)
+    finally:
+        state.plan = plan
+    if isinstance(admission, AddReqResult):
+        return admission
+    return dataclasses.replace(admission, replay_len=admission.replay_len + rows)
+
+
+def commit_prefill_admission(original: Callable[..., None], adder: PrefillAdder, req: Req, *args: Any) -> None:
+    """AROUND `PrefillAdder._commit_prefill_admission`."""
+    original(adder, req, *args)
+    state = state_of(req)
+    if state is None or state.plan is None:
+        return
+    if state.load_due:
+        _uncount_loaded(adder, req, state.load_len)
+    if state.reported is None:
+        _report(adder, req, state)
+
+
+def _uncount_loaded(adder: PrefillAdder, req: Req, load_len: int) -> None:
+    """A load is neither a device nor a host hit: the prompt tokens in it were not found, they were made."""
+    adder.log_hit_tokens -= load_len
+    adder.log_input_tokens += load_len
+    if req.retracted_stain:
+        adder.reprocessed_log_hit_tokens -= load_len
+        adder.reprocessed_log_input_tokens += load_len
+    else:
+        adder.log_host_hit_tokens -= load_len
+
+
+def _report(adder: PrefillAdder, req: Req, state: DocChunkRequest) -> None:
+    assert state.plan is not None
+    state.reported = state.plan
+    adder.tree_cache.chunk_metrics.count_plan(state.plan)
+    if req.customized_info is None:
+        req.customized_info = {}
+    req.customized_info[PARAM_NAME] = [json.dumps(state.plan.reply(explain=state.options.explain))]
+
+
+def prepare_for_extend(original: Callable[..., None], batch: ScheduleBatch) -> None:
+    """AROUND `ScheduleBatch.prepare_for_extend`."""
+    first_time = [
+        (req, state.load_len)
+        for req in batch.reqs
+        if (state := state_of(req)) is not None and state.load_due and not req.retracted_stain
+    ]
+    original(batch)
+    for req, load_len in first_time:
+        req.cached_tokens -= load_len
+        req.cached_tokens_host -= load_len

@@ -1,0 +1,1 @@
+"""Attention of fused batches; every other batch keeps the backend that SGLang chose."""

@@ -1,0 +1,66 @@
+"""ChunkMetrics: Prometheus counters of the chunk cache, next to SGLang's own on `/metrics`.
+
+Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept).
+
+Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
+counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chunk_cache.plan import RecomputePlan
+    from prometheus_client import Counter
+
+
+class ChunkMetrics:
+    """Counters of one scheduler process."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._counters: dict[str, Counter] = {}
+        if not enabled:
+            return
+        # Imported here: the client reads its multi-process folder, which SGLang sets, when it is first imported.
+        from prometheus_client import Counter
+
+        self._counters = {
+            "chunks": Counter(
+                "sglang:chunk_cache_chunks_total",
+                "Marked chunks of admitted requests, by status and reason.",
+                ["status", "reason"],
+            ),
+            "tokens": Counter(
+                "sglang:chunk_cache_tokens_total",
+                "Prompt tokens of requests with marks or options: prefix + reused + computed; recomputed is a part of reused.",
+                ["kind"],
+            ),
+            "fallbacks": Counter(
+                "sglang:chunk_cache_fallbacks_total",
+                "Requests that were served without reuse although chunks were stored, by reason.",
+                ["reason"],
+            ),
+            "not_remembered": Counter(
+                "sglang:chunk_cache_not_remembered_total",
+                "Computed chunks that could not be kept, by reason.",
+                ["reason"],
+            ),
+        }
+
+    def count_plan(self, plan: RecomputePlan) -> None:
+        """Counts the chunks and tokens of an admitted request."""
+        if not self._counters:
+            return
+        reply = plan.reply()
+        for chunk in reply["chunks"]:
+            self._counters["chunks"].labels(chunk["status"], chunk["reason"] or "none").inc()
+        for kind in ("prefix", "reused", "computed", "recomputed"):
+            self._counters["tokens"].labels(kind).inc(reply[f"{kind}_tokens"])
+        if reply["fallback_reason"] is not None:
+            self._counters["fallbacks"].labels(reply["fallback_reason"]).inc()
+
+    def count_not_remembered(self, reason: str) -> None:
+        """Counts one chunk that was computed and lost."""
+        if self._counters:
+            self._counters["not_remembered"].labels(reason).inc()

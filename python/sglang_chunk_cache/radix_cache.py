@@ -1,0 +1,319 @@
+"""ChunkRadixCache: SGLang's radix tree that also finds, loads and remembers text chunks.
+
+Verbs (all called by SGLang): `match_prefix` (exact prefix, then a plan for the chunks behind it), `init_load_back`
+(fill private slots from the plan), `checkpoint` (remember chunks; keep approximate KV out), `free_kv_row` (give back
+what did not become a node), `on_release`, `reset`.
+
+Promises: KV of a fused request is never inserted under its exact prefix; its private slots are freed with it, or
+change owner to a node of their own, never both; a load brings all it promised or nothing. Sources are protected from
+eviction while a load allocates, and only then: the copy is enqueued before `init_load_back` returns, and whoever gets
+a source slot next writes to it on the same stream, later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from chunk_cache.config import Config, parse_config
+from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
+from chunk_cache.types import Status
+from chunk_cache.variant import PathHome, PathTokens, Variant
+
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_chunk_cache import hooks
+from sglang_chunk_cache.assemble import KVAssembler
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
+from sglang_chunk_cache.store import VariantStore
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+Ranges = list[tuple[int, int]]
+
+
+def create(ctx: TreeCacheBuildContext) -> ChunkRadixCache:
+    """Factory of `--radix-cache-backend chunk_cache`.
+
+    Raises:
+        StartRefused: a hook is missing in this process, or the model's rotation is not supported.
+    """
+    hooks.verify_hooks()
+    args = get_args()
+    if args is None:
+        refuse("the radix cache backend chunk_cache is chosen by --chunk-cache, not by --radix-cache-backend.")
+    cache = create_unified_radix_cache(ctx, cache_class=ChunkRadixCache)
+    assert isinstance(cache, ChunkRadixCache)
+    cache.init_chunks(args, ctx)
+    return cache
+
+
+class ChunkRadixCache(UnifiedRadixCache):
+    """See the head of this file."""
+
+    _index: ChunkIndex | None = None
+
+    def init_chunks(self, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> None:
+        """Second half of the construction, once the base class has built the tree."""
+        self._args = args
+        self.chunk_config: Config = parse_config(dict(args.config))
+        self._store = VariantStore(self)
+        self._assembler = KVAssembler(ctx.tp_worker.model_runner, self.token_to_kv_pool_allocator.get_kvcache())
+        self._index = ChunkIndex(
+            max_variants=self.chunk_config.max_variants,
+            max_variants_per_chunk=self.chunk_config.max_variants_per_chunk,
+            max_path_tokens=self.chunk_config.max_path_tokens,
+        )
+        self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
+        self.chunk_metrics = ChunkMetrics(enabled=self._enable_metrics_flag and ctx.tp_rank == 0)
+        logger.info(
+            "Chunk cache: method %s, ratio %s, separator %r, %s", args.method, args.ratio, args.separator, self.chunk_config
+        )
+
+    def check_integrity(self) -> None:
+        """Recomputes the index from scratch.
+
+        Raises:
+            AssertionError: it does not fit itself, or a request that is gone left something behind.
+        """
+        assert self._index is not None
+        self._index.check_integrity(self._store.resolve)
+
+    # Lookup.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result = super().match_prefix(params)
+        state = None if params.req is None else state_of(params.req)
+        if state is None:
+            return result
+        state.plan = self._plan(params.req, state, prefix_len=result.device_prefix_len, max_prefix_len=len(params.key))
+        return result._replace(host_hit_length=state.load_len)
+
+    def _plan(self, req: Req, state: DocChunkRequest, *, prefix_len: int, max_prefix_len: int) -> RecomputePlan:
+        lookups: list[Lookup | None] = [None] * len(state.keys)
+        if state.options.mode != "off":
+            for i, (_, end) in enumerate(state.options.spans[: len(state.keys)]):
+                if end > prefix_len:
+                    lookups[i] = self._lookup(state.keys[i])
+        plan = make_plan(
+            opts=state.options,
+            default_method=self._args.method,
+            default_ratio=self._args.ratio,
+            prompt_len=len(req.full_untruncated_fill_ids) or len(req.origin_input_ids),
+            prefix_len=prefix_len,
+            max_prefix_len=max_prefix_len,
+            page_size=self.page_size,
+            lookups=lookups,
+            min_reuse_len=self.chunk_config.min_reuse_len,
+            chunk_keys=state.keys,
+            limit_reason="logprobs" if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len else "prompt_end",
+        )
+        return replan_without_load(plan, "unsupported") if state.unsupported else plan
+
+    def _lookup(self, key: bytes) -> Lookup:
+        assert self._index is not None
+        return self._index.lookup(key, self._store.resolve, max_generation=self.chunk_config.max_generation)
+
+    # Load.
+
+    def load_back_is_cache_owned(self) -> bool:
+        return False
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
+        req = params.req
+        assert req is not None
+        state = state_of(req)
+        assert state is not None and state.plan is not None, "only chunks promise a load"
+        if state.load_len == 0:
+            return 0, req.last_node
+        used = [(chunk, self._variant(chunk)) for chunk in state.plan.chunks if chunk.num_reused]
+        slots = self._allocate(state.load_len, [variant for _, variant in used])
+        if slots is None:
+            state.plan = replan_without_load(state.plan, "memory")
+            logger.info("Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids))
+            return 0, req.last_node
+        self._fill(slots, state.plan, used)
+        state.admit(slots)
+        return len(slots), req.last_node
+
+    def _variant(self, chunk: ChunkPlan) -> Variant:
+        assert self._index is not None and chunk.variant_id is not None
+        variant = self._index.get(chunk.variant_id)
+        assert variant is not None, "nothing is forgotten between a match and its admission"
+        return variant
+
+    def _allocate(self, num_tokens: int, sources: Sequence[Variant]) -> torch.Tensor | None:
+        """`[num_tokens]` free slots in whole pages, or None where evicting all but `sources` is not enough."""
+        locks = [self._store.lock(variant) for variant in sources]
+        try:
+            evict_from_tree_cache(self, num_tokens)
+            return self.token_to_kv_pool_allocator.alloc(num_tokens)
+        finally:
+            for lock in locks:
+                self._store.unlock(lock)
+
+    def _fill(self, slots: torch.Tensor, plan: RecomputePlan, used: Sequence[tuple[ChunkPlan, Variant]]) -> None:
+        assert self._index is not None
+        sources, targets, deltas = [], [], []
+        for chunk, variant in used:
+            first = chunk.dst_start - plan.load_start
+            sources.append(self._store.slots(variant, chunk.src_offset, chunk.num_reused))
+            targets.append(slots[first : first + chunk.num_reused])
+            deltas.append(torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device))
+        self._assembler.copy(torch.cat(sources), torch.cat(targets), torch.cat(deltas))
+        for _, variant in used:
+            self._store.touch(variant)
+            self._index.touch(variant)
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        state = state_of(req)
+        if state is None or state.private_indices is None:
+            return super().prefix_device_indices(req)
+        assert state.plan is not None
+        exact = self.path_device_indices(req.last_node)[: state.plan.prefix_len]
+        prefix = torch.cat([exact, state.private_indices])
+        assert len(prefix) == req.prefix_len, (req.rid, len(prefix), req.prefix_len)
+        return prefix
+
+    # Remember.
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        state = state_of(req)
+        if state is None:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            return
+        if not state.fused:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            if state.options.mode != "off" and not state.unsupported:
+                self._remember_exact(req, state, up_to)
+        elif req.finished():
+            self._remember_missed(req, state, up_to)
+
+    def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
+        """Every chunk of an exact prompt is a span in its path."""
+        if state.remembered or not state.keys:
+            return
+        assert self._index is not None
+        in_tree = min(up_to, req.kv.cache_protected_len)
+        last_end = state.options.spans[-1][1]
+        state.remembered = in_tree >= last_end
+        if not (state.remembered or req.finished()):
+            return  # the rest of the prompt is still to come
+        path = PathTokens(req.origin_input_ids[:last_end], state.partition, req.last_node)
+        for i, (start, end) in enumerate(state.options.spans):
+            covered_len = min(end, in_tree) - start
+            if 2 * covered_len >= end - start:
+                self._index.add(
+                    state.keys[i],
+                    length=end - start,
+                    start=start,
+                    generation=0,
+                    context=state.keys[:i],
+                    home=PathHome(path, start),
+                )
+            elif end <= up_to and self._is_new(state, i, generation=0):
+                # The last page of a path is not stored: a short chunk at its end would be lost.
+                self._remember_copy(req, state, i, generation=0)
+
+    def _remember_missed(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
+        """Chunks that a fused request had to compute become nodes of their own (derived variants)."""
+        plan = state.plan
+        assert plan is not None
+        generation = 0
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.generation is not None and plan.ratio < 1.0:
+                generation = max(generation, 1 + chunk.generation)
+            if chunk.status is not Status.MISS or chunk.end > up_to:
+                continue
+            if generation <= self.chunk_config.max_generation and self._is_new(state, i, generation):
+                self._remember_node(req, state, i, generation)
+
+    def _is_new(self, state: DocChunkRequest, i: int, generation: int) -> bool:
+        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index."""
+        assert self._index is not None
+        key, (start, _) = state.keys[i], state.options.spans[i]
+        return self._lookup(key).covered_len == 0 and self._index.wants(
+            key, start=start, generation=generation, context=state.keys[:i]
+        )
+
+    def _remember_node(self, req: Req, state: DocChunkRequest, i: int, generation: int) -> None:
+        start, end = state.options.spans[i]
+        if self.page_size > 1 or start < req.kv.cache_protected_len:
+            self._remember_copy(req, state, i, generation)
+            return
+        # Slots change owner: they are the request's own and a page holds one token.
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        self._handed_over.setdefault(req.kv.req_pool_idx, []).append((start, end))
+        self._add_node(req, state, i, generation, row.to(torch.int64, copy=True))
+
+    def _remember_copy(self, req: Req, state: DocChunkRequest, i: int, generation: int) -> None:
+        start, end = state.options.spans[i]
+        num_slots = -(-(end - start) // self.page_size) * self.page_size
+        slots = self._allocate(num_slots, ())
+        if slots is None:
+            logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
+            self.chunk_metrics.count_not_remembered("memory")
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].to(torch.int64)
+        self._assembler.copy(row, slots[: end - start], torch.zeros_like(row))
+        self._add_node(req, state, i, generation, slots)
+
+    def _add_node(self, req: Req, state: DocChunkRequest, i: int, generation: int, slots: torch.Tensor) -> None:
+        assert self._index is not None
+        start, end = state.options.spans[i]
+        home = self._store.insert_node(state.partition, req.origin_input_ids[start:end], slots, req.priority or 0)
+        self._index.add(
+            state.keys[i],
+            length=end - start,
+            start=start,
+            generation=generation,
+            context=state.keys[:i],
+            home=home,
+        )
+
+    # Release.
+
+    def free_kv_row(self, kv: Any, ranges: Ranges) -> None:
+        handed_over = self._handed_over.get(kv.req_pool_idx)
+        kept = subtract_ranges(ranges, handed_over) if handed_over else ranges
+        if kept:
+            super().free_kv_row(kv, kept)
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        self._handed_over.pop(req.kv.req_pool_idx, None)
+        state = state_of(req)
+        if state is not None and not req.finished():
+            state.restart()
+        super().on_release(req, checkpointed=checkpointed)
+
+    def reset(self) -> None:
+        super().reset()
+        if self._index is not None:
+            self._index.clear()
+
+
+def subtract_ranges(ranges: Ranges, taken: Ranges) -> Ranges:
+    """Ascending, disjoint, half-open `ranges` without the ascending, disjoint `taken`."""
+    left: Ranges = []
+    for start, end in ranges:
+        for taken_start, taken_end in taken:
+            if taken_end <= start or end <= taken_start:
+                continue
+            if start < taken_start:
+                left.append((start, taken_start))
+            start = max(start, taken_end)
+        if start < end:
+            left.append((start, end))
+    return left

@@ -1,0 +1,127 @@
+"""DocChunkRequest: what the chunk cache knows of one request, from its first match to its release.
+
+Verbs: `state_of` (read or create it for a `Req`), `DocChunkRequest.admit` (a load was made: its rows are due),
+`rows_due` (rows that the next forward must add), `complete_rows` (they were added), `restart` (retracted).
+
+Picture of a prompt (positions grow to the right)::
+
+    0            prefix_len                       load_end            prompt_len
+    | exact prefix | reused | recomputed | missing | tail (question) ... |
+                   |<-- loaded range: private slots -->|<-- ordinary extend -->|
+
+Rows that the fused forward adds in front of the ordinary extend are the recomputed and the missing positions of the
+loaded range; `RecomputePlan.row_positions` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.request import RequestOptions, loads
+
+if TYPE_CHECKING:
+    import torch
+    from chunk_cache.plan import RecomputePlan
+
+PARAM_NAME = "chunk_cache"
+_ATTRIBUTE = "doc_chunk_request"
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class DocChunkRequest:
+    """State of one request; owned by the scheduler process, dies with the request.
+
+    Attributes:
+        options: what the client asked for.
+        partition: namespace of the request; chunks of another one are never found.
+        keys: one key per marked chunk.
+        plan: newest plan; replaced at every match until the request is admitted.
+        reported: the plan of the first admission; the reply speaks of this one.
+        private_indices: `[load_end - prefix_len]` int64 KV slots of the loaded range, on the device; owned by the request.
+        fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
+        remembered: the chunks of this (exact) request are in the index already.
+    """
+
+    options: RequestOptions
+    partition: Partition
+    keys: tuple[bytes, ...]
+    unsupported: bool = False
+    plan: RecomputePlan | None = None
+    reported: RecomputePlan | None = None
+    private_indices: torch.Tensor | None = None
+    fused: bool = False
+    remembered: bool = False
+    _due: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+
+    @property
+    def rows_due(self) -> np.ndarray:
+        """Positions in the loaded range whose KV the next forward computes, ascending int64."""
+        return self._due
+
+    @property
+    def load_due(self) -> bool:
+        """The loaded range was filled and its forward has not run yet."""
+        return self.private_indices is not None
+
+    @property
+    def load_len(self) -> int:
+        """Tokens that the current plan loads into private slots."""
+        return 0 if self.plan is None else self.plan.load_end - self.plan.load_start
+
+    def admit(self, private_indices: torch.Tensor) -> None:
+        """The loaded range is in `private_indices`; the rows of the plan are due from now on."""
+        assert self.plan is not None and len(private_indices) == self.load_len
+        self.private_indices = private_indices
+        self.fused = True
+        self._due = self.plan.row_positions
+
+    def complete_rows(self) -> None:
+        """The rows went into a forward; the slots are in the request's own row by now."""
+        self.private_indices = None
+        self._due = _NO_ROWS
+
+    def restart(self) -> None:
+        """The request lost its KV (retraction); the next match plans anew."""
+        self.complete_rows()
+        self.plan = None
+        self.fused = False
+
+
+def state_of(req: Any) -> DocChunkRequest | None:
+    """The state of `req`, or None where the client neither marked chunks nor gave options."""
+    state: DocChunkRequest | None | bool = getattr(req, _ATTRIBUTE, False)
+    if state is False:
+        state = _create(req)
+        setattr(req, _ATTRIBUTE, state)
+    return state  # type: ignore[return-value]
+
+
+def _create(req: Any) -> DocChunkRequest | None:
+    params = req.sampling_params.custom_params
+    text = params.get(PARAM_NAME) if isinstance(params, dict) else None
+    if text is None:
+        return None
+    options = loads(text)
+    partition = Partition(req.extra_key, req.cache_salt)
+    ids = req.origin_input_ids
+    # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
+    fits = all(end <= len(ids) for _, end in options.spans)
+    keys = tuple(chunk_key(partition, ids[start:end]) for start, end in options.spans) if fits else ()
+    return DocChunkRequest(options, partition, keys, unsupported=not (fits and _is_supported(req)))
+
+
+def _is_supported(req: Any) -> bool:
+    # Inputs whose KV does not follow from the token ids alone, turns of a session (their ids are not the client's),
+    # and replies that are sliced by the ordinary extend only.
+    return (
+        req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and req.session is None
+        and not req.return_hidden_states
+        and not req.return_routed_experts
+    )

@@ -1,0 +1,120 @@
+"""VariantStore: where the KV of a variant lies in the radix tree, found again at every use.
+
+Verbs: `resolve` (how much of a variant is still there), `slots` (its KV slots), `lock` / `unlock` (keep it while it is
+read), `touch` (it was used), `insert_node` (a chunk becomes a node of its own).
+
+Promises: the tree owns every slot; nothing here outlives an eviction. A node id that the index remembers is only a
+hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
+fall back to matching the tokens, so an evicted variant is simply a shorter match. `resolve` changes nothing in the
+tree: it neither splits a node nor counts as a use.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from chunk_cache.keys import Partition
+from chunk_cache.variant import NodeHome, PathHome, Variant
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+if TYPE_CHECKING:
+    import torch
+
+_PADDING_TOKEN = 0
+
+
+class VariantStore:
+    """View of one radix tree as a store of chunk variants."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        # A secret, so that no client can name one of our nodes through its own extra_key.
+        self._secret = secrets.token_hex(8)
+        self._num_namespaces = 0
+
+    def resolve(self, variant: Variant) -> int:
+        """Leading tokens of the chunk whose KV is still in the tree, 0 to `variant.length`."""
+        start = _start_in_path(variant)
+        available = self._available_len(variant, start + variant.length)
+        return max(0, min(available - start, variant.length))
+
+    def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
+        """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""
+        start = _start_in_path(variant) + offset
+        path = self._cache.path_device_indices(_node_id(variant))
+        assert start + length <= len(path), (start, length, len(path))
+        return path[start : start + length]
+
+    def lock(self, variant: Variant) -> Any:
+        """Keeps the variant from eviction until `unlock`; `resolve` came before."""
+        return self._cache.lock(_node_id(variant))
+
+    def unlock(self, lock: Any) -> None:
+        self._cache.unlock(lock)
+
+    def touch(self, variant: Variant) -> None:
+        """Makes the variant the most recently used one of the tree."""
+        self._cache.touch_prefix(self._radix_key(variant))
+
+    def insert_node(self, partition: Partition, token_ids: array[int], slots: torch.Tensor, priority: int) -> NodeHome:
+        """Hands `slots` (int64, whole pages) to the tree as a node of its own.
+
+        Args:
+            token_ids: the chunk; padded here to the length of `slots`.
+            priority: eviction priority of the request that computed it.
+        """
+        node_key = token_ids + array("q", [_PADDING_TOKEN]) * (len(slots) - len(token_ids))
+        self._num_namespaces += 1
+        namespace = f"{partition.extra_key or ''}\x1f{self._secret}\x1f{self._num_namespaces}"
+        result = self._cache.insert(
+            InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority)
+        )
+        assert result.prefix_len == 0, "a namespace of ours is never used twice"
+        return NodeHome(node_key, namespace, result.last_device_node)
+
+    def _available_len(self, variant: Variant, wanted: int) -> int:
+        node_id = _node_id(variant)
+        if node_id is not None:
+            available = self._len_of_node(node_id)
+            if available is not None and available >= wanted:
+                return available
+        available, node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
+        _set_node_id(variant, node_id)
+        return available
+
+    def _len_of_node(self, node_id: int) -> int | None:
+        try:
+            (path,) = self._cache.tree_core.collect_path_info([node_id])
+        except KeyError:
+            return None  # evicted
+        if not path or path[-1].full_value_len is None:
+            return None
+        return path[-1].path_end
+
+    def _radix_key(self, variant: Variant) -> RadixKey:
+        home = variant.home
+        if isinstance(home, PathHome):
+            partition = home.path.partition
+            return RadixKey(home.path.tokens, extra_key=partition.extra_key, cache_salt=partition.cache_salt)
+        return RadixKey(home.node_key, extra_key=home.namespace)
+
+
+def _start_in_path(variant: Variant) -> int:
+    return variant.home.start if isinstance(variant.home, PathHome) else 0
+
+
+def _node_id(variant: Variant) -> int:
+    home = variant.home
+    return home.path.node_id if isinstance(home, PathHome) else home.node_id
+
+
+def _set_node_id(variant: Variant, node_id: int) -> None:
+    home = variant.home
+    if isinstance(home, PathHome):
+        home.path.node_id = node_id
+    else:
+        home.node_id = node_id

@@ -1,0 +1,243 @@
+"""The regression list as scenarios, each run on stock SGLang and on ours, with every request at recompute ratio 1.0.
+
+A case is a function of a `Session`; what it sends is compared request by request. Case numbers are those of the list
+in `docs/exactness.md`. Prompts are token ids; nothing here knows which side it runs on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from local_scheduler import LocalScheduler, Reply, Request
+
+BOS = 1
+VOCAB = range(10, 500)
+
+
+@dataclass
+class Prompt:
+    """Token ids with the spans of its chunks."""
+
+    ids: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+
+    def text(self, ids: Sequence[int]) -> Prompt:
+        self.ids += ids
+        return self
+
+    def chunk(self, ids: Sequence[int]) -> Prompt:
+        self.spans.append([len(self.ids), len(self.ids) + len(ids)])
+        self.ids += ids
+        return self
+
+
+class Session:
+    """One scheduler, fresh for every case, and what it answered."""
+
+    def __init__(self, local: LocalScheduler, *, is_ours: bool, seed: int = 0) -> None:
+        self.local = local
+        self.is_ours = is_ours
+        self.rng = random.Random(seed)
+        self.replies: list[Reply] = []
+        self.system = [BOS, *self.tokens(19)]
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.choice(VOCAB) for _ in range(count)]
+
+    def chunks(self, *lens: int) -> list[list[int]]:
+        return [self.tokens(length) for length in lens]
+
+    def prompt(self, chunks: Sequence[Sequence[int]], question: int | Sequence[int] = 9) -> Prompt:
+        prompt = Prompt().text(self.system)
+        for chunk in chunks:
+            prompt.chunk(chunk)
+        return prompt.text(self.tokens(question) if isinstance(question, int) else question)
+
+    def request(self, prompt: Prompt, *, marked: bool = True, ratio: float = 1.0, **fields: Any) -> Request:
+        options: dict[str, Any] = {"spans": prompt.spans, "ratio": ratio, **fields.pop("options", {})}
+        return Request(prompt.ids, options if marked and self.is_ours else None, **fields)
+
+    def send(self, *prompts: Prompt, **fields: Any) -> list[Reply]:
+        """All prompts in one batch; the replies are compared."""
+        replies = self.local.generate([self.request(prompt, **fields) for prompt in prompts])
+        self.replies += replies
+        return replies
+
+    def prime(self, chunks: Sequence[Sequence[int]]) -> None:
+        """Every chunk once behind the system prompt, one by one."""
+        for chunk in chunks:
+            self.send(self.prompt([chunk], question=3), max_new_tokens=1)
+
+    def statuses(self, reply: Reply) -> list[str]:
+        return [chunk["status"] for chunk in reply.info["chunks"]] if reply.info else []
+
+
+def case_01_same_prompt_twice(s: Session) -> None:
+    chunks = s.chunks(40, 33, 51)
+    s.prime(chunks)
+    prompt = s.prompt(chunks)
+    s.send(prompt)
+    s.send(prompt)
+    s.send(prompt, prompt)
+
+
+def case_02_all_hits_in_another_order(s: Session) -> None:
+    chunks = s.chunks(40, 33, 51, 64)
+    s.prime(chunks)
+    for order in ([3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]):
+        (reply,) = s.send(s.prompt([chunks[i] for i in order]))
+        assert not s.is_ours or reply.info["recomputed_tokens"] == reply.info["reused_tokens"] > 0
+    s.send(s.prompt(list(reversed(chunks)), question=[]))  # a prompt that ends in a chunk
+
+
+def case_03_chunk_twice_in_one_prompt(s: Session) -> None:
+    a, b, c = s.chunks(40, 33, 45)
+    s.prime([a, b])
+    s.send(s.prompt([b, a, b, a]))
+    s.send(s.prompt([a, c, b, c]))  # the repeated one is missing: computed twice, stored once
+    (reply,) = s.send(s.prompt([b, c, c, a]))
+    assert "miss" not in s.statuses(reply)
+
+
+def case_04_miss_between_two_hits(s: Session) -> None:
+    a, b, c, d = s.chunks(40, 33, 51, 38)
+    s.prime([a, b])
+    (reply,) = s.send(s.prompt([b, c, a]))
+    assert not s.is_ours or s.statuses(reply)[1] == "miss"
+    s.send(s.prompt([b, c, d, a]))
+    # text that no chunk covers stands between two hits
+    s.send(s.prompt([b]).text(s.tokens(13)).chunk(a).text(s.tokens(5)))
+
+
+def case_05_chunk_at_position_0(s: Session) -> None:
+    a, b = [BOS, *s.tokens(37)], s.tokens(44)
+    s.send(Prompt().chunk(a).chunk(b).text(s.tokens(7)))
+    s.send(Prompt().chunk(b).chunk(a).text(s.tokens(7)))
+    s.send(s.prompt([b, a]))
+    s.send(Prompt().chunk(b).chunk(a))
+
+
+def case_06_chunk_shorter_than_a_page(s: Session) -> None:
+    chunks = s.chunks(1, 5, 15, 17, 3)
+    s.prime(chunks)
+    s.send(s.prompt(chunks))
+    s.send(s.prompt(list(reversed(chunks))))
+    for chunk in chunks:
+        s.send(s.prompt([chunk, chunks[3]], question=1))
+
+
+def case_07_stored_after_partial_reuse(s: Session) -> None:
+    a, b, c, d = s.chunks(40, 33, 51, 29)
+    s.prime([a, b])
+    s.send(s.prompt([b, c, a, d]))
+    (reply,) = s.send(s.prompt([d, c, b]))
+    assert "miss" not in s.statuses(reply)
+    (reply,) = s.send(s.prompt([c, d, a]))
+    assert "miss" not in s.statuses(reply)
+
+
+def case_08_prefix_and_chunks_together(s: Session) -> None:
+    a, b, c = s.chunks(40, 48, 51)
+    s.prime([c])
+    s.send(s.prompt([a, b]))
+    (reply,) = s.send(s.prompt([a, b, c]))  # an exact prefix of two chunks, then a hit
+    assert not s.is_ours or (reply.info["prefix_tokens"] >= 96 and s.statuses(reply)[2] == "hit")
+    s.send(s.prompt([a, c, b]))
+    s.send(s.prompt([a, b, c]), marked=False)
+    s.send(s.prompt([a[:20], c]))  # the exact prefix ends inside a chunk of another prompt
+
+
+def case_14_batch_of_hits_misses_and_plain(s: Session) -> None:
+    a, b, c, d = s.chunks(40, 33, 51, 29)
+    s.prime([a, b, c])
+    mixed = [
+        s.request(s.prompt([c, b, a])),
+        s.request(s.prompt([d, s.tokens(35)])),
+        s.request(s.prompt([b, d, c])),
+        s.request(s.prompt([a, c]), marked=False),
+        s.request(Prompt().text(s.tokens(50))),
+        s.request(s.prompt([b, a]), max_new_tokens=9),
+    ]
+    s.replies += s.local.generate(mixed)
+    s.replies += s.local.generate([s.request(s.prompt([x, y])) for x, y in ((a, d), (d, b), (c, a), (b, c))])
+
+
+def case_16_two_tenants(s: Session) -> None:
+    a, b, c = s.chunks(40, 33, 51)
+    prompt, other = s.prompt([a, b, c]), s.prompt([c, a, b])
+    for tenant in ({"extra_key": "one"}, {"cache_salt": "two"}, {"extra_key": "one", "cache_salt": "two"}, {}):
+        (first,) = s.send(prompt, **tenant)
+        assert not s.is_ours or s.statuses(first) == ["miss"] * 3, (tenant, s.statuses(first))
+        (second,) = s.send(other, **tenant)
+        assert not s.is_ours or s.statuses(second) == ["hit"] * 3, (tenant, s.statuses(second))
+
+
+def case_23_abort_at_any_step(s: Session) -> None:
+    chunks = s.chunks(40, 33, 51, 64)
+    s.prime(chunks)
+    for steps in range(1, 8):
+        victim = s.request(s.prompt([chunks[i] for i in (2, 0, 3)]), max_new_tokens=20)
+        other = s.request(s.prompt([chunks[i] for i in (1, 3)]))
+        abort_and_check(s, victim, other, steps)
+    s.send(s.prompt([chunks[i] for i in (3, 1, 2, 0)]))
+
+
+def abort_and_check(s: Session, victim: Request, other: Request, steps: int) -> None:
+    """`victim` is aborted `steps` steps of the loop after it was sent; only `other` is compared."""
+    messages = [s.local.prepare(victim), s.local.prepare(other)]
+
+    def on_step(step: int) -> list[Any] | None:
+        if step == 0:
+            return messages
+        if step == steps:
+            return [s.local.abort(victim.rid)]
+        return None if step > steps else []
+
+    replies = s.local.run(on_step)
+    s.replies.append(replies[1])
+
+
+def case_logprobs_of_the_prompt(s: Session) -> None:
+    chunks = s.chunks(40, 33, 51)
+    s.prime(chunks)
+    order = [chunks[2], chunks[0], chunks[1]]
+    for start in (0, 30, 90, 140):
+        s.send(s.prompt(order), logprob_start=start)
+
+
+def case_flush(s: Session) -> None:
+    chunks = s.chunks(40, 33)
+    s.prime(chunks)
+    assert s.local.flush()
+    (reply,) = s.send(s.prompt([chunks[1], chunks[0]]))
+    assert not s.is_ours or s.statuses(reply) == ["miss", "miss"]
+    s.send(s.prompt([chunks[0], chunks[1]]))
+
+
+def case_more_rows_than_a_step(s: Session) -> None:
+    """With chunked prefill on, these rows exceed every budget; the others in the queue must get their turn too."""
+    chunks = s.chunks(150, 160, 140)
+    s.prime(chunks)
+    plain = Prompt().text(s.tokens(130))
+    big = [s.prompt([chunks[i] for i in order], question=90) for order in ([2, 1, 0], [1, 0, 2])]
+    s.send(plain, big[0], s.prompt([chunks[0]]), big[1])
+
+
+def case_exact_and_off_modes(s: Session) -> None:
+    a, b, c = s.chunks(40, 33, 51)
+    s.prime([a, b])
+    (reply,) = s.send(s.prompt([s.tokens(9), b, c, a]), options={"mode": "exact"})
+    assert not s.is_ours or s.statuses(reply) == ["miss", "skipped", "miss", "skipped"]
+    (reply,) = s.send(s.prompt([c, b]))
+    assert not s.is_ours or s.statuses(reply) == ["hit", "hit"]
+    (reply,) = s.send(s.prompt([c, a, b]), options={"mode": "off"})
+    assert not s.is_ours or (s.statuses(reply) == ["skipped"] * 3 and reply.info["fallback_reason"] == "off")
+    s.send(s.prompt([c, b, a]))
+
+
+CASES: dict[str, Callable[[Session], None]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}

@@ -1,0 +1,116 @@
+"""Runs cases on one configuration in processes of their own.
+
+- `run_cases(config, is_ours)` starts one process per tensor-parallel rank and returns the replies of rank 0 per case.
+
+The processes are forked from a server that has imported SGLang already, so a configuration costs seconds. With tensor
+parallelism both ranks are fed the same requests at the same steps of the event loop; SGLang would broadcast them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TEST_DIR = Path(__file__).resolve().parent.parent
+MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"])
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the matrix."""
+
+    page_size: int = 1
+    tp_size: int = 1
+    chunked: bool = False
+    overlap: bool = True
+    kind: str = "llama"
+    rope: str | None = None
+    max_total_tokens: int = 4096
+
+    def __str__(self) -> str:
+        parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
+        parts += ["overlap" if self.overlap else "normal", self.kind, *([self.rope] if self.rope else [])]
+        return "-".join(parts)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "dtype": "float32",
+            "page_size": self.page_size,
+            "tp_size": self.tp_size,
+            "chunked_prefill_size": 64 if self.chunked else -1,
+            "disable_overlap_schedule": not self.overlap,
+            "max_total_tokens": self.max_total_tokens,
+        }
+
+
+def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = "exactness.cases") -> dict[str, Any]:
+    """Replies per case; a case that failed is a string with its traceback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(config.tp_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_child, args=(sender, config, is_ours, names, module, rank, port))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        results = pipes[0].recv() if pipes[0].poll(600) else "no answer within 600 s"
+    except EOFError:
+        results = "the scheduler process died"
+    finally:
+        # Not joined: helpers that SGLang started hold the pipe that a join would wait for.
+        for process in processes:
+            process.kill()
+    if isinstance(results, str):
+        raise RuntimeError(f"{config}: {results}")
+    return results
+
+
+def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module: str, rank: int, port: int) -> None:
+    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"  # SGLang's own check of the pool, every step
+    sys.path.insert(0, str(TEST_DIR))
+    import importlib
+
+    import torch
+    from local_scheduler import LocalScheduler
+    from tiny_models import make_model
+
+    torch.set_num_threads(1)
+    try:
+        cases = importlib.import_module(module)
+        model = make_model(config.kind, MODEL_DIR / f"{config.kind}-{config.rope or 'default'}", rope=config.rope)
+        local = LocalScheduler(
+            model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags
+        )
+        sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
+    except BaseException:
+        sender.send(traceback.format_exc())
+        raise
+    finally:
+        sender.close()
+        os._exit(0)
+
+
+def _run_case(cases: Any, name: str, local: Any, is_ours: bool) -> Any:
+    session = cases.Session(local, is_ours=is_ours)
+    try:
+        cases.CASES[name](session)
+        if is_ours:
+            local.cache.check_integrity()
+        assert local.flush(), "the cache could not be flushed: a request left something behind"
+    except Exception:
+        return traceback.format_exc()
+    return session.replies

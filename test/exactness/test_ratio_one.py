@@ -1,0 +1,83 @@
+"""Recompute ratio 1.0 equals stock SGLang, in every scheduling situation."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+from exactness.cases import CASES
+from exactness.runner import Config, run_cases
+
+TOLERANCE = 1e-4  # log-probabilities, fp32
+
+# Every pair of values of page size, TP size, chunked prefill and overlap occurs in one of these.
+PAIRWISE = [
+    Config(page_size=1, tp_size=1, chunked=False, overlap=True),
+    Config(page_size=16, tp_size=1, chunked=True, overlap=False),
+    Config(page_size=16, tp_size=2, chunked=False, overlap=True),
+    Config(page_size=1, tp_size=2, chunked=True, overlap=False),
+    Config(page_size=16, tp_size=1, chunked=True, overlap=True),
+    Config(page_size=1, tp_size=1, chunked=False, overlap=False),
+]
+FULL = [
+    Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap)
+    for page, tp, chunked, overlap in itertools.product((1, 16), (1, 2), (False, True), (True, False))
+]
+# Case 12, and the other model classes.
+MODELS = [
+    Config(rope="llama3"),
+    Config(rope="yarn", page_size=16),
+    Config(rope="linear"),
+    Config(kind="qwen2"),
+    Config(kind="qwen3", page_size=16),
+    Config(kind="mistral", chunked=True),
+]
+MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]
+
+
+@cache
+def replies(config: Config, is_ours: bool, names: tuple[str, ...]) -> dict[str, Any]:
+    return run_cases(config, is_ours=is_ours, names=list(names))
+
+
+def compare(config: Config, case: str, names: tuple[str, ...]) -> None:
+    ours, stock = replies(config, True, names)[case], replies(config, False, names)[case]
+    assert not isinstance(stock, str), f"stock: {stock}"
+    assert not isinstance(ours, str), f"ours: {ours}"
+    assert len(ours) == len(stock) > 0
+    for i, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
+        where = f"request {i} of {case}"
+        assert mine.output_ids == theirs.output_ids, where
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE), where
+        assert len(mine.top_logprobs) == len(theirs.top_logprobs), where
+        for my_top, their_top in zip(mine.top_logprobs, theirs.top_logprobs, strict=True):
+            assert my_top == pytest.approx(their_top, abs=TOLERANCE), where
+        assert len(mine.input_logprobs) == len(theirs.input_logprobs), where
+        for my_value, their_value in zip(mine.input_logprobs, theirs.input_logprobs, strict=True):
+            assert my_value == (None if their_value is None else pytest.approx(their_value, abs=TOLERANCE)), where
+
+
+def matrix(configs: list[Config]) -> Any:
+    pairs = [pytest.param(config, case, id=f"{config}-{case}") for config in configs for case in CASES]
+    return pytest.mark.parametrize(("config", "case"), pairs)
+
+
+@pytest.mark.slow
+@matrix(PAIRWISE)
+def test_equals_stock(config: Config, case: str) -> None:
+    compare(config, case, tuple(CASES))
+
+
+@pytest.mark.all
+@matrix([config for config in FULL if config not in PAIRWISE])
+def test_equals_stock_everywhere(config: Config, case: str) -> None:
+    compare(config, case, tuple(CASES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", MODELS, ids=str)
+@pytest.mark.parametrize("case", MODEL_CASES)
+def test_case_12_rope_scaling_and_other_models(config: Config, case: str) -> None:
+    compare(config, case, tuple(MODEL_CASES))

@@ -1,0 +1,215 @@
+"""LocalScheduler: SGLang's own scheduler and event loop in this process, with requests of token ids.
+
+Verbs: `generate` (submit all, run to the end, return the replies), `run` (submit at chosen steps of the event loop,
+abort, look at the scheduler after every step).
+
+Nothing is mocked: the model, the KV pool, the radix tree, admission, the event loop (overlap or not) are SGLang's. Only
+the two sockets are replaced, by a list of requests and a list of replies. A start costs the construction of the
+scheduler, not the minute that a whole server takes, and a test can stand between two steps of the loop. One process
+holds one scheduler at a time; tests start a child per configuration (`test/scheduler_child.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Request:
+    """One request; `chunk_cache` is the object of `custom_params.chunk_cache`."""
+
+    ids: Sequence[int]
+    chunk_cache: dict[str, Any] | None = None
+    max_new_tokens: int = 4
+    logprob_start: int = -1
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    rid: str = ""
+    ignore_eos: bool = True
+
+
+@dataclass
+class Reply:
+    """What the server would answer."""
+
+    rid: str
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    cached_tokens: int = 0
+    cached_details: Any = None
+    retractions: int = 0
+    finish: dict[str, Any] | None = None
+    info: dict[str, Any] | None = None
+
+
+class LocalScheduler:
+    """See the head of this file.
+
+    Args:
+        model_path: Hugging Face folder.
+        chunk_cache: None for stock SGLang without any hook; else values for `ChunkCacheArgs`.
+        tp_rank, nccl_port: place among the processes of one tensor-parallel group.
+        **flags: fields of `ServerArgs`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        chunk_cache: dict[str, Any] | None,
+        tp_rank: int = 0,
+        nccl_port: int | None = None,
+        **flags: Any,
+    ) -> None:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        flags = {"skip_tokenizer_init": True, "log_level": "warning", "random_seed": 1, **flags}
+        server_args = ServerArgs(model_path=str(model_path), nccl_port=nccl_port, **flags)
+        if chunk_cache is not None:
+            from sglang_chunk_cache import plugin
+            from sglang_chunk_cache.server_args import ChunkCacheArgs, set_args
+
+            args = ChunkCacheArgs(**chunk_cache)
+            plugin.enable(server_args, args)
+            set_args(args)
+        server_args.resolve_once()
+        port_args = PortArgs.init_new(server_args)
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=tp_rank))
+        self.scheduler = Scheduler(server_args, port_args)
+        self.cache = self.scheduler.tree_cache
+        self._num_requests = 0
+        self._replies: dict[str, Reply] = {}
+        self._unfinished: set[str] = set()
+        self.scheduler.ipc_channels.send_to_detokenizer.send_output = self._receive
+        self.scheduler.ingest_requests = self._step
+        self._on_step: Callable[[int], Sequence[Any] | None] | None = None
+        self._step_count = 0
+
+    # Requests.
+
+    def generate(self, requests: Sequence[Request]) -> list[Reply]:
+        """Runs all requests, submitted together, and returns their replies in order."""
+        batch = [self.prepare(request) for request in requests]
+        return self.run(lambda step: batch if step == 0 else None)
+
+    def prepare(self, request: Request) -> Any:
+        """The message that SGLang's tokenizer process would send."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = None
+        if request.chunk_cache is not None:
+            from chunk_cache.request import dumps, parse_request
+
+            params = {"chunk_cache": dumps(parse_request(request.chunk_cache, num_tokens=len(request.ids)))}
+        sampling = SamplingParams(
+            max_new_tokens=request.max_new_tokens, temperature=0.0, custom_params=params, ignore_eos=request.ignore_eos
+        )
+        sampling.normalize(None)
+        if not request.rid:
+            request.rid = f"r{self._num_requests}"
+            self._num_requests += 1
+        return TokenizedGenerateReqInput(
+            rid=request.rid,
+            input_text=None,
+            input_ids=array("q", request.ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling,
+            return_logprob=True,
+            logprob_start_len=request.logprob_start,
+            top_logprobs_num=5,
+            token_ids_logprob=None,
+            stream=False,
+            extra_key=request.extra_key,
+            cache_salt=request.cache_salt,
+        )
+
+    def run(self, on_step: Callable[[int], Sequence[Any] | None], *, max_steps: int = 100_000) -> list[Reply]:
+        """Runs the event loop until `on_step` has nothing more to submit and every request has finished.
+
+        Args:
+            on_step: called before every step with its number; returns messages to submit, `[]` to wait, or None when
+                nothing more will come.
+        """
+        self._on_step, self._step_count, self._max_steps = on_step, 0, max_steps
+        self._order: list[str] = []
+        self._exhausted = False
+        self.scheduler.gracefully_exit = False
+        self._idle_steps = 0
+        self.scheduler.run_event_loop()
+        return [self._replies.pop(rid) for rid in self._order]
+
+    def flush(self) -> bool:
+        """`/flush_cache`."""
+        return bool(self.scheduler.flush_cache())
+
+    def abort(self, rid: str) -> Any:
+        """The message of `/abort_request`."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        return AbortReq(rid=rid)
+
+    # The two sockets.
+
+    def _step(self, stop_at_pause: bool = False) -> list[Any]:
+        assert self._step_count < self._max_steps, f"still running after {self._max_steps} steps: {self._unfinished}"
+        messages = [] if self._exhausted else self._on_step(self._step_count)
+        self._step_count += 1
+        if messages is None:
+            self._exhausted, messages = True, []
+        for message in messages:
+            if hasattr(message, "sampling_params"):
+                self._order.append(message.rid)
+                self._unfinished.add(message.rid)
+                self._replies[message.rid] = Reply(message.rid)
+        self.scheduler.process_input_requests(list(messages))
+        if self._exhausted and not self._unfinished:
+            self._idle_steps += 1  # let the loop process the last batch and run its idle checks
+            self.scheduler.gracefully_exit = self._idle_steps > 3
+        return list(messages)
+
+    def _receive(self, output: Any, _request: Any = None) -> None:
+        from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, unwrap_from_pickle
+
+        if isinstance(output, AbortReq):
+            self._replies[output.rid].finish = {"type": "abort"}
+            self._unfinished.discard(output.rid)
+        if not isinstance(output, BatchTokenIDOutput):
+            return
+        infos = unwrap_from_pickle(output.customized_info) if output.customized_info is not None else {}
+        for i, rid in enumerate(output.rids):
+            reply = self._replies[rid]
+            reply.output_ids += list(output.output_ids[i])
+            reply.cached_tokens = output.cached_tokens[i]
+            if output.cached_tokens_details:
+                reply.cached_details = output.cached_tokens_details[i]
+            if output.retraction_counts:
+                reply.retractions = output.retraction_counts[i]
+            if output.output_token_logprobs_val:
+                reply.logprobs += list(output.output_token_logprobs_val[i])
+                for values, indices in zip(
+                    output.output_top_logprobs_val[i], output.output_top_logprobs_idx[i], strict=True
+                ):
+                    reply.top_logprobs.append(dict(zip(indices, values, strict=True)))
+            if output.input_token_logprobs_val and output.input_token_logprobs_val[i]:
+                reply.input_logprobs = list(output.input_token_logprobs_val[i])
+            values = (infos or {}).get("chunk_cache")
+            if values and values[i]:
+                reply.info = json.loads(values[i][0])
+            if output.finished_reasons[i] is not None:
+                reply.finish = output.finished_reasons[i]
+                self._unfinished.discard(rid)
