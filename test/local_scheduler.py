@@ -93,6 +93,7 @@ class LocalScheduler:
         self._replies: dict[str, Reply] = {}
         self._unfinished: set[str] = set()
         self.scheduler.ipc_channels.send_to_detokenizer.send_output = self._receive
+        self.scheduler.ipc_channels.send_to_tokenizer.send_output = self._receive
         self.scheduler.ingest_requests = self._step
         self._on_step: Callable[[int], Sequence[Any] | None] | None = None
         self._step_count = 0

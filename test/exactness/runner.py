@@ -35,6 +35,7 @@ class Config:
     kind: str = "llama"
     rope: str | None = None
     max_total_tokens: int = 4096
+    conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
 
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
@@ -50,11 +51,12 @@ class Config:
             "chunked_prefill_size": 64 if self.chunked else -1,
             "disable_overlap_schedule": not self.overlap,
             "max_total_tokens": self.max_total_tokens,
+            "schedule_conservativeness": self.conservativeness,
         }
 
 
 def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = "exactness.cases") -> dict[str, Any]:
-    """Replies per case; a case that failed is a string with its traceback."""
+    """Per case what it returned, or else all replies; a case that failed is a string with its traceback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,7 +82,10 @@ def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = 
 
 
 def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module: str, rank: int, port: int) -> None:
-    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"  # SGLang's own check of the pool, every step
+    # SGLang's own checks of the pool, after every step and when idle: leaks, double frees, use after free.
+    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"
+    os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
     sys.path.insert(0, str(TEST_DIR))
     import importlib
 
@@ -107,10 +112,10 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
 def _run_case(cases: Any, name: str, local: Any, is_ours: bool) -> Any:
     session = cases.Session(local, is_ours=is_ours)
     try:
-        cases.CASES[name](session)
+        value = cases.CASES[name](session)
         if is_ours:
             local.cache.check_integrity()
         assert local.flush(), "the cache could not be flushed: a request left something behind"
     except Exception:
         return traceback.format_exc()
-    return session.replies
+    return session.replies if value is None else value

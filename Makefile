@@ -1,0 +1,58 @@
+# make install   the environment in .venv (uv; nothing outside this folder but the package cache)
+# make demo      install, then the demonstration: a real server, 30 questions, a table and a plot
+# make test      install, then fast tests, then tests with real servers
+# make test-all  every test and the full matrix of server configurations
+# make lint      ruff, mypy, import contracts
+# make bench-ttft, make bench-index   the measurements behind the README's figures
+# make clean     caches and results of tests; `make distclean` also the environment
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format bench-ttft bench-index clean distclean
+
+BIN := .venv/bin
+PY := $(BIN)/python
+# The name holds the folder, so that an environment that came along with a copied tree is rebuilt, not trusted.
+STAMP := .venv/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/install
+	.ci/install $(STAMP)
+
+demo: $(STAMP)
+	$(PY) benchmark/demo/demo.py
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not server and not slow and not all" test
+	$(PY) -m pytest -m "(server or slow) and not all" test
+
+test-all: $(STAMP)
+	$(PY) -m pytest -m "not server" test
+	$(PY) -m pytest -m server --all test
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-ttft: $(STAMP)
+	$(PY) benchmark/ttft/bench_ttft.py
+
+bench-index: $(STAMP)
+	$(PY) benchmark/index/bench_lookup.py
+
+clean:
+	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist
+	find . -path ./.venv -prune -o -path ./.tools -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .tools

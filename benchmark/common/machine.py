@@ -1,0 +1,70 @@
+"""What a measurement ran on: `describe_machine`, `describe_code`. Names of hosts, users and folders are left out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("sglang", "torch", "transformers", "triton", "sglang-chunk-cache")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GiB, accelerator, load average of the last minute."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe_code() -> dict[str, Any]:
+    """Versions, commit (with `+changes` where the tree differs from it) and date."""
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=all", "--", "python", "scheduler", "sgl-kernel-ext")
+    except (OSError, subprocess.CalledProcessError):
+        return None  # an unpacked archive, or no git here
+    return head + ("+changes" if changed else "")
+
+
+def _git(*args: str) -> str:
+    result = subprocess.run(("git", "-C", str(ROOT), *args), check=True, capture_output=True, text=True)
+    return result.stdout.strip()

@@ -1,0 +1,153 @@
+"""The demo's corpus: this repository's own prose, cut into passages, and questions about it.
+
+Verbs: `read_corpus` (files -> sections), `cut_passages` (sections -> passages of similar length), `ask_questions`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+# Whatever of these is missing is left out.
+PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "LICENSE")
+_HEADING = re.compile(r"^(#{1,4})\s+(.+?)\s*$")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
+_WORD = re.compile(r"[A-Za-z][a-z]{3,}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of a file with the paragraphs under it; `title` is `file: heading`."""
+
+    title: str
+    paragraphs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What is retrieved as a whole: one chunk of a prompt."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and how many passages are retrieved for it."""
+
+    text: str
+    num_passages: int
+
+
+def read_corpus(root: Path) -> list[Section]:
+    """All sections of the files that are there, in a fixed order.
+
+    Raises:
+        FileNotFoundError: none of the files is there.
+    """
+    files = sorted({path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file()})
+    sections = [
+        section
+        for path in files
+        for section in _sections(path.stem, path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    if not sections:
+        raise FileNotFoundError(f"no text found: {root} has none of {', '.join(PATTERNS)}")
+    return sections
+
+
+def _sections(name: str, text: str) -> list[Section]:
+    found, title, lines = [], name, []
+    in_code = False
+    for line in [*text.splitlines(), "# end"]:
+        in_code ^= line.lstrip().startswith("```")
+        heading = None if in_code else _HEADING.match(line)
+        if heading is None:
+            lines.append(line)
+            continue
+        paragraphs = tuple(p.strip("\n") for p in re.split(r"\n\s*\n", "\n".join(lines)) if p.strip())
+        if paragraphs:
+            found.append(Section(title, paragraphs))
+        title, lines = f"{name}: {heading[2].strip('`# ')}", []
+    return found
+
+
+def cut_passages(
+    sections: Iterable[Section], count_tokens: Callable[[str], int], *, min_len: int = 150, max_len: int = 300
+) -> list[Passage]:
+    """Passages of about `min_len` to `max_len` tokens; paragraphs stay whole where they are not longer than that.
+
+    Args:
+        count_tokens: length of a text in tokens.
+    """
+    passages: list[Passage] = []
+    title, parts, length = "", list[str](), 0
+    for section in sections:
+        for piece in _pieces(section, count_tokens, max_len):
+            piece_len = count_tokens(piece)
+            if parts and length + piece_len > max_len:
+                passages.append(_passage(title, parts))
+                parts, length = [], 0
+            title = title if parts else section.title
+            parts.append(piece)
+            length += piece_len
+        if length >= min_len:
+            passages.append(_passage(title, parts))
+            parts, length = [], 0
+    if parts:
+        passages.append(_passage(title, parts))
+    return passages
+
+
+def _passage(title: str, parts: Sequence[str]) -> Passage:
+    return Passage(title, f"[{title}]\n" + "\n\n".join(parts) + "\n")
+
+
+def _pieces(section: Section, count_tokens: Callable[[str], int], max_len: int) -> list[str]:
+    """The paragraphs of a section, long ones cut at lines or at the ends of sentences."""
+    pieces = []
+    for paragraph in section.paragraphs:
+        if count_tokens(paragraph) <= max_len:
+            pieces.append(paragraph)
+            continue
+        separator = "\n" if paragraph.count("\n") > 2 else " "
+        units = paragraph.split("\n") if separator == "\n" else _SENTENCE_END.split(paragraph)
+        taken: list[str] = []
+        for unit in units:
+            if taken and count_tokens(separator.join([*taken, unit])) > max_len:
+                pieces.append(separator.join(taken))
+                taken = []
+            taken.append(unit)
+        pieces.append(separator.join(taken))
+    return pieces
+
+
+def ask_questions(passages: Sequence[Passage], num_questions: int, num_topics: int, seed: int) -> list[Question]:
+    """Questions about `num_topics` topics in turns, so that passages come again in other company and order.
+
+    A topic is a pair of neighbouring passages of the corpus; each question about it quotes other words of them.
+    """
+    draw = random.Random(seed)
+    pairs = list(pairwise(passages)) or [(passages[0], passages[0])]
+    topics = draw.sample(pairs, min(num_topics, len(pairs)))
+    questions = []
+    for i in range(num_questions):
+        first, second = draw.sample(topics[i % len(topics)], 2)
+        about = draw.sample(_words(first.text), 4) + draw.sample(_words(second.text), 2)
+        draw.shuffle(about)
+        heading = first.title.rpartition(": ")[2]
+        text = (
+            f"Question {i + 1}: what is said under '{heading}' about {', '.join(about[:-1])} and {about[-1]}?\nAnswer:"
+        )
+        questions.append(Question(text, draw.randint(4, 6)))
+    return questions
+
+
+def _words(text: str) -> list[str]:
+    """Different words of at least four letters, in order; never fewer than four."""
+    words = list(dict.fromkeys(word.lower() for word in _WORD.findall(text)))
+    return words if len(words) >= 4 else [*words, *("text", "section", "document", "project")]

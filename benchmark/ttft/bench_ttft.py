@@ -1,0 +1,138 @@
+"""Time to first token with reused chunks against stock SGLang, what plain requests lose, and KV slots per request.
+
+    python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,plain,memory] [--out FOLDER]
+
+One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
+Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
+order of the chunks and a new question. A second server without `--chunk-cache` runs for the plain requests only, a
+third one with a page size of 16 for the KV slots. Results: `benchmark/results/ttft/`, or `.cache/bench/` with
+`--quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.common.machine import ROOT
+from benchmark.common.models import make_llama
+from benchmark.common.results import RESULTS_DIR, describe_run, write_result
+from benchmark.common.server import Server, ServerError, offline_env
+from benchmark.ttft.measure import PLAIN_REQUESTS, SYSTEMS, Tick, count_slots, time_plain, time_reuse
+from benchmark.ttft.report import missed_targets, to_markdown
+from benchmark.ttft.workload import FULL, QUICK, Size, Workload
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PARTS = ("ttft", "plain", "memory")
+CACHE_DIR = ROOT / ".cache" / "bench"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small model and prompts, few repeats: a check, no result")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--repeats", type=int, help="measurements per system (default: 7, quick 3)")
+    parser.add_argument("--plain-repeats", type=int, help="pairs of plain requests (default: 25, quick 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of the result files")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
+    args = parser.parse_args()
+    args.parts = tuple(args.parts.split(","))
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
+    args.repeats = args.repeats or (3 if args.quick else 7)
+    args.plain_repeats = args.plain_repeats or (5 if args.quick else 25)
+    args.out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft")
+    return args
+
+
+def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any]:
+    """All parts that were asked for, as one report."""
+    work = Workload(size, args.seed)
+    if args.repeats * len(SYSTEMS) + 2 > work.num_fresh:
+        raise SystemExit(f"--repeats: at most {(work.num_fresh - 2) // len(SYSTEMS)} with {size.num_chunks} chunks")
+    report: dict[str, Any] = {
+        **describe_run(),
+        "model": str(size.shape),
+        "prompt": str(size),
+        "repeats": args.repeats,
+        "flags": flags(args, size),
+    }
+    model_dir = make_llama(CACHE_DIR / f"llama-{size.shape.layers}x{size.shape.hidden}", size.shape)
+    with ticking(args, size, console) as tick:
+        with Server(model_dir, "--chunk-cache", *flags(args, size), **server_options("chunk-cache")) as server:
+            tick(f"server started in {server.start_s:.0f} s")
+            if "ttft" in args.parts:
+                report["ttft"] = time_reuse(server, work, args.repeats, tick)
+            if "memory" in args.parts:
+                report["memory"] = [count_slots(server, work, 1, tick)]
+            if "plain" in args.parts:
+                server.flush()
+                with Server(model_dir, *flags(args, size), **server_options("stock")) as stock:
+                    tick(f"server started in {stock.start_s:.0f} s")
+                    report["plain"] = time_plain(server, stock, work, args.plain_repeats, tick)
+        if "memory" in args.parts:
+            paged = ("--chunk-cache", "--page-size", "16", *flags(args, size))
+            with Server(model_dir, *paged, **server_options("page16")) as server:
+                tick(f"server started in {server.start_s:.0f} s")
+                report["memory"].append(count_slots(server, work, 16, tick))
+    return report
+
+
+def flags(args: argparse.Namespace, size: Size) -> list[str]:
+    """Flags of all servers. The pool holds all that a run leaves in the exact cache, so that nothing is evicted."""
+    tokens = size.prompt_len * (args.repeats + 3)
+    tokens = max(tokens, 2 * args.plain_repeats * max(kind.prompt_len for kind in PLAIN_REQUESTS))
+    return ["--skip-tokenizer-init", "--max-total-tokens", str(-(-tokens // 1024) * 1024)]
+
+
+def server_options(name: str) -> dict[str, Any]:
+    return {"env": offline_env(), "log_path": CACHE_DIR / f"server-{name}.log"}
+
+
+@contextlib.contextmanager
+def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[Tick]:
+    """A live bar with one step per measurement."""
+    steps = 1
+    if "ttft" in args.parts:
+        steps += size.num_chunks + args.repeats * len(SYSTEMS)
+    if "plain" in args.parts:
+        steps += 1 + len(PLAIN_REQUESTS) * (args.plain_repeats + 1)
+    if "memory" in args.parts:
+        steps += 3
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting a server", total=steps)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+def main() -> int:
+    args = parse_args()
+    console = Console()
+    size = QUICK if args.quick else FULL
+    console.print(f"{size.shape}\n{size}", highlight=False, soft_wrap=True)
+    try:
+        report = run(args, size, console)
+    except ServerError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    markdown = to_markdown(report)
+    json_path, markdown_path = write_result(args.out, "ttft", report, markdown)
+    print("\n".join(markdown))
+    print(f"\nwritten: {os.path.relpath(json_path)}, {os.path.relpath(markdown_path)}")
+    missed = missed_targets(report)
+    for line in missed:
+        console.print(f"target missed: {line}", style="red", highlight=False)
+    return 1 if missed and args.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""What is measured: `time_reuse` (stock against reuse), `time_plain` (cost for requests without marks), `count_slots`.
+
+Systems take turns within each round, in an order that changes from round to round, so that drift of the machine hits
+all alike.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.common.results import Spread
+from benchmark.common.server import Server
+from benchmark.ttft.workload import Prompt, Workload
+
+Tick = Callable[[str], None]  # told what was just measured
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to answer the same prompts: a name, its request options, and the wanted speed-up over stock."""
+
+    name: str
+    options: dict[str, Any]
+    target: float | None = None
+
+
+STOCK = System("stock (prefix cache on)", {"mode": "off"})
+SYSTEMS = (
+    STOCK,
+    System("full-reuse", {"method": "full-reuse"}, 20.0),
+    System("epic, ratio 0.05", {"method": "epic", "ratio": 0.05}, 10.0),
+    System("epic, ratio 0.15", {"method": "epic", "ratio": 0.15}, 4.5),
+    System("epic, ratio 0.30", {"method": "epic", "ratio": 0.30}),
+    System("epic, ratio 1.0", {"method": "epic", "ratio": 1.0}),
+)
+
+
+def time_reuse(server: Server, work: Workload, repeats: int, tick: Tick) -> list[dict[str, Any]]:
+    """Primes the chunks, then whole-request seconds of one token per system; one row per system."""
+    for prompt in work.priming():
+        server.generate(prompt.ids, chunk_cache={"spans": prompt.spans})
+        tick("primed")
+    order, draw = list(SYSTEMS), random.Random(1)
+    seconds: dict[str, list[float]] = {system.name: [] for system in SYSTEMS}
+    replies: dict[str, dict[str, Any]] = {}
+    for _ in range(repeats):
+        draw.shuffle(order)
+        for system in order:
+            prompt = work.fresh()
+            timed = server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, **system.options})
+            _check_counts(system, timed.chunk_cache, work)
+            seconds[system.name].append(timed.total_s)
+            replies[system.name] = timed.chunk_cache
+            tick(f"{system.name}: {timed.total_s:.2f} s")
+    stock = statistics.median(seconds[STOCK.name])
+    return [_row(system, seconds[system.name], replies[system.name], stock) for system in SYSTEMS]
+
+
+def _check_counts(system: System, reply: dict[str, Any], work: Workload) -> None:
+    """A measurement of something else than it says is worse than none."""
+    size = work.size
+    reused = 0 if system is STOCK else size.num_reused_chunks * size.chunk_len
+    expected = {"prefix_tokens": size.prefix_len, "reused_tokens": reused}
+    found = {name: reply[name] for name in expected}
+    if found != expected:
+        raise RuntimeError(f"{system.name}: the server says {found}, expected {expected}; its reply: {reply}")
+
+
+def _row(system: System, seconds: list[float], reply: dict[str, Any], stock: float) -> dict[str, Any]:
+    names = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    speedup = stock / statistics.median(seconds)
+    return {
+        "system": system.name,
+        "options": system.options,
+        **{name: reply[name] for name in names},
+        "seconds": Spread.of(seconds).as_dict(),
+        "samples_s": [round(value, 4) for value in seconds],
+        "speedup": round(speedup, 2),
+        "target": system.target,
+        "met": None if system.target is None else speedup >= system.target,
+    }
+
+
+@dataclass(frozen=True)
+class PlainRequest:
+    """A request without marks: lengths in tokens."""
+
+    name: str
+    prompt_len: int
+    output_len: int
+
+
+PLAIN_REQUESTS = (PlainRequest("prefill", 1024, 1), PlainRequest("decode", 64, 32))
+
+
+def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int, tick: Tick) -> list[dict[str, Any]]:
+    """The same new prompt to both servers, one of which is paused; one row per kind of request."""
+    rows = []
+    for kind in PLAIN_REQUESTS:
+        pairs = []
+        for number in range(repeats + 1):
+            ids = work.tokens(kind.prompt_len)
+            order = (with_cache, without) if number % 2 else (without, with_cache)
+            seconds = {server: _time_alone(server, order, ids, kind.output_len) for server in order}
+            if number:  # the first pair meets cold code in both servers
+                pairs.append((seconds[with_cache], seconds[without]))
+            tick(f"plain {kind.name}: {seconds[with_cache]:.3f} s / {seconds[without]:.3f} s")
+        rows.append(_plain_row(kind, pairs))
+    for server in (with_cache, without):
+        server.resume()
+    return rows
+
+
+def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], output_len: int) -> float:
+    for other in servers:
+        if other is not server:
+            other.pause()
+    server.resume()
+    server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # processes that were paused wake up here
+    return server.generate(ids, max_new_tokens=output_len).total_s
+
+
+def _plain_row(kind: PlainRequest, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
+    low, high = _bootstrap_median(losses)
+    loss = statistics.median(losses)
+    return {
+        "request": kind.name,
+        "prompt_tokens": kind.prompt_len,
+        "output_tokens": kind.output_len,
+        "with_s": Spread.of([pair[0] for pair in pairs]).as_dict(),
+        "without_s": Spread.of([pair[1] for pair in pairs]).as_dict(),
+        "loss_percent": round(loss, 2),
+        "loss_95_percent_interval": [round(low, 2), round(high, 2)],
+        "target": 2.0,
+        "met": loss <= 2.0,
+        "samples_s": [[round(value, 5) for value in pair] for pair in pairs],
+    }
+
+
+def _bootstrap_median(values: list[float], rounds: int = 4000) -> tuple[float, float]:
+    """The middle 95 % of medians of resampled `values`: how far noise alone moves the median."""
+    draw = random.Random(2)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(rounds))
+    return medians[rounds // 40], medians[-rounds // 40 - 1]
+
+
+def count_slots(server: Server, work: Workload, page_size: int, tick: Tick, output_len: int = 48) -> dict[str, Any]:
+    """KV slots in use, as the server itself counts them, while one fused request runs alone on primed chunks."""
+    server.flush()
+    for prompt in work.priming():
+        server.generate(prompt.ids, chunk_cache={"spans": prompt.spans})
+    idle = _used_tokens(server)
+    prompt = work.fresh()
+    used, reply = _watch(server, prompt, output_len)
+    pages = -(-(len(prompt.ids) + output_len) // page_size) + 1
+    tick(f"page size {page_size}: {used} slots")
+    return {
+        "page_size": page_size,
+        "prompt_tokens": len(prompt.ids),
+        "output_tokens": output_len,
+        "reused_tokens": reply["reused_tokens"],
+        "slots_used": used - idle,
+        "slots_used_idle": idle,
+        "slots_allowed": pages * page_size,
+        "met": reply["reused_tokens"] > 0 and 0 < used - idle <= pages * page_size,
+    }
+
+
+def _watch(server: Server, prompt: Prompt, output_len: int) -> tuple[int, dict[str, Any]]:
+    """The largest number of slots in use seen while the request runs, and the reply of the chunk cache."""
+    replies: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        timed = server.generate(prompt.ids, max_new_tokens=output_len, chunk_cache={"spans": prompt.spans})
+        replies.append(timed.chunk_cache)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    used = 0
+    while thread.is_alive():
+        used = max(used, _used_tokens(server))
+        thread.join(0.02)
+    if not replies:
+        raise RuntimeError("the fused request failed; see the trace above")
+    return used, replies[0]
+
+
+def _used_tokens(server: Server) -> int:
+    return int(server.get("/v1/loads").json()["loads"][0]["num_used_tokens"])

@@ -1,0 +1,99 @@
+"""From the report of the benchmark to Markdown: `to_markdown`, `missed_targets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmark.common.results import Spread, markdown_table, run_markdown
+
+
+def to_markdown(report: Mapping[str, Any]) -> list[str]:
+    """Lines of a document with all parts that were measured."""
+    lines = ["# Time to first token", "", *run_markdown(report)]
+    lines += [f"- model: {report['model']}, fp32 on a CPU, random weights", f"- prompt: {report['prompt']}"]
+    lines.append(f"- server flags: `--chunk-cache {' '.join(report['flags'])}`")
+    if "ttft" in report:
+        lines += ["", "## Reuse against stock", "", *_ttft(report)]
+    if "plain" in report:
+        lines += ["", "## Requests without marks", "", *_plain(report["plain"])]
+    if "memory" in report:
+        lines += ["", "## KV slots of one request", "", *_memory(report["memory"])]
+    return lines
+
+
+def missed_targets(report: Mapping[str, Any]) -> list[str]:
+    """One line per target that was not reached."""
+    missed = [
+        f"{row['system']}: {row['speedup']:g}x, wanted {row['target']:g}x"
+        for row in report.get("ttft", ())
+        if row["met"] is False
+    ]
+    missed += [
+        f"plain {row['request']}: {row['loss_percent']:+g} %, wanted at most {row['target']:g} %"
+        for row in report.get("plain", ())
+        if not row["met"]
+    ]
+    return missed + [
+        f"page size {row['page_size']}: {row['slots_used']} slots, allowed {row['slots_allowed']}"
+        for row in report.get("memory", ())
+        if not row["met"]
+    ]
+
+
+def _ttft(report: Mapping[str, Any]) -> list[str]:
+    header = ("system", "exact", "reused", "recomputed", "computed", "seconds: median (min-max)", "speed-up", "target")
+    rows = [
+        (
+            row["system"],
+            row["prefix_tokens"],
+            row["reused_tokens"],
+            row["recomputed_tokens"],
+            row["computed_tokens"],
+            Spread(**row["seconds"]).text(3),
+            f"{row['speedup']:.1f}x",
+            "" if row["target"] is None else f"{row['target']:g}x",
+        )
+        for row in report["ttft"]
+    ]
+    return [
+        f"Seconds of the whole request of one token, on the client's side; {report['repeats']} requests per system, in",
+        'turns, each with a new order of the chunks and a new question. Stock is `"mode": "off"` on the same',
+        "server. `recomputed` is a part of `reused`.",
+        "",
+        *markdown_table(header, rows),
+    ]
+
+
+def _plain(rows: list[Mapping[str, Any]]) -> list[str]:
+    header = ("request", "prompt", "output", "with `--chunk-cache`, s", "without, s", "loss", "95 % interval", "target")
+    cells = [
+        (
+            row["request"],
+            row["prompt_tokens"],
+            row["output_tokens"],
+            Spread(**row["with_s"]).text(3),
+            Spread(**row["without_s"]).text(3),
+            f"{row['loss_percent']:+.1f} %",
+            "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
+            f"{row['target']:g} %",
+        )
+        for row in rows
+    ]
+    return [
+        f"The same new prompt to two servers in turns, {rows[0]['with_s']['num']} pairs; the server that is not asked",
+        "is paused. Loss is the median over pairs; the interval is what resampling the pairs makes of it.",
+        "",
+        *markdown_table(header, cells),
+    ]
+
+
+def _memory(rows: list[Mapping[str, Any]]) -> list[str]:
+    header = ("page size", "prompt", "output", "reused", "slots used", "allowed")
+    names = ("page_size", "prompt_tokens", "output_tokens", "reused_tokens", "slots_used", "slots_allowed")
+    return [
+        "`num_used_tokens` of `/v1/loads`: the largest value seen while one fused request ran alone. Allowed: prompt",
+        "and output in whole pages, plus one page.",
+        "",
+        *markdown_table(header, [[row[name] for name in names] for row in rows]),
+    ]

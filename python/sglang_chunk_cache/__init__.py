@@ -1,0 +1,9 @@
+"""The SGLang side of the chunk cache: plugin, CPU platform, request handling, assembly and prefill.
+
+Importing this package loads neither SGLang nor torch, so that the entry points stay cheap in processes that
+do not use them. The parts: `plugin` (what SGLang calls at start-up), `platform_cpu` (serving without an accelerator).
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

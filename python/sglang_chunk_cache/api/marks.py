@@ -1,0 +1,62 @@
+"""MarkedText: a text that was cut at the separators.
+
+Verb: `split_marked`. Promise: the pieces, put together, are the text without its separators; nothing is stripped, so a
+chunk between two separators is the same text wherever it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunk_cache.errors import ChunkCacheRequestError
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Pieces of one text, in order: before the first chunk, the chunks, after the last chunk.
+
+    Attributes:
+        pieces: the texts between the separators; the first and the last may be empty.
+        is_chunk: for each piece, whether it is a chunk.
+    """
+
+    pieces: tuple[str, ...]
+    is_chunk: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        """The text that the model is given."""
+        return "".join(self.pieces)
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """The chunks alone."""
+        return tuple(piece for piece, chunk in zip(self.pieces, self.is_chunk, strict=True) if chunk)
+
+
+def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
+    """Splits `text` at the separators; None where it has none.
+
+    N + 1 separators mark N chunks: all pieces but the first and the last.
+
+    Args:
+        text: one text field of a request.
+        separator: the separator of the server, not empty.
+        path: the JSON path of the field, for messages.
+
+    Raises:
+        ChunkCacheRequestError: one separator alone, or a chunk without visible text.
+    """
+    if separator not in text:
+        return None
+    pieces = tuple(text.split(separator))
+    if len(pieces) == 2:
+        raise ChunkCacheRequestError(
+            f"{path}: only one separator {separator!r}; put one before and one after each chunk, or remove it"
+        )
+    for index, piece in enumerate(pieces[1:-1]):
+        if not piece.strip():
+            raise ChunkCacheRequestError(
+                f"{path}: chunk {index} between two separators {separator!r} is empty; give it text, or remove one"
+            )
+    return MarkedText(pieces, (False, *(True for _ in pieces[1:-1]), False))

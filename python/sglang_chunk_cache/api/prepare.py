@@ -1,0 +1,275 @@
+"""From a request to token ids and one JSON string of options.
+
+Verbs: `parse_items` (checks, cheap, changes nothing), `prepare` (rewrites a `GenerateReqInput`), `generate_request`
+(handler of the hook that all routes and `Engine.generate` pass).
+
+Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
+the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
+leaves this process is `custom_params["chunk_cache"]` = one JSON string of `chunk_cache.request.dumps`, a type that
+every transport of SGLang can carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.request import RequestOptions, dumps, parse_request
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.api.marks import MarkedText, split_marked
+from sglang_chunk_cache.api.tokens import encode_marked
+from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+KEY = "chunk_cache"
+_PREPARED = "_chunk_cache_prepared"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the fields of a request are called on a route, for messages.
+
+    Attributes:
+        text: the text field.
+        sampling_params: the object with `custom_params`; empty where `custom_params` is at the top.
+    """
+
+    text: str
+    sampling_params: str
+
+
+GENERATE_NAMES = Names(text="text", sampling_params="sampling_params")
+COMPLETION_NAMES = Names(text="prompt", sampling_params="")
+CHAT_NAMES = Names(text="messages", sampling_params="")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a request, checked as far as it can be without a tokenizer.
+
+    Attributes:
+        text: its text, or None where token ids were given.
+        ids: its token ids, or None where text was given.
+        marked: the text, split, where it has separators.
+        opts: its options; None where the request has neither marks nor options.
+        path: JSON path of the text.
+        opts_path: JSON path of the options.
+        raw: the options as the client sent them.
+    """
+
+    text: str | None
+    ids: list[int] | None
+    marked: MarkedText | None
+    opts: RequestOptions | None
+    path: str
+    opts_path: str
+    raw: object = None
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether the spans can be checked only after the text was tokenized."""
+        return self.ids is None and self.opts is not None and bool(self.opts.spans)
+
+
+def parse_items(
+    text: object, input_ids: object, sampling_params: object, args: ChunkCacheArgs, names: Names = GENERATE_NAMES
+) -> list[Item]:
+    """Checks all prompts of a request.
+
+    Args:
+        text: a string, a list of strings, or None.
+        input_ids: a list of ids, a list of such lists, or None; ignored where there is text.
+        sampling_params: an object, a list with one object per prompt, or None.
+        args: the options of the server.
+        names: the names of the fields, for messages.
+
+    Raises:
+        ChunkCacheRequestError: the request breaks the contract.
+    """
+    prompts, is_batch = _prompts(text, input_ids)
+    per_prompt = isinstance(sampling_params, (list, tuple))
+    items = []
+    for index, prompt in enumerate(prompts):
+        params: object = sampling_params
+        if isinstance(sampling_params, (list, tuple)):
+            params = sampling_params[index] if index < len(sampling_params) else None
+        items.append(
+            _parse_item(
+                prompt,
+                _raw_options(params),
+                args,
+                path=f"{names.text}[{index}]" if is_batch else names.text,
+                opts_path=_opts_path(names, index if per_prompt else None),
+            )
+        )
+    return items
+
+
+def _prompts(text: object, input_ids: object) -> tuple[list[object], bool]:
+    value = text if text is not None else input_ids
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        return [value], False
+    if text is None and (not value or not isinstance(value[0], (list, tuple))):
+        return [value], False
+    return list(value), True
+
+
+def _opts_path(names: Names, index: int | None) -> str:
+    parent = names.sampling_params + ("" if index is None else f"[{index}]")
+    return f"{parent}.custom_params.{KEY}" if parent else f"custom_params.{KEY}"
+
+
+def _custom_params(params: object) -> Mapping[str, Any]:
+    custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
+    return custom_params if isinstance(custom_params, Mapping) else {}
+
+
+_ABSENT = object()
+
+
+def _raw_options(params: object) -> object:
+    return _custom_params(params).get(KEY, _ABSENT)
+
+
+def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, *, path: str, opts_path: str) -> Item:
+    text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if isinstance(prompt, (list, tuple)) else None
+    marked = None if text is None else split_marked(text, args.separator, path)
+    if raw is _ABSENT:
+        return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
+    opts = parse_request(raw, path=opts_path, num_tokens=None if ids is None else len(ids), default_method=args.method)
+    if marked is not None and opts.spans:
+        raise ChunkCacheRequestError(
+            f"{opts_path}.spans: {path} has separators {args.separator!r} too; mark chunks in one of the two ways"
+        )
+    if opts.spans and text is None and ids is None:
+        raise ChunkCacheRequestError(f"{opts_path}.spans: spans need a text or token ids as the prompt; give one")
+    return Item(text, ids, marked, opts, path, opts_path, raw)
+
+
+def check_length(item: Item, num_tokens: int, args: ChunkCacheArgs) -> None:
+    """Checks the spans of a text prompt against its number of tokens.
+
+    Raises:
+        ChunkCacheRequestError: a span ends behind the prompt.
+    """
+    parse_request(item.raw, path=item.opts_path, num_tokens=num_tokens, default_method=args.method)
+
+
+def is_prepared(obj: Any) -> bool:
+    """Whether `prepare` has seen this request."""
+    return bool(getattr(obj, _PREPARED, False))
+
+
+def mark_prepared(obj: Any) -> None:
+    """Notes that `prepare` must not run again."""
+    setattr(obj, _PREPARED, True)
+
+
+def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERATE_NAMES) -> None:
+    """Checks a `GenerateReqInput`, tokenizes marked text, and puts the options into their JSON string.
+
+    Args:
+        obj: the request, before its own normalization; changed in place.
+        manager: the tokenizer manager.
+        args: the options of the server.
+        names: the names of the fields, for messages.
+
+    Raises:
+        ChunkCacheRequestError: the request breaks the contract.
+    """
+    if is_prepared(obj):
+        return
+    items = parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names)
+    if all(item.opts is None for item in items):
+        mark_prepared(obj)
+        return
+    _check_session(obj, items)
+    if any(item.marked is not None or item.needs_length for item in items):
+        items = [_tokenize(item, manager, args) for item in items]
+        ids = [item.ids for item in items]
+        obj.text, obj.input_ids = None, ids if _is_batch(obj) else ids[0]
+    for item in items:
+        _check_context(item, manager)
+    obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
+    mark_prepared(obj)
+
+
+def _is_batch(obj: Any) -> bool:
+    return _prompts(obj.text, obj.input_ids)[1]
+
+
+def _check_session(obj: Any, items: list[Item]) -> None:
+    if obj.session_params is not None and any(item.marked or (item.opts and item.opts.spans) for item in items):
+        raise ChunkCacheRequestError(
+            "session_params: chunks cannot be marked in a request that continues a session; drop one of the two"
+        )
+
+
+def _tokenize(item: Item, manager: Any, args: ChunkCacheArgs) -> Item:
+    if item.text is None:
+        return item
+    if manager.tokenizer is None:
+        raise ChunkCacheRequestError(
+            f"{item.path}: the server runs with --skip-tokenizer-init and cannot split text; send input_ids and "
+            f"{item.opts_path}.spans"
+        )
+    if item.marked is not None:
+        marked_ids = encode_marked(manager.tokenizer, item.marked, item.path)
+        assert item.opts is not None
+        opts = dataclasses.replace(item.opts, spans=marked_ids.spans)
+        return dataclasses.replace(item, ids=list(marked_ids.ids), opts=opts)
+    ids = list(manager.tokenizer.encode(item.text))
+    if item.needs_length:
+        check_length(item, len(ids), args)
+    return dataclasses.replace(item, ids=ids)
+
+
+def _check_context(item: Item, manager: Any) -> None:
+    """A marked prompt is never truncated, not even with --allow-auto-truncate: its spans would be wrong."""
+    if item.ids is None or item.opts is None or not item.opts.spans:
+        return
+    if len(item.ids) + manager.num_reserved_tokens >= manager.context_len:
+        raise ChunkCacheRequestError(
+            f"{item.path if item.text is not None else 'input_ids'}: the prompt has {len(item.ids)} tokens and the "
+            f"context length of the model is {manager.context_len}; shorten the prompt"
+        )
+
+
+def with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
+    """A copy of `sampling_params` that carries the options of each prompt; one object where all are equal."""
+    if not isinstance(sampling_params, (list, tuple)):
+        if all(other == opts[0] for other in opts):
+            return _with_one(sampling_params, opts[0])
+        sampling_params = [sampling_params] * len(opts)
+    return [_with_one(params, one) for params, one in zip(sampling_params, opts, strict=False)]
+
+
+def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> dict[str, Any]:
+    copied = dict(params or {})
+    if opts is not None:
+        copied["custom_params"] = {**_custom_params(copied), KEY: dumps(opts)}
+    return copied
+
+
+def generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND `TokenizerManager.generate_request`."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    args = options.attached(manager.server_args)
+    if args is not None and isinstance(obj, GenerateReqInput):
+        prepare(obj, manager, args)
+    generator = original(manager, obj, request)
+    sink = getattr(obj, "chunk_cache_sink", None)
+    return generator if sink is None else _tee(generator, sink)
+
+
+async def _tee(generator: AsyncIterator[Any], sink: dict[int, Any]) -> AsyncIterator[Any]:
+    async for out in generator:
+        if isinstance(out, dict) and KEY in out["meta_info"]:
+            sink[out.get("index", 0)] = out["meta_info"][KEY]
+        yield out

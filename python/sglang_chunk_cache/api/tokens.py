@@ -1,0 +1,75 @@
+"""MarkedIds: the token ids of a marked prompt, and where its chunks are.
+
+Verb: `encode_marked`. Promise: every piece is tokenized by itself, so a chunk has the same ids wherever it stands;
+special tokens that the tokenizer adds to a text come once, around the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheRequestError
+from sglang_chunk_cache.api.marks import MarkedText
+
+_PROBE = "a"
+
+
+@dataclass(frozen=True)
+class MarkedIds:
+    """A tokenized prompt.
+
+    Attributes:
+        ids: all token ids.
+        spans: `(start, end)` of each chunk, half-open, ascending.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+def encode_marked(
+    tokenizer: Any, marked: MarkedText, path: str, encode_kwargs: Mapping[str, Any] | None = None
+) -> MarkedIds:
+    """Tokenizes the pieces of a marked text.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        marked: the text, split.
+        path: the JSON path of the text, for messages.
+        encode_kwargs: what stock SGLang would pass to `tokenizer.encode` for the whole text; decides about BOS.
+
+    Raises:
+        ChunkCacheRequestError: a chunk has no tokens.
+    """
+    head, tail = _special_tokens(tokenizer, encode_kwargs or {})
+    ids = list(head)
+    spans = []
+    for piece_ids, is_chunk in zip(_encode_pieces(tokenizer, marked.pieces), marked.is_chunk, strict=True):
+        start = len(ids)
+        ids.extend(piece_ids)
+        if is_chunk:
+            if not piece_ids:
+                raise ChunkCacheRequestError(f"{path}: chunk {len(spans)} has no tokens; give it text, or remove it")
+            spans.append((start, len(ids)))
+    return MarkedIds((*ids, *tail), tuple(spans))
+
+
+def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[list[int]]:
+    filled = [piece for piece in pieces if piece]
+    if filled and getattr(tokenizer, "is_fast", False):
+        encoded = iter(tokenizer(filled, add_special_tokens=False)["input_ids"])
+    else:
+        encoded = iter([tokenizer.encode(piece, add_special_tokens=False) for piece in filled])
+    return [list(next(encoded)) if piece else [] for piece in pieces]
+
+
+def _special_tokens(tokenizer: Any, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before and after any text."""
+    body = list(tokenizer.encode(_PROBE, add_special_tokens=False))
+    whole = list(tokenizer.encode(_PROBE, **encode_kwargs))
+    for start in range(len(whole) - len(body) + 1):
+        if whole[start : start + len(body)] == body:
+            return whole[:start], whole[start + len(body) :]
+    raise AssertionError(f"the tokenizer gives {whole} for {_PROBE!r}, which does not contain {body}")

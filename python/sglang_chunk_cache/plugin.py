@@ -1,0 +1,121 @@
+"""The plugin: from the command line, or from `engine`, to a server with the chunk cache in all its processes.
+
+Verbs: `register` (entry point of SGLang's plugin loader), `enable` (on a `ServerArgs` record, by the handlers of the
+flags and by `engine`), `engine` (offline use).
+
+Order in the launching process: `load_plugins` -> `register` -> flags parsed -> `from_cli_args` -> `enable` (all hooks
+applied and verified) -> `resolve_once` (flags and model checked) -> `launch_subprocesses` (options exported, children
+started). Order in a child: `load_plugins` -> `register` (options inherited, hooks registered and applied) -> the
+factory of the radix cache verifies them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_chunk_cache import compat, hooks
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.server_args import RADIX_CACHE_BACKEND, ChunkCacheArgs, refuse
+
+if TYPE_CHECKING:
+    from sglang import Engine
+
+
+def register() -> None:
+    """Called by SGLang's plugin loader in every process; with the chunk cache off it only adds the flags."""
+    if options.inherit() is not None:
+        hooks.register_radix_cache()
+        hooks.register_hooks(hooks.SCHEDULER_HOOKS)
+        return
+    hooks.register_hooks(hooks.FLAG_HOOKS)
+
+
+def enable(server_args: Any, args: ChunkCacheArgs) -> None:
+    """Turns the chunk cache on for the server that `server_args` describes, and hooks this process.
+
+    Raises:
+        StartRefused: a flag is not supported, or a hook does not apply.
+    """
+    if server_args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND):
+        refuse(f"--radix-cache-backend {server_args.radix_cache_backend} cannot be combined with --chunk-cache.")
+    server_args.radix_cache_backend = RADIX_CACHE_BACKEND
+    options.attach(server_args, args)
+    compat.check_flags(server_args)
+    compat.prepare_flags(server_args)
+    hooks.register_radix_cache()
+    hooks.apply_hooks()
+
+
+def engine(
+    *,
+    chunk_cache_method: str = options.DEFAULT_METHOD,
+    chunk_cache_ratio: float = options.DEFAULT_RATIO,
+    chunk_cache_separator: str = options.DEFAULT_SEPARATOR,
+    chunk_cache_config: dict[str, Any] | None = None,
+    **engine_args: Any,
+) -> Engine:
+    """An `sglang.Engine` with the chunk cache on.
+
+    Args:
+        chunk_cache_method: default method of a request.
+        chunk_cache_ratio: default recompute ratio, in [0, 1].
+        chunk_cache_separator: marks chunks in text prompts.
+        chunk_cache_config: all other options.
+        **engine_args: what `sglang.Engine` takes.
+
+    Raises:
+        ValueError: an option, a flag or the model is not supported.
+
+    Example:
+        >>> llm = engine(model_path="models/llama", chunk_cache_ratio=0.15)
+        >>> llm.generate("Read. <|chunk|>A<|chunk|>B<|chunk|> Who?", {"max_new_tokens": 8})
+    """
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    engine_args.setdefault("log_level", "error")
+    try:
+        args = ChunkCacheArgs(chunk_cache_method, chunk_cache_ratio, chunk_cache_separator, chunk_cache_config or {})
+        server_args = ServerArgs(**engine_args)
+        enable(server_args, args)
+        return Engine(server_args=server_args)
+    except options.StartRefused as error:
+        raise ValueError(error.code) from None
+
+
+# Handlers of the hooks.
+
+
+def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER `ServerArgs.add_cli_args`."""
+    options.add_flags(parser)
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
+    """AROUND `ServerArgs.from_cli_args`."""
+    args = options.from_flags(namespace)
+    server_args = original(cls, namespace)
+    if args is not None:
+        enable(server_args, args)
+    return server_args
+
+
+def resolve_once(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `ServerArgs.resolve_once`; a record that was resolved before is not checked again."""
+    resolved_before = getattr(server_args, "_resolution_finished", False)
+    original(server_args)
+    if not resolved_before and options.attached(server_args) is not None:
+        compat.check_resolved(server_args)
+
+
+def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `Engine._launch_subprocesses`."""
+    server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
+    chunk_cache_args = options.attached(server_args)
+    options.set_args(chunk_cache_args)
+    with options.exported(chunk_cache_args):
+        return original(cls, *args, **kwargs)

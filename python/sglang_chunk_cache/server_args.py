@@ -1,0 +1,248 @@
+"""ChunkCacheArgs: the options that a server was started with, the same in every process.
+
+Verbs: `add_flags` (command line), `from_flags` (parsed values -> `ChunkCacheArgs` or None), `attach` / `attached`
+(on a `ServerArgs` record, which SGLang pickles to its children), `exported` (to the environment while children are
+started), `inherit` (in such a child), `set_args` / `get_args` (this process).
+
+Promises: off means None everywhere; a bad option is one sentence and a non-zero exit code, before anything starts;
+what a child inherits is exactly what the launching process checked. The environment variable is there only while
+children are being started, and a process that was not started as such a child ignores it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import argparse
+
+ENV_NAME = "SGLANG_CHUNK_CACHE"
+RADIX_CACHE_BACKEND = "chunk_cache"
+DEFAULT_METHOD = "epic"
+DEFAULT_RATIO = 0.15
+DEFAULT_SEPARATOR = "<|chunk|>"
+
+_ATTACHED = "_chunk_cache"
+_VALUE_FLAGS = ("method", "ratio", "separator", "config")
+
+
+class StartRefused(SystemExit):
+    """The server cannot start with these options; one sentence, exit code 1, no traceback.
+
+    A `SystemExit` because SGLang logs and ignores an ordinary exception of a plugin.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"chunk cache: {sentence}")
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Stops the start with `sentence`."""
+    raise StartRefused(sentence)
+
+
+@dataclass(frozen=True)
+class ChunkCacheArgs:
+    """Options of one server.
+
+    Attributes:
+        method: the default method of a request, one of `chunk_cache.methods.METHODS`.
+        ratio: the default recompute ratio, in [0, 1].
+        separator: the string that marks chunks in text prompts; never empty.
+        config: the object of `--chunk-cache-config`, checked by `chunk_cache.config.parse_config`.
+    """
+
+    method: str = DEFAULT_METHOD
+    ratio: float = DEFAULT_RATIO
+    separator: str = DEFAULT_SEPARATOR
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_method(self.method)
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0.0 <= self.ratio <= 1.0:
+            refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {self.ratio!r}.")
+        if not isinstance(self.separator, str) or not self.separator.strip():
+            refuse("--chunk-cache-separator must be a string with at least one visible character.")
+        _check_config(self.config)
+
+    def dumps(self) -> str:
+        """These options as one line of JSON."""
+        values = {"method": self.method, "ratio": self.ratio, "separator": self.separator, "config": dict(self.config)}
+        return json.dumps(values, ensure_ascii=True)
+
+    @classmethod
+    def loads(cls, text: str) -> ChunkCacheArgs:
+        """The inverse of `dumps`."""
+        return cls(**json.loads(text))
+
+
+def _check_method(method: object) -> None:
+    from chunk_cache.methods import METHODS
+
+    if method not in METHODS:
+        refuse(f"--chunk-cache-method {method!r} is not known; choose one of {', '.join(METHODS)}.")
+
+
+def _check_config(config: object) -> None:
+    from chunk_cache.config import parse_config
+
+    if not isinstance(config, Mapping):
+        refuse("--chunk-cache-config must be a JSON object.")
+    try:
+        parse_config(dict(config))
+    except ValueError as error:
+        refuse(f"--chunk-cache-config: {_one_line(error)}")
+
+
+# The command line.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags, in a group of their own.
+
+    No flag has a default here: a value that was not given is None, so that a flag given without `--chunk-cache` is
+    noticed. Values are checked in `from_flags`, which answers with one sentence instead of argparse's page of usage.
+    """
+    from chunk_cache.methods import METHODS
+
+    group = parser.add_argument_group(
+        "chunk cache", "Reuse the KV cache of text chunks wherever they stand in a prompt."
+    )
+    group.add_argument("--chunk-cache", action="store_true", default=False, help="Turn the chunk cache on.")
+    group.add_argument(
+        "--chunk-cache-method",
+        default=None,
+        metavar="METHOD",
+        help=f"Default method of a request: {', '.join(METHODS)} (default: {DEFAULT_METHOD}).",
+    )
+    group.add_argument(
+        "--chunk-cache-ratio",
+        default=None,
+        metavar="RATIO",
+        help=f"Default share of the reused tokens that is recomputed, 0 to 1 (default: {DEFAULT_RATIO}).",
+    )
+    group.add_argument(
+        "--chunk-cache-separator",
+        default=None,
+        metavar="TEXT",
+        help=f"String that marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
+    )
+    group.add_argument(
+        "--chunk-cache-config",
+        default=None,
+        metavar="JSON",
+        help="All other options, as a JSON object or as @FILE with one.",
+    )
+
+
+def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
+    """The options that the parsed command line asks for, or None where `--chunk-cache` is not given.
+
+    Raises:
+        StartRefused: a bad value, or a flag of the group without `--chunk-cache`.
+    """
+    given = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _VALUE_FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not getattr(namespace, "chunk_cache", False):
+        if given:
+            refuse(f"--chunk-cache-{next(iter(given))} is given without --chunk-cache; add --chunk-cache or drop it.")
+        return None
+    if "ratio" in given:
+        given["ratio"] = _parse_ratio(given["ratio"])
+    if "config" in given:
+        given["config"] = _parse_config_flag(given["config"])
+    return ChunkCacheArgs(**given)
+
+
+def _parse_ratio(value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {value!r}.")
+
+
+def _parse_config_flag(value: object) -> object:
+    if not isinstance(value, str):  # a YAML file of --config may hold the object itself
+        return value
+    try:
+        text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
+        return json.loads(text)
+    except OSError as error:
+        refuse(f"--chunk-cache-config: cannot read {value[1:]!r}: {error.strerror}.")
+    except ValueError as error:
+        refuse(f"--chunk-cache-config is not valid JSON: {_one_line(error)}.")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+# From process to process.
+
+
+def attach(server_args: Any, args: ChunkCacheArgs) -> None:
+    """Notes on a `ServerArgs` record that the chunk cache is on, with `args`; it survives pickling."""
+    setattr(server_args, _ATTACHED, args.dumps())
+
+
+def attached(server_args: Any) -> ChunkCacheArgs | None:
+    """What `attach` noted, or None: this server runs without the chunk cache."""
+    text = getattr(server_args, _ATTACHED, None)
+    return None if text is None else _loads_once(text)
+
+
+@functools.cache
+def _loads_once(text: str) -> ChunkCacheArgs:
+    return ChunkCacheArgs.loads(text)
+
+
+@contextmanager
+def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
+    """Children that are started inside inherit `args`; with None they inherit nothing."""
+    before = os.environ.pop(ENV_NAME, None)
+    if args is not None:
+        os.environ[ENV_NAME] = args.dumps()
+    try:
+        yield
+    finally:
+        os.environ.pop(ENV_NAME, None)
+        if before is not None:
+            os.environ[ENV_NAME] = before
+
+
+def inherit() -> ChunkCacheArgs | None:
+    """In a child that was started inside `exported`: the options, which also become those of this process.
+
+    A process that somebody starts by hand is no such child; it drops the variable.
+    """
+    text = os.environ.get(ENV_NAME)
+    if text is None:
+        return None
+    if multiprocessing.parent_process() is None:
+        del os.environ[ENV_NAME]
+        return None
+    args = ChunkCacheArgs.loads(text)
+    set_args(args)
+    return args
+
+
+_current: ChunkCacheArgs | None = None
+
+
+def set_args(args: ChunkCacheArgs | None) -> None:
+    """Sets the options of this process."""
+    global _current
+    _current = args
+
+
+def get_args() -> ChunkCacheArgs | None:
+    """The options of this process; None where the chunk cache is off."""
+    return _current

@@ -1,0 +1,33 @@
+"""Which implementation of an operation runs: the rule that every dispatcher of this package shares.
+
+`resolve_backend` turns a caller's choice into the name of an implementation. It reads only the device of the tensors,
+so the answer is the same for every layer and on every rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+def resolve_backend(backend: str, device: torch.device) -> Literal["torch", "triton"]:
+    """Name the implementation for tensors on `device`.
+
+    "auto" is Triton on a CUDA device where Triton is installed, torch elsewhere. An explicit choice is kept: "triton"
+    with CPU tensors is legal, as Triton's interpreter runs it.
+
+    Raises:
+        ValueError: `backend` is not one of the three names.
+    """
+    if backend == "auto":
+        has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return "triton" if has_triton else "torch"
+    if backend == "torch":
+        return "torch"
+    if backend == "triton":
+        return "triton"
+    raise ValueError(f"backend: {backend!r} is not known; use 'auto', 'torch' or 'triton'")

@@ -1,0 +1,164 @@
+"""copy_rotate in torch: the reference, and the CPU path of the product.
+
+    copy_rotate_reference   obvious, one temporary of all tokens, float64 rotation: what tests compare with
+    copy_rotate_torch       the same result, fast: cut the tokens into blocks once, apply the blocks to every layer
+
+A block is a *run* (slots consecutive on both sides and one delta: slices, no index, no temporary for fp32) or a piece
+of the tokens that are in no long run (gathered and scattered by index). Blocks are small enough to stay in the cache.
+Deciding the blocks reads the slots on the host: on CUDA prefer the Triton path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+
+# Measured on 2 cores (AMD EPYC, Zen 5), 4,096 tokens of 12 heads x 64 in fp32: slices of 16 tokens cost as much as an
+# index, slices of 64 a third of it. Blocks of 256-1,024 tokens are equally good, larger ones leave the L2 cache.
+_MIN_RUN_LEN = 32
+_BLOCK_LEN = 512
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some tokens of one call: where they come from, where they go and how far their keys turn."""
+
+    src: slice | torch.Tensor  # slots; both slices or both [m] int64
+    dst: slice | torch.Tensor
+    cos: torch.Tensor | None  # [m or 1, 1, rotary_dim/2] fp32; None: plain copy
+    sin: torch.Tensor | None
+
+
+def copy_rotate_reference(
+    k_buffers: Sequence[torch.Tensor],
+    v_buffers: Sequence[torch.Tensor],
+    src_loc: torch.Tensor,
+    dst_loc: torch.Tensor,
+    position_delta: torch.Tensor,
+    spec: RotarySpec,
+) -> None:
+    """The definition of `copy_rotate`, in float64; same arguments."""
+    angle = position_delta.double()[:, None] * spec.inv_freq.to(position_delta.device).double()
+    cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    half = spec.rotary_dim // 2
+    first = torch.arange(half, device=src_loc.device) * (1 if spec.is_neox else 2)
+    second = first + (half if spec.is_neox else 1)
+    moved = position_delta != 0
+    for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
+        v_buffer[dst_loc] = v_buffer[src_loc]
+        old = k_buffer[src_loc]
+        new = old.clone()
+        x, y = old[..., first].double(), old[..., second].double()
+        new[..., first] = (x * cos - y * sin).to(old.dtype)
+        new[..., second] = (y * cos + x * sin).to(old.dtype)
+        k_buffer[dst_loc] = torch.where(moved[:, None, None], new, old)
+
+
+def copy_rotate_torch(
+    k_buffers: Sequence[torch.Tensor],
+    v_buffers: Sequence[torch.Tensor],
+    src_loc: torch.Tensor,
+    dst_loc: torch.Tensor,
+    position_delta: torch.Tensor,
+    spec: RotarySpec,
+) -> None:
+    """`copy_rotate` on any device; memory beside the buffers: one block, and one table row per token at most."""
+    blocks = list(_cut(src_loc, dst_loc, position_delta, spec))
+    for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
+        for block in blocks:
+            _copy(v_buffer, block)
+            if block.cos is None:
+                _copy(k_buffer, block)
+            else:
+                _copy_rotated(k_buffer, block, spec)
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def _cut(
+    src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec
+) -> Iterator[_Block]:
+    num_tokens = src_loc.numel()
+    breaks = (src_loc.diff() != 1) | (dst_loc.diff() != 1) | (position_delta.diff() != 0)
+    inner = (breaks.nonzero().flatten() + 1).cpu()
+    starts = torch.cat((inner.new_zeros(1), inner))
+    lens = torch.cat((inner, inner.new_tensor([num_tokens]))) - starts
+    is_long = lens >= _MIN_RUN_LEN
+    long_starts = starts[is_long]
+    firsts = long_starts.to(src_loc.device)
+    yield from _runs(src_loc[firsts], dst_loc[firsts], lens[is_long].tolist(), position_delta[firsts], spec)
+    scattered = (~is_long).repeat_interleave(lens).to(src_loc.device)
+    if bool(scattered.any()):
+        yield from _pieces(src_loc[scattered], dst_loc[scattered], position_delta[scattered], spec)
+
+
+def _runs(
+    src: torch.Tensor, dst: torch.Tensor, lens: list[int], delta: torch.Tensor, spec: RotarySpec
+) -> Iterator[_Block]:
+    cos, sin = rotation_table(spec, delta)
+    deltas = delta.tolist()
+    for i, (s, d, run_len) in enumerate(zip(src.tolist(), dst.tolist(), lens, strict=True)):
+        table = (cos[i][None, None], sin[i][None, None]) if deltas[i] else (None, None)
+        for a in range(0, run_len, _BLOCK_LEN):
+            b = min(a + _BLOCK_LEN, run_len)
+            yield _Block(slice(s + a, s + b), slice(d + a, d + b), *table)
+
+
+def _pieces(src: torch.Tensor, dst: torch.Tensor, delta: torch.Tensor, spec: RotarySpec) -> Iterator[_Block]:
+    still = delta == 0
+    for s, d in zip(src[still].split(_BLOCK_LEN), dst[still].split(_BLOCK_LEN), strict=True):
+        if s.numel():
+            yield _Block(s, d, None, None)
+    moved = ~still
+    # Tokens of one chunk share their delta: cos and sin are computed once for each distinct value.
+    distinct, row = delta[moved].unique(return_inverse=True)
+    cos, sin = rotation_table(spec, distinct)
+    parts = (src[moved].split(_BLOCK_LEN), dst[moved].split(_BLOCK_LEN), row.split(_BLOCK_LEN))
+    for s, d, r in zip(*parts, strict=True):
+        if s.numel():
+            yield _Block(s, d, cos[r][:, None], sin[r][:, None])
+
+
+# --- applying ---------------------------------------------------------------------------------------------------------
+
+
+def _copy(buffer: torch.Tensor, block: _Block) -> None:
+    if isinstance(block.src, slice):
+        buffer[block.dst].copy_(buffer[block.src])
+    else:
+        buffer.index_copy_(0, block.dst, buffer.index_select(0, block.src))
+
+
+def _copy_rotated(buffer: torch.Tensor, block: _Block, spec: RotarySpec) -> None:
+    in_place = isinstance(block.src, slice)
+    old = buffer[block.src] if in_place else buffer.index_select(0, block.src)
+    if in_place and buffer.dtype == torch.float32:
+        _rotate(old, buffer[block.dst], block, spec)
+        return
+    new = torch.empty(old.shape, dtype=torch.float32, device=old.device)
+    _rotate(old.float(), new, block, spec)
+    if in_place:
+        buffer[block.dst].copy_(new)
+    else:
+        buffer.index_copy_(0, block.dst, new.to(buffer.dtype))
+
+
+def _rotate(old: torch.Tensor, new: torch.Tensor, block: _Block, spec: RotarySpec) -> None:
+    """Rotate fp32 keys `old` into `new`, another tensor of the same shape [m, num_kv_heads, head_dim]."""
+    rotary_dim, half = spec.rotary_dim, spec.rotary_dim // 2
+    if spec.is_neox:
+        pairs = slice(0, half), slice(half, rotary_dim)
+    else:
+        pairs = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    (x, y), (new_x, new_y) = ([t[..., p] for p in pairs] for t in (old, new))
+    torch.mul(x, block.cos, out=new_x)
+    new_x.addcmul_(y, block.sin, value=-1)
+    torch.mul(y, block.cos, out=new_y)
+    new_y.addcmul_(x, block.sin)
+    if rotary_dim < old.shape[-1]:
+        new[..., rotary_dim:] = old[..., rotary_dim:]

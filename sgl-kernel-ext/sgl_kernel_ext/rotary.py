@@ -1,0 +1,270 @@
+"""Rotary embeddings as a value: one inverse frequency per pair of dimensions.
+
+A key stored at position s and needed at position t is the stored key rotated by (t - s), whatever scaling the model
+uses, as long as every pair of dimensions turns at a fixed speed. `RotarySpec` holds these speeds, with linear, Llama-3
+or YaRN scaling already in them.
+
+    spec_from_sglang_rope(module)   read the spec from a rotary module, or refuse by name
+    verify_spec(spec, cache)        compare the spec with the cos/sin table the model really uses, or raise
+    rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
+
+The first is a reading of attributes and may be wrong for a version it was not written for; the second proves it against
+the table itself. Use both, always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+class UnsupportedRotaryError(ValueError):
+    """Keys of this rotary embedding cannot be moved to another position by a rotation."""
+
+
+class RotaryMismatchError(ValueError):
+    """The derived frequencies do not reproduce the model's own cos/sin table."""
+
+
+@dataclass(frozen=True, eq=False)
+class RotarySpec:
+    """What a rotation of keys needs to know about the model.
+
+    Attributes:
+        rotary_dim: leading dimensions of a head that are rotated; even; the rest passes through.
+        is_neox: pairs are (i, i + rotary_dim/2) when true, (2i, 2i + 1) when false.
+        inv_freq: [rotary_dim/2] fp32, radians per position, final (all scaling applied).
+        magnitude: factor on cos and sin in the model's table (YaRN's attention factor). A stored key already
+            carries it, so a shift never applies it; only `verify_spec` reads it.
+    """
+
+    rotary_dim: int
+    is_neox: bool
+    inv_freq: torch.Tensor
+    magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim: {self.rotary_dim} must be a positive even number")
+        if self.inv_freq.shape != (self.rotary_dim // 2,):
+            raise ValueError(f"inv_freq: shape {tuple(self.inv_freq.shape)}, need ({self.rotary_dim // 2},)")
+        if self.inv_freq.dtype != torch.float32:
+            raise ValueError(f"inv_freq: dtype {self.inv_freq.dtype}, need torch.float32")
+
+    def to(self, device: torch.device | str) -> RotarySpec:
+        """The same spec with `inv_freq` on `device`; keep one per device, so that no call has to copy it."""
+        return replace(self, inv_freq=self.inv_freq.to(device))
+
+
+# --- cos and sin of a shift -------------------------------------------------------------------------------------------
+
+
+def rotation_table(spec: RotarySpec, position_delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of `position_delta * inv_freq`.
+
+    The product is taken in float64: in fp32 an angle of 1e6 radians is known to 0.06 only, in float64 to 1e-10. This
+    leaves the fp32 rounding of the model's own table, at most 2**-24 of the angle, as the only difference from a key
+    computed at the new position.
+
+    Args:
+        position_delta: [n] int64, new position minus old position, any sign, any device.
+
+    Returns:
+        cos, sin: [n, rotary_dim/2] fp32 on the device of `position_delta`.
+    """
+    inv_freq = spec.inv_freq.to(device=position_delta.device, dtype=torch.float64)
+    angle = position_delta.to(torch.float64)[:, None] * inv_freq
+    return angle.cos().float(), angle.sin().float()
+
+
+# --- reading a rotary module ------------------------------------------------------------------------------------------
+
+
+def default_inv_freq(base: float, rotary_dim: int) -> torch.Tensor:
+    """base^(-2i/rotary_dim), [rotary_dim/2] fp32 on the CPU (Su et al., RoFormer, section 3.2.2)."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+    return 1.0 / (base**exponent)
+
+
+def linear_inv_freq(base: float, rotary_dim: int, factor: float) -> torch.Tensor:
+    """Position interpolation: every position, hence every frequency, divided by `factor`."""
+    return default_inv_freq(base, rotary_dim) / factor
+
+
+def llama3_inv_freq(
+    base: float, rotary_dim: int, factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
+) -> torch.Tensor:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a straight blend in between.
+
+    `original_len` is the context length the model was trained with. The blend goes by the number of turns a pair makes
+    over that length: `low_freq_factor` turns or fewer are fully scaled, `high_freq_factor` or more not at all.
+    """
+    inv_freq = default_inv_freq(base, rotary_dim)
+    num_turns = original_len * inv_freq / (2 * math.pi)
+    if low_freq_factor == high_freq_factor:
+        kept = (num_turns >= low_freq_factor).float()
+    else:
+        kept = ((num_turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return inv_freq / factor * (1 - kept) + inv_freq * kept
+
+
+def yarn_inv_freq(
+    base: float,
+    rotary_dim: int,
+    factor: float,
+    original_len: int,
+    *,
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    extrapolation_factor: float = 1,
+    truncate: bool = True,
+) -> torch.Tensor:
+    """YaRN "NTK by parts" (Peng et al., section 3.2): pairs with more than `beta_fast` turns over `original_len` keep
+    their frequency, those with fewer than `beta_slow` are divided by `factor`, linear in the pair's index in between.
+    """
+
+    def index_of(num_turns: float) -> float:
+        return rotary_dim * math.log(original_len / (num_turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = index_of(beta_fast), index_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    kept = (1 - ramp.clamp(0, 1)) * extrapolation_factor
+    inv_freq = default_inv_freq(base, rotary_dim)
+    return inv_freq / factor * (1 - kept) + inv_freq * kept
+
+
+def _from_default(rope: Any) -> RotarySpec:
+    if getattr(rope, "position_start", 0):
+        raise UnsupportedRotaryError(f"RotaryEmbedding: position_start {rope.position_start} is not supported, need 0")
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, default_inv_freq(rope.base, rope.rotary_dim))
+
+
+def _from_linear(rope: Any) -> RotarySpec:
+    factors = rope.scaling_factors
+    if len(factors) != 1:
+        raise UnsupportedRotaryError(f"LinearScalingRotaryEmbedding: {len(factors)} scaling factors, need exactly one")
+    inv_freq = linear_inv_freq(rope.base, rope.rotary_dim, float(factors[0]))
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq)
+
+
+def _from_llama3(rope: Any) -> RotarySpec:
+    inv_freq = llama3_inv_freq(
+        rope.base,
+        rope.rotary_dim,
+        rope.scaling_factor,
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.orig_max_position,
+    )
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq)
+
+
+def _from_yarn(rope: Any) -> RotarySpec:
+    inv_freq = yarn_inv_freq(
+        rope.base,
+        rope.rotary_dim,
+        rope.scaling_factor,
+        # This class is built with the original length under this name.
+        rope.max_position_embeddings,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        extrapolation_factor=rope.extrapolation_factor,
+        truncate=rope.truncate,
+    )
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq, magnitude=float(rope.mscale))
+
+
+_READERS: dict[str, Callable[[Any], RotarySpec]] = {
+    "RotaryEmbedding": _from_default,
+    "LinearScalingRotaryEmbedding": _from_linear,
+    "Llama3RotaryEmbedding": _from_llama3,
+    "YaRNScalingRotaryEmbedding": _from_yarn,
+}
+
+_REFUSED: dict[str, str] = {
+    "DynamicNTKScalingRotaryEmbedding": "dynamic NTK frequencies depend on the length of the prompt",
+    "DynamicNTKAlphaRotaryEmbedding": "dynamic NTK frequencies depend on the length of the prompt",
+    "MRotaryEmbedding": "multimodal positions have three coordinates",
+    "YaRNScalingMRotaryEmbedding": "multimodal positions have three coordinates",
+    "BailingMRotaryEmbedding": "multimodal positions have three coordinates",
+    "Ernie4_5_VLRotaryEmbedding": "multimodal positions have three coordinates",
+    "Phi3LongRoPEScaledRotaryEmbedding": "LongRoPE switches its factors with the length of the prompt",
+    "DualChunkRotaryEmbedding": "dual-chunk attention keeps positions modulo a chunk size",
+    "FourierRotaryEmbedding": "Fourier embeddings mix several frequencies in one dimension",
+    "Gemma4RotaryEmbedding": "its rotated dimensions are not the leading ones of a head",
+    "DeepseekScalingRotaryEmbedding": "it belongs to MLA, whose cache is not a key per head",
+    "Llama4VisionRotaryEmbedding": "it turns with image patches, not with text positions",
+}
+
+
+def spec_from_sglang_rope(rope: Any) -> RotarySpec:
+    """Read the spec of a rotary module of SGLang 0.5.23, by the name of its class; SGLang is not imported.
+
+    Partial rotary embeddings (`rotary_dim` below the head's size) and both layouts are covered by each supported class.
+    The class must match exactly: a subclass may change the formula.
+
+    Raises:
+        UnsupportedRotaryError: the class is known not to be a fixed rotation per position, or is not known at all.
+    """
+    name = type(rope).__name__
+    reader = _READERS.get(name)
+    if reader is not None:
+        return reader(rope)
+    reason = _REFUSED.get(name, "this rotary embedding is not known")
+    supported = ", ".join(sorted(_READERS))
+    raise UnsupportedRotaryError(f"{name}: {reason}; keys can be moved for {supported} only")
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+# Both tables are fp32 products of fp32 values: an angle is good to a few units of 2**-24 of itself, with the power that
+# makes inv_freq (the table may come from a GPU, whose pow differs in the last bits).
+_ANGLE_ULPS = 8
+
+
+def verify_spec(spec: RotarySpec, cos_sin_cache: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+    """Check that `spec` reproduces the model's own table.
+
+    Args:
+        cos_sin_cache: [num_positions, rotary_dim], cos then sin, row i for position i; fp32, fp16 or bf16.
+        positions: [n] int64, the rows to compare. None = every row. Pass the rows below the model's context length
+            where later rows are never used: SGLang 0.5.23 extends the table of linear scaling with unscaled rows.
+
+    Raises:
+        RotaryMismatchError: a value differs by more than the rounding of the table allows.
+    """
+    half = spec.rotary_dim // 2
+    if cos_sin_cache.ndim != 2 or cos_sin_cache.shape[1] != spec.rotary_dim:
+        raise RotaryMismatchError(
+            f"cos_sin_cache: shape {tuple(cos_sin_cache.shape)}, need [num_positions, {spec.rotary_dim}]"
+        )
+    if positions is None:
+        positions = torch.arange(cos_sin_cache.shape[0], device="cpu")
+    table_eps = torch.finfo(cos_sin_cache.dtype).eps
+    for block in positions.cpu().split(16384):  # keeps the float64 temporaries small for a table of 1M positions
+        rows = cos_sin_cache[block.to(cos_sin_cache.device)].cpu().double()
+        angle = block.double()[:, None] * spec.inv_freq.cpu().double()
+        tolerance = spec.magnitude * (table_eps + 1e-6 + angle.abs() * _ANGLE_ULPS * 2.0**-24)
+        error = torch.maximum(
+            (rows[:, :half] - spec.magnitude * angle.cos()).abs(), (rows[:, half:] - spec.magnitude * angle.sin()).abs()
+        )
+        _raise_if_off(error, tolerance, block)
+
+
+def _raise_if_off(error: torch.Tensor, tolerance: torch.Tensor, positions: torch.Tensor) -> None:
+    bad = ~(error <= tolerance)  # also true where the table holds a NaN
+    if bool(bad.any()):
+        row, pair = bad.nonzero()[0].tolist()
+        raise RotaryMismatchError(
+            f"cos_sin_cache: position {int(positions[row])}, pair {pair} differs by {float(error[row, pair]):.3g} from "
+            "the derived frequencies; this model's rotary embedding is not supported"
+        )

@@ -1,0 +1,116 @@
+"""Attention of chosen query rows over a paged key-value cache: a prefill that computes only some positions.
+
+    sparse_extend   each row attends to every position of its request up to and including its own
+
+    positions of one request   0 1 2 3 4 5 6 7 8      kv_indices: the slot of each position
+    rows                           ^     ^   ^ ^      row_positions: 2, 4, 6, 7 (ascending)
+    keys the row at 4 sees     x x x x x
+
+The work is in proportion to rows x visible keys, and only one block of scores exists at a time. Buffers are read-only:
+the K and V of the rows themselves must already lie in their slots. Only `out` is written, every element of it. Slots
+that no row can see are never read, so they may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_kernel_ext.backend import Backend, resolve_backend
+
+__all__ = ["sparse_extend"]
+
+IndPtr = torch.Tensor | Sequence[int]
+
+
+def sparse_extend(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    kv_indptr: IndPtr,
+    kv_indices: torch.Tensor,
+    row_indptr: IndPtr,
+    row_positions: torch.Tensor,
+    *,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    backend: Backend = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the rows of one or more requests to the keys at or before each row's own position.
+
+    Query head h reads key-value head h // (num_q_heads // num_kv_heads). Scores are `sm_scale * q.k`, and with a
+    positive `logit_cap` then `cap * tanh(score / cap)`; they and the sums are fp32 whatever the dtype.
+
+    Args:
+        q: [num_rows, num_q_heads, head_dim], rows grouped by request.
+        k_buffer: [num_slots, num_kv_heads, head_dim]; its dtype may differ from q's (it is cast to q's).
+        v_buffer: [num_slots, num_kv_heads, v_head_dim].
+        kv_indptr: [num_requests + 1] from 0; request i owns kv_indices[kv_indptr[i]:kv_indptr[i + 1]]. A list of ints,
+            or int64. The torch path reads it on the host, so a list is better there; the Triton path reads it on the
+            device, so a tensor already there is better.
+        kv_indices: int64, the slots of positions 0..kv_len-1 of every request.
+        row_indptr: [num_requests + 1] from 0; request i owns q[row_indptr[i]:row_indptr[i + 1]]; may be empty.
+        row_positions: [num_rows] int64, ascending within a request, each below its kv_len. The torch path checks it;
+            the Triton path does not (no host synchronisation) and then sees the existing keys only.
+        out: [num_rows, num_q_heads, v_head_dim] in q's dtype, to write into; last two dimensions dense.
+
+    Returns:
+        `out`, or a new tensor of that shape.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or `backend` is unknown.
+
+    Example:
+        >>> q = torch.randn(2, 8, 64)                       # rows at positions 3 and 9
+        >>> k, v = torch.randn(32, 2, 64), torch.randn(32, 2, 64)
+        >>> slots = torch.arange(20, 30)                    # 10 positions
+        >>> sparse_extend(q, k, v, [0, 10], slots, [0, 2], torch.tensor([3, 9]), sm_scale=0.125).shape
+        torch.Size([2, 8, 64])
+    """
+    _check(q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions)
+    shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
+    if out is None:
+        out = q.new_empty(shape)
+    elif tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(f"out: {out.dtype} {tuple(out.shape)} on {out.device}, need {q.dtype} {shape} on {q.device}")
+    if not q.shape[0]:
+        return out
+    args = (q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions, out)
+    if resolve_backend(backend, q.device) == "triton":
+        from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
+
+        sparse_extend_triton(*args, sm_scale=sm_scale, logit_cap=logit_cap)
+    else:
+        from sgl_kernel_ext.sparse_extend.torch_blocked import sparse_extend_torch
+
+        sparse_extend_torch(*args, sm_scale=sm_scale, logit_cap=logit_cap)
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    kv_indptr: IndPtr,
+    kv_indices: torch.Tensor,
+    row_indptr: IndPtr,
+    row_positions: torch.Tensor,
+) -> None:
+    for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
+        if tensor.ndim != 3:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, need three dimensions")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{name}: {tensor.dtype}, need float32, float16 or bfloat16")
+    if k_buffer.shape[:2] != v_buffer.shape[:2]:
+        raise ValueError(f"v_buffer: {tuple(v_buffer.shape)} has other slots or heads than k_buffer")
+    if q.shape[2] != k_buffer.shape[2] or q.shape[1] % k_buffer.shape[1]:
+        raise ValueError(f"q: {tuple(q.shape)} does not fit k_buffer {tuple(k_buffer.shape)}: head_dim or head count")
+    for name, index in (("kv_indices", kv_indices), ("row_positions", row_positions)):
+        if index.ndim != 1 or index.dtype != torch.int64:
+            raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, need int64 of one dimension")
+    if row_positions.numel() != q.shape[0]:
+        raise ValueError(f"row_positions: {row_positions.numel()} entries, but q has {q.shape[0]} rows")
+    if len(kv_indptr) != len(row_indptr) or len(kv_indptr) < 2:
+        raise ValueError(f"row_indptr: {len(row_indptr)} entries and kv_indptr {len(kv_indptr)}, need equal, 2 or more")

@@ -1,0 +1,150 @@
+"""service: SGLang's HTTP app and tokenizer manager, hooked, with the scheduler's end of its sockets in our hands.
+
+The scheduler's end notes every request that arrives and answers it with fixed text and a fixed reply, through the same
+sockets and types as the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+REPLY = {"prefix_tokens": 1, "reused_tokens": 2, "computed_tokens": 3, "chunks": []}
+
+
+class SchedulerEnd:
+    """Receives tokenized requests and answers them; `seen` holds all of them."""
+
+    def __init__(self, port_args: Any) -> None:
+        self.seen: list[Any] = []
+        context = zmq.Context(1)
+        self._requests = context.socket(zmq.PULL)
+        self._requests.connect(port_args.scheduler_input_ipc_name)
+        self._answers = context.socket(zmq.PUSH)
+        self._answers.connect(port_args.tokenizer_ipc_name)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        from sglang.srt.managers import io_struct
+
+        while True:
+            message = io_struct.sock_recv(self._requests)
+            batch = isinstance(message, io_struct.BatchTokenizedGenerateReqInput)
+            for request in message.batch if batch else [message]:
+                if isinstance(request, io_struct.TokenizedGenerateReqInput):
+                    self.seen.append(request)
+                    self._answer(request)
+
+    def _answer(self, request: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        if request.stream:
+            io_struct.sock_send(self._answers, _output(request, 1, finished=False, reply=True))
+            io_struct.sock_send(self._answers, _output(request, 2, finished=False, reply=False))
+        io_struct.sock_send(self._answers, _output(request, 3, finished=True, reply=not request.stream))
+
+
+def carried(request: Any) -> Any:
+    """What a tokenized request carries for the chunk cache."""
+    return (request.sampling_params.custom_params or {}).get("chunk_cache")
+
+
+def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> Any:
+    import msgspec
+    from sglang.srt.managers.io_struct import BatchStrOutput, wrap_as_pickle
+
+    names = [name for name in msgspec.structs.fields(BatchStrOutput) if name.required]
+    values: dict[str, Any] = {field.name: None for field in names}
+    for name in values:
+        if "logprobs" in name:
+            values[name] = [[]]
+    info = {"chunk_cache": [[json.dumps(REPLY)] if reply else []]} if carried(request) is not None else None
+    values.update(
+        rids=[request.rid],
+        finished_reasons=[{"type": "length", "length": num_tokens} if finished else None],
+        output_strs=["x"],
+        output_ids=[[7]],
+        prompt_tokens=[len(request.input_ids)],
+        completion_tokens=[num_tokens],
+        reasoning_tokens=[0],
+        cached_tokens=[0],
+        retraction_counts=[0],
+        customized_info=wrap_as_pickle(info) if info is not None and (reply or not request.stream) else None,
+    )
+    return BatchStrOutput(**values)
+
+
+class Service:
+    """HTTP calls to the app, in its own event loop."""
+
+    def __init__(self, manager: Any, app: Any, scheduler: SchedulerEnd) -> None:
+        self.manager = manager
+        self.scheduler = scheduler
+        self._app = app
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=60)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+                return await client.post(path, json=body)
+
+        return self.run(call())
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The JSON events of a stream, without the final mark."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[len("data: ") :]) for line in lines[:-1]]
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+    from sglang.srt.runtime_context import publish, restore_context, snapshot_context
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sglang_chunk_cache import hooks
+    from tiny_models import make_model
+
+    args = ChunkCacheArgs()
+    folder: Path = make_model("llama", tmp_path_factory.mktemp("api") / "llama")
+    server_args = ServerArgs(
+        model_path=str(folder), device="cpu", attention_backend="torch_native", sampling_backend="pytorch"
+    )
+    options.attach(server_args, args)
+    hooks.apply_hooks(hooks.API_HOOKS)
+    server_args.resolve_once()
+    before = snapshot_context()
+    publish(server_args, role="tokenizer")
+    port_args = PortArgs.init_new(server_args)
+    manager, templates = init_tokenizer_manager(server_args, port_args)
+    http_server.set_global_state(
+        http_server._GlobalState(tokenizer_manager=manager, template_manager=templates, scheduler_info={})
+    )
+    http_server.app.state.openai_serving_completion = OpenAIServingCompletion(manager, templates)
+    http_server.app.state.openai_serving_chat = OpenAIServingChat(manager, templates)
+    options.set_args(args)
+    yield Service(manager, http_server.app, SchedulerEnd(port_args))
+    options.set_args(None)
+    restore_context(before)

@@ -1,0 +1,256 @@
+"""What is refused at start, and why; no server is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_chunk_cache import compat
+from sglang_chunk_cache.server_args import StartRefused
+
+FLAGS: list[tuple[str, Any, str]] = [
+    ("pp_size", 2, "--pp-size"),
+    ("attn_dp_size", 2, "--attn-dp-size"),
+    ("enable_dp_attention", True, "--enable-dp-attention"),
+    ("attn_cp_size", 2, "--attn-cp-size"),
+    ("dcp_size", 2, "--dcp-size"),
+    ("enable_prefill_cp", True, "--enable-prefill-cp"),
+    ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
+    ("enable_layernorm_sp", True, "--enable-layernorm-sp"),
+    ("enable_attn_tp_input_scattered", True, "--enable-attn-tp-input-scattered"),
+    ("nnodes", 2, "--nnodes"),
+    ("use_ray", True, "--use-ray"),
+    ("disaggregation_mode", "prefill", "--disaggregation-mode"),
+    ("enable_pdmux", True, "--enable-pdmux"),
+    ("encoder_only", True, "--encoder-only"),
+    ("language_only", True, "--language-only"),
+    ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+    ("decoupled_spec_role", "drafter", "--decoupled-spec-role"),
+    ("disable_radix_cache", True, "--disable-radix-cache"),
+    ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+    ("hicache_storage_backend", "file", "--hicache-storage-backend"),
+    ("disaggregation_decode_retraction_backup", "host_pool", "host_pool"),
+    ("enable_lmcache", True, "--enable-lmcache"),
+    ("enable_flexkv", True, "--enable-flexkv"),
+    ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
+    ("enable_session_radix_cache", True, "--enable-session-radix-cache"),
+    ("enable_hisparse", True, "--enable-hisparse"),
+    ("enable_unified_memory", True, "--enable-unified-memory"),
+    ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
+    ("kv_canary", "log", "--kv-canary"),
+    ("smg_grpc_mode", True, "--smg-grpc-mode"),
+    ("grpc_mode", True, "--grpc-mode"),
+    ("grpc_port", 50051, "--grpc-port"),
+    ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
+    ("enable_streaming_session", True, "--enable-streaming-session"),
+    ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+    ("enable_single_batch_overlap", True, "--enable-single-batch-overlap"),
+    ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
+    ("enable_mis", True, "--enable-mis"),
+    ("enable_return_hidden_states", True, "--enable-return-hidden-states"),
+    ("return_hidden_states_mode", "last", "--return-hidden-states-mode"),
+    ("enable_return_routed_experts", True, "--enable-return-routed-experts"),
+    ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache"),
+    ("is_embedding", True, "--is-embedding"),
+    ("dllm_algorithm", "LowConfidence", "--dllm-algorithm"),
+    ("model_impl", "transformers", "--model-impl"),
+    ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype"),
+    ("attention_backend", "fa3", "--attention-backend fa3"),
+    ("prefill_attention_backend", "fa3", "--prefill-attention-backend fa3"),
+    ("decode_attention_backend", "fa3", "--decode-attention-backend fa3"),
+]
+
+
+def test_every_rule_has_a_case():
+    rules = {rule.name for rule in compat.FLAG_RULES + compat.BACKEND_RULES}
+    assert rules == {name for name, _, _ in FLAGS}
+
+
+def test_defaults_are_served():
+    compat.check_flags(ServerArgs(model_path="none"))
+
+
+@pytest.mark.parametrize("backend", compat.ATTENTION_BACKENDS)
+def test_supported_attention_backends(backend):
+    compat.check_flags(ServerArgs(model_path="none", attention_backend=backend))
+
+
+@pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])
+def test_flag_is_refused_with_one_sentence(name, value, word):
+    server_args = ServerArgs(model_path="none")
+    setattr(server_args, name, value)
+    with pytest.raises(StartRefused) as refused:
+        compat.check_flags(server_args)
+    assert word in str(refused.value.code)
+    assert "--chunk-cache" in str(refused.value.code)
+    assert "\n" not in str(refused.value.code)
+
+
+@pytest.mark.parametrize(("name", "value"), [("SGLANG_RUST_SERVER", "1"), ("SGLANG_GRPC_PORT", "50051")])
+def test_server_chosen_by_a_variable_is_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StartRefused, match=name):
+        compat.check_flags(ServerArgs(model_path="none"))
+
+
+def test_another_radix_cache_is_refused():
+    from sglang_chunk_cache import plugin
+    from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+    with pytest.raises(StartRefused, match="--radix-cache-backend flexkv"):
+        plugin.enable(ServerArgs(model_path="none", radix_cache_backend="flexkv"), ChunkCacheArgs())
+
+
+# Models.
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def model_config(folder: Path, model_type: str, architecture: str, **extra: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = {**SMALL, "model_type": model_type, "architectures": [architecture], **extra}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(model_path=str(folder), **({"is_embedding": True} if architecture == "LlamaModel" else {}))
+
+
+LLAMA = ("llama", "LlamaForCausalLM")
+SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": (*LLAMA, {}),
+    "llama linear rope": (*LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama 3.1": (
+        *LLAMA,
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            }
+        },
+    ),
+    "llama yarn": (
+        *LLAMA,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+    ),
+    "mistral without a window": ("mistral", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen2 with its window off": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_model_is_served(tmp_path, name):
+    model_type, architecture, extra = SERVED[name]
+    compat.check_model(model_config(tmp_path, model_type, architecture, **extra))
+
+
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "mla": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA, "latent attention"),
+    "mistral with a window": ("mistral", "MistralForCausalLM", {"sliding_window": 1024}, "sliding-window"),
+    "qwen2 with its window on": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0},
+        "sliding-window",
+    ),
+    "gemma 2": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 1024, "head_dim": 16}, "sliding-window"),
+    "state space": (
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
+        "state-space",
+    ),
+    "dynamic ntk": (*LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic NTK"),
+    "long rope": (
+        *LLAMA,
+        {
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 1024,
+            }
+        },
+        "longrope",
+    ),
+    "multimodal rope": (
+        *LLAMA,
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "multimodal rope",
+    ),
+    "embedding": ("llama", "LlamaModel", {}, "embedding"),
+    "reward": ("llama", "LlamaForSequenceClassificationWithNormal_Weights", {}, "reward"),
+    "unknown class": ("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2}, "GPT2LMHeadModel"),
+    "encoder-decoder": (
+        "whisper",
+        "WhisperForConditionalGeneration",
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
+        "encoder-decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_model_is_refused_with_one_sentence(tmp_path, name):
+    model_type, architecture, extra, word = REFUSED[name]
+    with pytest.raises(StartRefused) as refused:
+        compat.check_model(model_config(tmp_path, model_type, architecture, **extra))
+    assert word in str(refused.value.code)
+    assert "\n" not in str(refused.value.code)
+
+
+def test_multimodal_model_is_refused(tmp_path):
+    from transformers import LlavaConfig
+
+    config = LlavaConfig(architectures=["LlavaForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with pytest.raises(StartRefused, match="multimodal model"):
+        compat.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantized"),
+    [
+        (None, False),
+        ({"quant_method": "fp8"}, False),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
+        ({"quantization": {"kv_cache_quant_algo": None}}, False),
+    ],
+)
+def test_checkpoint_with_a_quantized_kv_cache_is_noticed(settings, quantized):
+    assert compat.quantizes_kv_cache(settings) is quantized

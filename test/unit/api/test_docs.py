@@ -1,0 +1,30 @@
+"""The docs list what the code knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chunk_cache.config import Config
+from chunk_cache.methods import METHODS
+from chunk_cache.request import KEYS, MODES
+from chunk_cache.types import REASONS, Status
+from sglang_chunk_cache import compat
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize("word", [*REASONS, *Status, *METHODS, *MODES, *KEYS, *Config.__dataclass_fields__])
+def test_api_doc_knows(word):
+    assert f"`{word}`" in (DOCS / "api.md").read_text()
+
+
+@pytest.mark.parametrize("rule", compat.FLAG_RULES + compat.BACKEND_RULES, ids=lambda rule: rule.name)
+def test_compatibility_doc_knows(rule):
+    assert f"--{rule.name.replace('_', '-')}" in (DOCS / "compatibility.md").read_text()
+
+
+@pytest.mark.parametrize("word", [*compat.ARCHITECTURES, *compat.ROPE_TYPES, *compat.ATTENTION_BACKENDS])
+def test_compatibility_doc_lists_what_is_served(word):
+    assert f"`{word}`" in (DOCS / "compatibility.md").read_text()

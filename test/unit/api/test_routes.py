@@ -1,0 +1,428 @@
+"""Marks, options, bad input and replies on /generate, /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sglang.srt.managers import io_struct
+
+from chunk_cache.request import loads
+
+SEP = "<|chunk|>"
+REPLY = {"prefix_tokens": 1, "reused_tokens": 2, "computed_tokens": 3, "chunks": []}
+OPTS = "sampling_params.custom_params.chunk_cache"
+
+
+def carried(request: Any) -> Any:
+    return (request.sampling_params.custom_params or {}).get("chunk_cache")
+
+
+def marked(text: str, *chunks: str, question: str = "Who?") -> str:
+    return text + SEP + SEP.join(chunks) + SEP + question
+
+
+def params(options: Any, **more: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 3, "custom_params": {"chunk_cache": options}, **more}
+
+
+@pytest.fixture
+def seen(service):
+    service.scheduler.seen.clear()
+    return service.scheduler.seen
+
+
+def chunk_texts(service, request) -> list[str]:
+    ids = list(request.input_ids)
+    return [service.manager.tokenizer.decode(ids[start:end]) for start, end in loads(carried(request)).spans]
+
+
+# Bad input.
+
+BAD_OPTIONS: list[tuple[Any, str]] = [
+    (7, ""),
+    ('{"spans": []}', ""),
+    ({"spans": [[0, 2], [1, 3]]}, ".spans[1]"),
+    ({"spans": [[2, 3], [0, 1]]}, ".spans[1]"),
+    ({"spans": [[1, 1]]}, ".spans[0]"),
+    ({"spans": [[2, 1]]}, ".spans[0]"),
+    ({"spans": [[0, 99]]}, ".spans[0]"),
+    ({"spans": [[-1, 2]]}, ".spans[0]"),
+    ({"spans": [[0, 1.5]]}, ".spans[0]"),
+    ({"spans": [[False, True]]}, ".spans[0]"),
+    ({"spans": "all"}, ".spans"),
+    ({"ratio": 1.1}, ".ratio"),
+    ({"ratio": -0.1}, ".ratio"),
+    ({"ratio": "0.1"}, ".ratio"),
+    ({"method": "best"}, ".method"),
+    ({"method": "cacheblend"}, ".method"),
+    ({"mode": "fast"}, ".mode"),
+    ({"spam": 1}, "spam"),
+    ({"options": []}, ".options"),
+    ({"explain": 1}, ".explain"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("options", "path"), BAD_OPTIONS)
+def test_bad_options_on_generate(service, seen, options, path, stream):
+    body = {"input_ids": [5, 6, 7], "sampling_params": params(options), "stream": stream}
+    response = service.post("/generate", body)
+    assert response.status_code == 400
+    assert OPTS in response.text
+    assert path in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("options", "path"), BAD_OPTIONS)
+def test_bad_options_on_the_openai_routes(service, seen, options, path, stream):
+    common = {"model": "m", "max_tokens": 3, "stream": stream, "custom_params": {"chunk_cache": options}}
+    for route, prompt in (
+        ("/v1/completions", {"prompt": [5, 6, 7]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        response = service.post(route, {**common, **prompt})
+        assert response.status_code == 400, response.text
+        assert f"custom_params.chunk_cache{path}" in response.text or "custom_params.chunk_cache" in response.text
+        assert path in response.text
+        assert "sampling_params" not in response.json()["message"]
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_item_of_a_batch_is_named(service, seen, stream):
+    body = {
+        "input_ids": [[5, 6, 7], [5, 6]],
+        "sampling_params": [params({"spans": [[0, 3]]}), params({"spans": [[0, 3]]})],
+        "stream": stream,
+    }
+    response = service.post("/generate", body)
+    assert response.status_code == 400
+    assert "sampling_params[1].custom_params.chunk_cache.spans[0]" in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_spans_behind_a_text_prompt(service, seen, stream):
+    body = {"text": "ab", "sampling_params": params({"spans": [[0, 90]]}), "stream": stream}
+    response = service.post("/generate", body)
+    assert response.status_code == 400
+    assert f"{OPTS}.spans[0]" in response.text
+    response = service.post("/v1/completions", {
+        "model": "m", "prompt": "ab", "stream": stream, "custom_params": {"chunk_cache": {"spans": [[0, 90]]}},
+    })  # fmt: skip
+    assert response.status_code == 400
+    assert "custom_params.chunk_cache.spans[0]" in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body", "path"),
+    [
+        ("/generate", {"text": f"a{SEP}b"}, "text: "),
+        ("/generate", {"text": ["fine", f"a{SEP}b"]}, "text[1]: "),
+        ("/generate", {"text": f"a{SEP}{SEP}b"}, "text: chunk 0"),
+        ("/v1/completions", {"prompt": f"a{SEP}b"}, "prompt: "),
+        ("/v1/completions", {"prompt": ["fine", f"a{SEP} {SEP}b"]}, "prompt[1]: chunk 0"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"a{SEP}b"}]}, "messages[0].content: "),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": [{"type": "text", "text": f"a{SEP}b"}]},
+                ]
+            },
+            "messages[1].content[0].text: ",
+        ),
+    ],
+)
+def test_bad_marks(service, seen, route, body, path, stream):
+    response = service.post(
+        route, {"model": "m", **body, "stream": stream} if "v1" in route else {**body, "stream": stream}
+    )
+    assert response.status_code == 400
+    assert path in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_separators_and_spans_together(service, seen, stream):
+    text, options = marked("s", "a", "b"), {"spans": [[0, 1]]}
+    chat = {"messages": [{"role": "user", "content": text}]}
+    for route, body in (
+        ("/generate", {"text": text, "sampling_params": params(options)}),
+        ("/v1/completions", {"model": "m", "prompt": text, "custom_params": {"chunk_cache": options}}),
+        ("/v1/chat/completions", {"model": "m", **chat, "custom_params": {"chunk_cache": options}}),
+    ):
+        response = service.post(route, {**body, "stream": stream})
+        assert response.status_code == 400
+        assert "custom_params.chunk_cache.spans: " in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"model": "m", "prompt": "a"}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_top_level_field(service, seen, route, body, stream):
+    response = service.post(route, {**body, "stream": stream, "chunk_cache": {"chunks": []}})
+    assert response.status_code == 400
+    assert "chunk_cache: unknown field at the top" in response.text
+    assert seen == []
+
+
+def test_text_marks_without_a_tokenizer(service, seen, monkeypatch):
+    monkeypatch.setattr(service.manager, "tokenizer", None)
+    response = service.post("/generate", {"text": marked("s", "a"), "stream": True})
+    assert response.status_code == 400
+    assert "text: " in response.text
+    assert "--skip-tokenizer-init" in response.text
+    assert seen == []
+
+
+# Good input.
+
+
+def test_plain_requests_carry_nothing(service, seen):
+    assert service.post("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 3}}).status_code == 200
+    own = {"max_new_tokens": 3, "custom_params": {"mine": 1}}
+    assert service.post("/generate", {"text": "hello", "sampling_params": own}).status_code == 200
+    assert [request.sampling_params.custom_params for request in seen] == [None, {"mine": 1}]
+    assert list(seen[0].input_ids) == service.manager.tokenizer.encode("hello")
+
+
+def test_spans_travel_as_one_json_string(service, seen):
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": params({"spans": [[1, 3]], "ratio": 0.5, "method": "epic"})}
+    body["sampling_params"]["custom_params"]["mine"] = 1
+    response = service.post("/generate", body)
+    assert response.status_code == 200
+    assert response.json()["meta_info"]["chunk_cache"] == REPLY
+    (request,) = seen
+    assert isinstance(carried(request), str)
+    assert loads(carried(request)).spans == ((1, 3),)
+    assert loads(carried(request)).ratio == 0.5
+    assert request.sampling_params.custom_params["mine"] == 1
+
+
+def test_typed_transport(service, seen, monkeypatch):
+    monkeypatch.setattr(io_struct, "_USE_PICKLE_IPC", False)
+    # Both ends wait for messages in the other encoding; one call each brings them round.
+    encoded = io_struct.msgpack_encode(_tokenized(service))
+    assert loads(carried(io_struct.msgpack_decode(encoded))).spans == ((1, 3),)
+
+
+def _tokenized(service) -> Any:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from sglang_chunk_cache.api.prepare import prepare
+    from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+    obj = GenerateReqInput(input_ids=[5, 6, 7, 8], sampling_params=params({"spans": [[1, 3]]}))
+    prepare(obj, service.manager, ChunkCacheArgs())
+    obj.normalize_batch_and_arguments()
+
+    async def tokenize() -> Any:
+        service.manager._init_req_state(obj)
+        tokenized = await service.manager._tokenize_one_request(obj)
+        del service.manager.rid_to_state[obj.rid]
+        tokenized.wrap_pickle_fields()
+        return tokenized
+
+    return service.run(tokenize())
+
+
+@pytest.mark.parametrize("mode", [None, "auto", "exact", "off"])
+def test_text_marks_on_generate_in_every_mode(service, seen, mode):
+    body: dict[str, Any] = {"text": marked("Read. ", "the rose ", "the tale ")}
+    body["sampling_params"] = params({"mode": mode}) if mode else {"max_new_tokens": 0}
+    response = service.post("/generate", body)
+    assert response.status_code == 200
+    assert response.json()["meta_info"]["chunk_cache"] == REPLY
+    (request,) = seen
+    tokenizer = service.manager.tokenizer
+    ids = list(request.input_ids)
+    assert tokenizer.decode(ids[1:]) == "Read. the rose the tale Who?"
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert chunk_texts(service, request) == ["the rose ", "the tale "]
+    assert loads(carried(request)).mode == (mode or "auto")
+    assert response.json()["meta_info"]["prompt_tokens"] == len(ids)
+
+
+def test_batch_with_and_without_marks(service, seen):
+    plain = "In the end"
+    response = service.post("/generate", {"text": [marked("s", "aa"), plain], "sampling_params": {"max_new_tokens": 3}})
+    assert response.status_code == 200
+    by_marks = sorted(seen, key=lambda request: carried(request) is None)
+    assert chunk_texts(service, by_marks[0]) == ["aa"]
+    assert carried(by_marks[1]) is None
+    assert list(by_marks[1].input_ids) == service.manager.tokenizer.encode(plain)
+    assert [("chunk_cache" in out["meta_info"]) for out in response.json()] == [True, False]
+
+
+def test_several_samples_carry_the_same_marks(service, seen):
+    body = {"text": marked("s", "aa", "bb"), "sampling_params": {"max_new_tokens": 3, "n": 2}}
+    response = service.post("/generate", body)
+    assert response.status_code == 200
+    assert len(response.json()) == 2
+    assert all(out["meta_info"]["chunk_cache"] == REPLY for out in response.json())
+    assert {carried(request) for request in seen} == {carried(seen[0])}
+
+
+def test_every_output_of_a_stream_has_the_reply(service, seen):
+    events = service.events("/generate", {"text": marked("s", "aa"), "sampling_params": {"max_new_tokens": 3}})
+    assert events[-1]["meta_info"]["finish_reason"] is not None
+    assert all(event["meta_info"]["chunk_cache"] == REPLY for event in events)
+
+
+def test_spans_on_text_prompts(service, seen):
+    response = service.post("/generate", {"text": "In the end", "sampling_params": params({"spans": [[1, 3]]})})
+    assert response.status_code == 200
+    assert list(seen[0].input_ids) == service.manager.tokenizer.encode("In the end")
+    assert loads(carried(seen[0])).spans == ((1, 3),)
+
+
+def test_the_callers_objects_stay_as_they_are(service, seen):
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling_params = params({"mode": "exact"})
+    before = json.dumps(sampling_params)
+
+    async def call() -> Any:
+        obj = GenerateReqInput(text=marked("s", "aa"), sampling_params=sampling_params)
+        return await service.manager.generate_request(obj, None).__anext__()
+
+    assert service.run(call())["meta_info"]["chunk_cache"] == REPLY
+    assert json.dumps(sampling_params) == before
+
+
+def test_completion(service, seen):
+    prompt = marked("Read. ", "the rose ")
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "echo": True}
+    response = service.post("/v1/completions", body).json()
+    assert response["choices"][0]["text"].startswith("Read. the rose Who?")
+    assert SEP not in response["choices"][0]["text"]
+    assert response["sglext"] == {"chunk_cache": REPLY}
+    assert response["usage"]["prompt_tokens"] == len(seen[0].input_ids)
+    assert chunk_texts(service, seen[0]) == ["the rose "]
+
+
+def test_completion_with_several_prompts_gets_a_list(service, seen):
+    body = {"model": "m", "prompt": [marked("s", "aa"), marked("s", "bb")], "max_tokens": 3}
+    assert service.post("/v1/completions", body).json()["sglext"] == {"chunk_cache": [REPLY, REPLY]}
+
+
+def test_completion_stream_ends_with_the_reply(service, seen):
+    events = service.events("/v1/completions", {"model": "m", "prompt": marked("s", "aa"), "max_tokens": 3})
+    assert events[-1]["sglext"] == {"chunk_cache": REPLY}
+    assert events[-1]["choices"] == []
+    assert events[-1]["id"] == events[0]["id"]
+    assert all("sglext" not in event for event in events[:-1])
+
+
+def test_plain_openai_replies_have_no_sglext(service, seen):
+    assert "sglext" not in service.post("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 3}).json()
+    events = service.events("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 3})
+    assert all("sglext" not in event for event in events)
+
+
+def chat(*messages: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "max_tokens": 3,
+        "messages": [{"role": role, "content": content} for role, content in messages],
+        **more,
+    }
+
+
+def test_chat(service, seen):
+    body = chat(("system", "Be brief."), ("user", marked("Read. ", "the rose ", "the tale ")))
+    response = service.post("/v1/chat/completions", body).json()
+    assert response["sglext"] == {"chunk_cache": REPLY}
+    (request,) = seen
+    tokenizer = service.manager.tokenizer
+    ids = list(request.input_ids)
+    expected = "<|bos|><|system|>Be brief.<|user|>Read. the rose the tale Who?<|assistant|>"
+    assert tokenizer.decode(ids) == expected
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert chunk_texts(service, request) == ["the rose ", "the tale "]
+    assert response["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_chat_chunks_have_the_ids_of_generate(service, seen):
+    service.post("/v1/chat/completions", chat(("user", marked("x", "the rose"))))
+    service.post("/generate", {"text": marked("y", "other", "the rose"), "sampling_params": {"max_new_tokens": 3}})
+    ids = [list(request.input_ids)[slice(*loads(carried(request)).spans[-1])] for request in seen]
+    assert ids[0] == ids[1]
+
+
+def test_chat_turns_mark_their_own_chunks(service, seen):
+    body = chat(
+        ("user", marked("Read. ", "aa", "bb", question="One?")),
+        ("assistant", "Yes."),
+        ("user", [{"type": "text", "text": marked("", "cc", question="Two?")}]),
+    )
+    assert service.post("/v1/chat/completions", body).status_code == 200
+    assert chunk_texts(service, seen[0]) == ["aa", "bb", "cc"]
+
+
+def test_chat_stream_ends_with_the_reply(service, seen):
+    events = service.events(
+        "/v1/chat/completions", chat(("user", marked("s", "aa")), stream_options={"include_usage": True})
+    )
+    assert events[-1]["sglext"] == {"chunk_cache": REPLY}
+    assert events[-1]["object"] == "chat.completion.chunk"
+
+
+def test_chat_samples_get_a_list(service, seen):
+    body = chat(("user", marked("s", "aa")), n=2)
+    assert service.post("/v1/chat/completions", body).json()["sglext"] == {"chunk_cache": [REPLY, REPLY]}
+
+
+def test_chat_with_spans_and_token_ids(service, seen):
+    body = chat(("user", "unused"), input_ids=[5, 6, 7], custom_params={"chunk_cache": {"spans": [[0, 2]]}})
+    assert service.post("/v1/chat/completions", body).status_code == 200
+    assert list(seen[0].input_ids) == [5, 6, 7]
+    assert loads(carried(seen[0])).spans == ((0, 2),)
+
+
+def test_chat_template_that_changes_chunks_is_refused(service, seen):
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    body = chat(("user", marked("s", "aa")))
+    tokenizer = service.manager.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = template.replace("bos_token", "'x'")
+    try:
+        response = service.post("/v1/chat/completions", body)
+    finally:
+        tokenizer.chat_template = before
+    assert response.status_code == 400
+    assert "messages[0].content: " in response.text
+    assert seen == []
+
+
+def test_chat_final_message_that_is_continued(service, seen):
+    body = chat(("user", "a"), ("assistant", marked("s", "aa")), continue_final_message=True)
+    response = service.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert "messages[1].content: " in response.text
+    plain = chat(("user", marked("s", "aa")), ("assistant", "So"), continue_final_message=True)
+    assert service.post("/v1/chat/completions", plain).status_code == 200
+    assert service.manager.tokenizer.decode(list(seen[0].input_ids)).endswith("Who?<|assistant|>So")
+    assert chunk_texts(service, seen[0]) == ["aa"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused(service, seen):
+    response = service.post("/generate", {"text": marked("s", "a b " * 9000), "sampling_params": {"max_new_tokens": 3}})
+    assert response.status_code == 400
+    assert "context length" in response.text
+    assert seen == []

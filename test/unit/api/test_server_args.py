@@ -1,0 +1,109 @@
+"""Flags, and how the options reach every process."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+
+import pytest
+
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
+
+
+def parse(*argv: str) -> ChunkCacheArgs | None:
+    parser = argparse.ArgumentParser()
+    options.add_flags(parser)
+    return options.from_flags(parser.parse_args(argv))
+
+
+def test_off_is_none():
+    assert parse() is None
+
+
+def test_defaults():
+    assert parse("--chunk-cache") == ChunkCacheArgs("epic", 0.15, "<|chunk|>", {})
+
+
+def test_all_flags(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    args = parse(
+        "--chunk-cache", "--chunk-cache-method", "random", "--chunk-cache-ratio", "1", "--chunk-cache-separator", "##",
+        "--chunk-cache-config", f"@{config}",
+    )  # fmt: skip
+    assert args == ChunkCacheArgs("random", 1.0, "##", {})
+    assert ChunkCacheArgs.loads(args.dumps()) == args
+
+
+def test_flags_stand_in_a_group_of_their_own():
+    parser = argparse.ArgumentParser()
+    options.add_flags(parser)
+    text = parser.format_help()
+    group = text[text.index("chunk cache:") :]
+    for flag in ("", "-method", "-ratio", "-separator", "-config"):
+        assert f"--chunk-cache{flag}" in group
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--chunk-cache-ratio", "0.5"], "--chunk-cache-ratio is given without --chunk-cache"),
+        (["--chunk-cache-separator", "#"], "--chunk-cache-separator is given without --chunk-cache"),
+        (["--chunk-cache", "--chunk-cache-ratio", "1.5"], "--chunk-cache-ratio must be a number from 0 to 1"),
+        (["--chunk-cache", "--chunk-cache-ratio", "nan"], "--chunk-cache-ratio must be a number from 0 to 1"),
+        (["--chunk-cache", "--chunk-cache-ratio", "half"], "--chunk-cache-ratio must be a number from 0 to 1"),
+        (["--chunk-cache", "--chunk-cache-method", "best"], "--chunk-cache-method 'best' is not known"),
+        (["--chunk-cache", "--chunk-cache-separator", " "], "--chunk-cache-separator must be a string"),
+        (["--chunk-cache", "--chunk-cache-config", "{"], "--chunk-cache-config is not valid JSON"),
+        (["--chunk-cache", "--chunk-cache-config", "[1]"], "--chunk-cache-config must be a JSON object"),
+        (["--chunk-cache", "--chunk-cache-config", "@/no/such/file"], "--chunk-cache-config: cannot read"),
+        (["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'], "--chunk-cache-config: "),
+    ],
+)
+def test_bad_flags_are_one_sentence(argv, sentence):
+    with pytest.raises(StartRefused) as refused:
+        parse(*argv)
+    assert isinstance(refused.value.code, str)
+    assert sentence in refused.value.code
+    assert "\n" not in refused.value.code
+
+
+def test_a_child_inherits_the_options(monkeypatch):
+    monkeypatch.delenv(options.ENV_NAME, raising=False)
+    args = ChunkCacheArgs(ratio=0.25)
+    spawn = multiprocessing.get_context("spawn")
+    with options.exported(args), concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        assert pool.submit(options.inherit).result() == args
+    assert options.ENV_NAME not in os.environ
+
+
+def test_a_process_started_by_hand_ignores_and_drops_the_variable(monkeypatch):
+    monkeypatch.setenv(options.ENV_NAME, ChunkCacheArgs().dumps())
+    options.set_args(None)
+    assert options.inherit() is None
+    assert options.get_args() is None
+    assert options.ENV_NAME not in os.environ
+
+
+def test_exporting_nothing_hides_an_older_variable(monkeypatch):
+    monkeypatch.setenv(options.ENV_NAME, "older")
+    with options.exported(None):
+        assert options.ENV_NAME not in os.environ
+    assert os.environ[options.ENV_NAME] == "older"
+
+
+def test_options_travel_with_the_pickled_server_args():
+    import pickle
+
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(model_path="none")
+    assert options.attached(server_args) is None
+    options.attach(server_args, ChunkCacheArgs(method="random"))
+    copied = pickle.loads(pickle.dumps(server_args))
+    assert options.attached(copied) == ChunkCacheArgs(method="random")
+    assert json.loads(ChunkCacheArgs().dumps())["separator"] == "<|chunk|>"

@@ -1,0 +1,75 @@
+"""Real processes that must end at once, with one sentence and a non-zero exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [ROOT / "python", ROOT / "scheduler", ROOT / "sgl-kernel-ext"]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Makes the entry points of `pyproject.toml` known to a child, also in a checkout that is not installed."""
+    path = [*SOURCES]
+    installed = {entry.name for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    if "chunk_cache" not in installed:
+        folder = tmp_path_factory.mktemp("site")
+        info = folder / "sglang_chunk_cache-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-chunk-cache\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\nchunk_cache = sglang_chunk_cache.plugin:register\n"
+            "[sglang.srt.platforms]\nchunk_cache_cpu = sglang_chunk_cache.platform_cpu:activate\n"
+        )
+        path.append(folder)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+
+
+def launch(environment: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--chunk-cache", "--pp-size", "2"], "chunk cache: pipeline parallelism (--pp-size) cannot be combined"),
+        (["--chunk-cache-ratio", "0.5"], "chunk cache: --chunk-cache-ratio is given without --chunk-cache"),
+        (["--chunk-cache", "--chunk-cache-method", "best"], "chunk cache: --chunk-cache-method 'best' is not known"),
+    ],
+)
+def test_refused_flag(environment, argv, sentence):
+    done = launch(environment, "--model-path", "no-such-model", *argv)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(sentence)
+
+
+def test_refused_model(environment, tmp_path):
+    from transformers import MistralConfig
+
+    config = MistralConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=1024, architectures=["MistralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    done = launch(environment, "--model-path", str(tmp_path), "--skip-tokenizer-init", "--chunk-cache")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "because it uses sliding-window attention" in done.stderr.strip().splitlines()[-1]
+
+
+def test_help_shows_the_flags(environment):
+    done = launch(environment, "--help")
+    assert done.returncode == 0
+    for flag in ("--chunk-cache", "--chunk-cache-method", "--chunk-cache-separator", "--chunk-cache-config"):
+        assert flag in done.stdout
