@@ -42,11 +42,11 @@ def replay_len(original: Callable[..., int], adder: PrefillAdder, req: Req, pref
 def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kwargs: Any) -> Any:
     """AROUND `PrefillAdder._select_prefill_admission`."""
     rows = _rows_of_load(req, req.prefix_len + kwargs["host_hit_length"])
-    if not rows or adder.rem_chunk_tokens is None or rows < adder.rem_chunk_tokens:
-        return original(adder, req, **kwargs)
-    if adder.can_run_list:
-        return AddReqResult.OTHER
-    # Alone: the tail is sized as if there were no rows, and the step is charged for both, which closes it.
+    admission = original(adder, req, **kwargs)
+    if not rows or admission is not AddReqResult.OTHER or adder.can_run_list:
+        return admission
+    # An empty step has no room for the rows and at least a page of the tail, so it never will have: the tail is sized
+    # as if there were no rows, and the step is charged for both, which closes it.
     state = state_of(req)
     assert state is not None and state.plan is not None
     plan, state.plan = state.plan, None

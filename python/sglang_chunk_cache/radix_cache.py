@@ -214,6 +214,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         path = PathTokens(req.origin_input_ids[:last_end], state.partition, req.last_node)
         for i, (start, end) in enumerate(state.options.spans):
             covered_len = min(end, in_tree) - start
+            if covered_len < end - start and self._lookup(state.keys[i]).covered_len >= covered_len:
+                continue  # the path holds no more of it than is stored already
             if 2 * covered_len >= end - start:
                 self._index.add(
                     state.keys[i],
@@ -243,8 +245,8 @@ class ChunkRadixCache(UnifiedRadixCache):
     def _is_new(self, state: DocChunkRequest, i: int, generation: int) -> bool:
         """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index."""
         assert self._index is not None
-        key, (start, _) = state.keys[i], state.options.spans[i]
-        return self._lookup(key).covered_len == 0 and self._index.wants(
+        key, (start, end) = state.keys[i], state.options.spans[i]
+        return self._lookup(key).covered_len < end - start and self._index.wants(
             key, start=start, generation=generation, context=state.keys[:i]
         )
 

@@ -244,7 +244,7 @@ def _plan_chunk(
     stored_end = start + lookup.covered_len
     dst_start = max(start, prefix_len)
     if stored_end <= dst_start:
-        return _without_load(start, end, Status.MISS, "evicted")  # what is left of it lies in the exact prefix
+        return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
     if limit <= dst_start:
         return _without_load(start, end, Status.SKIPPED, limit_reason)
     return ChunkPlan(

@@ -36,6 +36,7 @@ class Config:
     rope: str | None = None
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
+    force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
@@ -96,6 +97,8 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     torch.set_num_threads(1)
     try:
         cases = importlib.import_module(module)
+        if config.force_retract:
+            importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, MODEL_DIR / f"{config.kind}-{config.rope or 'default'}", rope=config.rope)
         local = LocalScheduler(
             model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags

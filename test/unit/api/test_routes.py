@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from sglang.srt.managers import io_struct
 
 from chunk_cache.request import loads
 
@@ -211,33 +210,6 @@ def test_spans_travel_as_one_json_string(service, seen):
     assert loads(carried(request)).spans == ((1, 3),)
     assert loads(carried(request)).ratio == 0.5
     assert request.sampling_params.custom_params["mine"] == 1
-
-
-def test_typed_transport(service, seen, monkeypatch):
-    monkeypatch.setattr(io_struct, "_USE_PICKLE_IPC", False)
-    # Both ends wait for messages in the other encoding; one call each brings them round.
-    encoded = io_struct.msgpack_encode(_tokenized(service))
-    assert loads(carried(io_struct.msgpack_decode(encoded))).spans == ((1, 3),)
-
-
-def _tokenized(service) -> Any:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    from sglang_chunk_cache.api.prepare import prepare
-    from sglang_chunk_cache.server_args import ChunkCacheArgs
-
-    obj = GenerateReqInput(input_ids=[5, 6, 7, 8], sampling_params=params({"spans": [[1, 3]]}))
-    prepare(obj, service.manager, ChunkCacheArgs())
-    obj.normalize_batch_and_arguments()
-
-    async def tokenize() -> Any:
-        service.manager._init_req_state(obj)
-        tokenized = await service.manager._tokenize_one_request(obj)
-        del service.manager.rid_to_state[obj.rid]
-        tokenized.wrap_pickle_fields()
-        return tokenized
-
-    return service.run(tokenize())
 
 
 @pytest.mark.parametrize("mode", [None, "auto", "exact", "off"])

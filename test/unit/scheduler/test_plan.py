@@ -123,7 +123,7 @@ def test_partly_evicted_chunk_brings_in_what_is_left() -> None:
     assert outcome(plan) == [("hit", None, 8), ("hit", None, 20)]
     assert plan.row_positions.tolist() == list(range(8, 20))
     inside_the_prefix = plan_of([(0, 20)], [hit(20, 8)], prefix_len=8)
-    assert outcome(inside_the_prefix) == [("miss", "evicted", 0)]
+    assert outcome(inside_the_prefix) == [("miss", "not_stored", 0)]
 
 
 def test_short_chunks_are_not_worth_reusing() -> None:

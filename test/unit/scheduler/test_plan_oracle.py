@@ -126,7 +126,7 @@ class Oracle:
             return Status.HIT, None
         stored = [p for p in range(start, end) if p - start < lookup.covered_len]
         if all(p < case.prefix_len for p in stored):
-            return Status.MISS, "evicted"
+            return Status.MISS, "not_stored"
         last = min(case.max_prefix_len, case.prompt_len - 1)
         return Status.SKIPPED, "prompt_end" if any(p >= last for p in stored) else "too_short"
 
