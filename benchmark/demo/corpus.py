@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
 # Whatever of these is missing is left out.
 PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "LICENSE")
 _HEADING = re.compile(r"^(#{1,4})\s+(.+?)\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
-_WORD = re.compile(r"[A-Za-z][a-z]{3,}")
+_WORD = re.compile(r"[A-Za-z][a-z]{4,}")
 
 
 @dataclass(frozen=True)
@@ -137,17 +139,15 @@ def ask_questions(passages: Sequence[Passage], num_questions: int, num_topics: i
     questions = []
     for i in range(num_questions):
         first, second = draw.sample(topics[i % len(topics)], 2)
-        about = draw.sample(_words(first.text), 4) + draw.sample(_words(second.text), 2)
-        draw.shuffle(about)
+        words = list(dict.fromkeys(_quote(draw, first, 4) + _quote(draw, second, 2)))
         heading = first.title.rpartition(": ")[2]
-        text = (
-            f"Question {i + 1}: what is said under '{heading}' about {', '.join(about[:-1])} and {about[-1]}?\nAnswer:"
-        )
+        text = f"What does '{heading}' say about {', '.join(words)}?\nAnswer:"
         questions.append(Question(text, draw.randint(4, 6)))
     return questions
 
 
-def _words(text: str) -> list[str]:
-    """Different words of at least four letters, in order; never fewer than four."""
-    words = list(dict.fromkeys(word.lower() for word in _WORD.findall(text)))
-    return words if len(words) >= 4 else [*words, *("text", "section", "document", "project")]
+def _quote(draw: random.Random, passage: Passage, num_words: int) -> list[str]:
+    """Up to `num_words` different words of the passage that say something about it, in a new order."""
+    words = dict.fromkeys(word.lower() for word in _WORD.findall(passage.text))
+    words = [word for word in words if word not in ENGLISH_STOP_WORDS] or ["it"]
+    return draw.sample(words, min(num_words, len(words)))

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark.common.machine import ROOT
 from benchmark.common.models import LlamaShape, make_llama, train_tokenizer
 from benchmark.common.results import describe_run
-from benchmark.common.server import Server, ServerError, offline_env
+from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.demo.corpus import Passage, ask_questions, cut_passages, read_corpus
 from benchmark.demo.report import LEGEND, build_table, draw_plot, summarize, write_json
 from benchmark.demo.retriever import Retriever
@@ -113,8 +111,8 @@ def show(exchanges: list[Exchange], run: dict[str, Any], args: argparse.Namespac
 
 def main() -> int:
     args = parse_args()
-    console = Console(highlight=False)
-    signal.signal(signal.SIGTERM, _leave)  # so that the server is stopped then, too
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    leave_on_sigterm()
     began, run = time.monotonic(), describe_run()
     passages, model_dir = prepare(console)
     server = Server(model_dir, "--chunk-cache", env=offline_env(), log_path=OUT_DIR / "server.log")
@@ -135,10 +133,6 @@ def main() -> int:
     show(exchanges, run, args, console)
     console.print(f"all of it took {time.monotonic() - began:.0f} s")
     return 0
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.demo.session import Exchange
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-LEGEND = """\
-prompt = exact + reused + computed tokens. exact: prefix that SGLang would reuse anyway (in brackets: what stock found).
-reused: taken from passages that were seen before, at whatever place; recomputed: the part of them that was computed
-again. computed: the question, and passages seen for the first time: a first occurrence is always a miss (new)."""
+LEGEND = (
+    "Tokens of a prompt = exact + reused + computed. exact: prefix that SGLang reuses anyway (in brackets: stock). "
+    "reused: from passages seen before, wherever they stood; recomputed: the part of it that was computed again. "
+    "computed: the question, and passages seen for the first time (new), which are always a miss."
+)
 
 
 def build_table(exchanges: Sequence[Exchange]) -> Table:
     """One row per question, then totals and medians."""
-    table = Table(title="Time to first token, stock SGLang (prefix cache on) against chunk reuse", title_justify="left")
+    table = Table(
+        title="Time to first token, stock SGLang (prefix cache on) against chunk reuse",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
     for name in ("#", "passages (new)", "prompt", "exact (stock)", "reused", "recomputed", "computed"):
         table.add_column(name, justify="right")
     for name in ("stock ms", "reuse ms", "ratio"):
@@ -77,8 +83,8 @@ def summarize(exchanges: Sequence[Exchange]) -> list[str]:
     known = [e.speedup for e in exchanges if not e.num_missed]
     if known:
         lines.append(
-            f"First token {statistics.median(known):.1f}x sooner (median of the {len(known)} questions whose passages were "
-            "all stored),"
+            f"First token {statistics.median(known):.1f}x sooner: median of the {len(known)} questions whose passages "
+            "were all stored;"
         )
     lines.append(
         f"{statistics.median(e.speedup for e in exchanges):.1f}x over all questions, first occurrences included."
@@ -108,6 +114,7 @@ def draw_plot(exchanges: Sequence[Exchange], path: Path, subtitle: str) -> None:
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     below.set_ylabel("prompt tokens (reuse side)")
     below.set_xlabel("question")
+    below.set_xlim(0.3, len(exchanges) + 0.7)
     below.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)

@@ -55,8 +55,9 @@ class Exchange:
 
 
 def build_prompt(passages: Sequence[Passage], question: Question) -> str:
-    """System prompt, the passages marked with separators, the question."""
-    return SEPARATOR.join([SYSTEM, *(passage.text for passage in passages), question.text])
+    """System prompt, the passages marked with separators, the question. The documents speak of the separator too."""
+    pieces = [SYSTEM, *(passage.text for passage in passages), question.text]
+    return SEPARATOR.join(piece.replace(SEPARATOR, "(separator)") for piece in pieces)
 
 
 def warm_up(server: Server) -> None:

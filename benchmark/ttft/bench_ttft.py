@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark.common.machine import ROOT
 from benchmark.common.models import make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
-from benchmark.common.server import Server, ServerError, offline_env
+from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import PLAIN_REQUESTS, SYSTEMS, Tick, count_slots, time_plain, time_reuse
 from benchmark.ttft.report import missed_targets, to_markdown
 from benchmark.ttft.workload import FULL, QUICK, Size, Workload
@@ -116,6 +116,7 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
 
 def main() -> int:
     args = parse_args()
+    leave_on_sigterm()
     console = Console()
     size = QUICK if args.quick else FULL
     console.print(f"{size.shape}\n{size}", highlight=False, soft_wrap=True)

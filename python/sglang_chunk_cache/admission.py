@@ -48,7 +48,7 @@ def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, 
     # An empty step has no room for the rows and at least a page of the tail, so it never will have: the tail is sized
     # as if there were no rows, and the step is charged for both, which closes it.
     state = state_of(req)
-    assert state is not None and state.plan is not None
+    assert state is not None
     plan, state.plan = state.plan, None
     try:
         admission = original(adder, req, **kwargs)

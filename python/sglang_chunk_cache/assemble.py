@@ -13,11 +13,16 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel_ext.copy_rotate import copy_rotate
-from sgl_kernel_ext.rotary import RotaryMismatchError, RotarySpec, UnsupportedRotaryError, spec_from_sglang_rope, verify_spec
-
 from sglang.srt.runtime_context import get_schedule
 
+from sgl_kernel_ext.copy_rotate import copy_rotate
+from sgl_kernel_ext.rotary import (
+    RotaryMismatchError,
+    RotarySpec,
+    UnsupportedRotaryError,
+    spec_from_sglang_rope,
+    verify_spec,
+)
 from sglang_chunk_cache.server_args import refuse
 
 if TYPE_CHECKING:
@@ -30,15 +35,17 @@ class KVAssembler:
     Args:
         model_runner: owner of the model and of the stream that forwards run on.
         kv_pool: SGLang's multi-head KV pool (`k_buffer` / `v_buffer`, one tensor `[num_slots, heads, dim]` per layer).
+        kernel: backend of `copy_rotate`.
 
     Raises:
         StartRefused: the model's rotation cannot be shifted.
     """
 
-    def __init__(self, model_runner: ModelRunner, kv_pool: Any) -> None:
+    def __init__(self, model_runner: ModelRunner, kv_pool: Any, kernel: str) -> None:
         self._spec = model_rotary_spec(model_runner.model, model_runner.model_config.context_len)
         self._k_buffers: list[torch.Tensor] = list(kv_pool.k_buffer)
         self._v_buffers: list[torch.Tensor] = list(kv_pool.v_buffer)
+        self._kernel = kernel
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
 
@@ -50,7 +57,9 @@ class KVAssembler:
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
         """
         with self._behind_launched_forwards():
-            copy_rotate(self._k_buffers, self._v_buffers, src_loc, dst_loc, position_delta, self._spec)
+            copy_rotate(
+                self._k_buffers, self._v_buffers, src_loc, dst_loc, position_delta, self._spec, backend=self._kernel
+            )
 
     def _behind_launched_forwards(self) -> contextlib.AbstractContextManager[Any]:
         if self._is_cpu or get_schedule().disable_overlap_schedule:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_chunk_cache.server_args import refuse
+from sglang_chunk_cache.server_args import attached, refuse
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
@@ -162,6 +162,10 @@ def check_resolved(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolution_result
 
     check_flags(server_args)
+    args = attached(server_args)
+    kernel = None if args is None else args.config.get("kernel")
+    if kernel == "triton" and resolution_result(server_args, "device") != "cuda":
+        refuse('--chunk-cache-config: kernel: "triton" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = model_config_of(server_args)

@@ -83,7 +83,13 @@ API_HOOKS: tuple[Hook, ...] = (
         "sglang.srt.entrypoints.api_contract.generate_contract_error",
         HookType.AROUND,
         "sglang_chunk_cache.api.body:generate_contract_error",
-        "bad input on /generate is a 400, also with stream",
+        "a top-level chunk_cache field on /generate is a 400",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server.serve_generate_request",
+        HookType.AROUND,
+        "sglang_chunk_cache.api.body:serve_generate_request",
+        "bad marks and options on /generate are a 400, also with stream",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

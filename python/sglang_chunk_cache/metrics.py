@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from chunk_cache.plan import RecomputePlan
     from prometheus_client import Counter
+
+    from chunk_cache.plan import RecomputePlan
 
 
 class ChunkMetrics:
@@ -33,7 +34,7 @@ class ChunkMetrics:
             ),
             "tokens": Counter(
                 "sglang:chunk_cache_tokens_total",
-                "Prompt tokens of requests with marks or options: prefix + reused + computed; recomputed is a part of reused.",
+                "Prompt tokens of requests with marks or options; prefix, reused, computed add up; recomputed is in reused.",
                 ["kind"],
             ),
             "fallbacks": Counter(

@@ -52,7 +52,9 @@ def init_forward_batch(
     return forward_batch
 
 
-def forward(original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> Any:
+def forward(
+    original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
     """AROUND `ModelRunner.forward`; a fused batch never runs in a captured prefill graph."""
     rows: FusedRows | None = getattr(forward_batch, _ROWS, None)
     if rows is None:
@@ -80,9 +82,7 @@ def _take_due_rows(batch: ScheduleBatch) -> list[np.ndarray | None] | None:
     return due if any(rows is not None for rows in due) else None
 
 
-def _with_rows(
-    batch: ScheduleBatch, due: list[np.ndarray | None], device: str
-) -> tuple[ScheduleBatch, torch.Tensor]:
+def _with_rows(batch: ScheduleBatch, due: list[np.ndarray | None], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
     """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows."""
     req_to_token = batch.req_to_token_pool.req_to_token
     pool_indices = batch.req_pool_indices_cpu.tolist()

@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
 from chunk_cache.config import Config, parse_config
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
 from chunk_cache.types import Status
 from chunk_cache.variant import PathHome, PathTokens, Variant
-
-from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
 from sglang_chunk_cache import hooks
 from sglang_chunk_cache.assemble import KVAssembler
 from sglang_chunk_cache.metrics import ChunkMetrics
@@ -70,7 +69,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         self._args = args
         self.chunk_config: Config = parse_config(dict(args.config))
         self._store = VariantStore(self)
-        self._assembler = KVAssembler(ctx.tp_worker.model_runner, self.token_to_kv_pool_allocator.get_kvcache())
+        self._assembler = KVAssembler(
+            ctx.tp_worker.model_runner, self.token_to_kv_pool_allocator.get_kvcache(), self.chunk_config.kernel
+        )
         self._index = ChunkIndex(
             max_variants=self.chunk_config.max_variants,
             max_variants_per_chunk=self.chunk_config.max_variants_per_chunk,
@@ -79,7 +80,11 @@ class ChunkRadixCache(UnifiedRadixCache):
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
         self.chunk_metrics = ChunkMetrics(enabled=self._enable_metrics_flag and ctx.tp_rank == 0)
         logger.info(
-            "Chunk cache: method %s, ratio %s, separator %r, %s", args.method, args.ratio, args.separator, self.chunk_config
+            "Chunk cache: method %s, ratio %s, separator %r, %s",
+            args.method,
+            args.ratio,
+            args.separator,
+            self.chunk_config,
         )
 
     def check_integrity(self) -> None:
@@ -118,7 +123,9 @@ class ChunkRadixCache(UnifiedRadixCache):
             lookups=lookups,
             min_reuse_len=self.chunk_config.min_reuse_len,
             chunk_keys=state.keys,
-            limit_reason="logprobs" if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len else "prompt_end",
+            limit_reason="logprobs"
+            if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
+            else "prompt_end",
         )
         return replan_without_load(plan, "unsupported") if state.unsupported else plan
 
@@ -135,21 +142,25 @@ class ChunkRadixCache(UnifiedRadixCache):
         req = params.req
         assert req is not None
         state = state_of(req)
-        assert state is not None and state.plan is not None, "only chunks promise a load"
+        assert state is not None, "only chunks promise a load"
+        assert state.plan is not None
         if state.load_len == 0:
             return 0, req.last_node
         used = [(chunk, self._variant(chunk)) for chunk in state.plan.chunks if chunk.num_reused]
         slots = self._allocate(state.load_len, [variant for _, variant in used])
         if slots is None:
             state.plan = replan_without_load(state.plan, "memory")
-            logger.info("Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids))
+            logger.info(
+                "Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids)
+            )
             return 0, req.last_node
         self._fill(slots, state.plan, used)
         state.admit(slots)
         return len(slots), req.last_node
 
     def _variant(self, chunk: ChunkPlan) -> Variant:
-        assert self._index is not None and chunk.variant_id is not None
+        assert self._index is not None
+        assert chunk.variant_id is not None
         variant = self._index.get(chunk.variant_id)
         assert variant is not None, "nothing is forgotten between a match and its admission"
         return variant

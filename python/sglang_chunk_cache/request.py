@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.request import RequestOptions, loads
 
 if TYPE_CHECKING:
     import torch
+
     from chunk_cache.plan import RecomputePlan
 
 PARAM_NAME = "chunk_cache"
@@ -41,7 +43,7 @@ class DocChunkRequest:
         keys: one key per marked chunk.
         plan: newest plan; replaced at every match until the request is admitted.
         reported: the plan of the first admission; the reply speaks of this one.
-        private_indices: `[load_end - prefix_len]` int64 KV slots of the loaded range, on the device; owned by the request.
+        private_indices: `[load_end - prefix_len]` int64 slots of the loaded range, on the device; its own.
         fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
         remembered: the chunks of this (exact) request are in the index already.
     """
@@ -74,9 +76,10 @@ class DocChunkRequest:
 
     def admit(self, private_indices: torch.Tensor) -> None:
         """The loaded range is in `private_indices`; the rows of the plan are due from now on."""
-        assert self.plan is not None and len(private_indices) == self.load_len
+        assert len(private_indices) == self.load_len > 0
         self.private_indices = private_indices
         self.fused = True
+        assert self.plan is not None
         self._due = self.plan.row_positions
 
     def complete_rows(self) -> None:
@@ -93,7 +96,7 @@ class DocChunkRequest:
 
 def state_of(req: Any) -> DocChunkRequest | None:
     """The state of `req`, or None where the client neither marked chunks nor gave options."""
-    state: DocChunkRequest | None | bool = getattr(req, _ATTRIBUTE, False)
+    state: DocChunkRequest | bool | None = getattr(req, _ATTRIBUTE, False)
     if state is False:
         state = _create(req)
         setattr(req, _ATTRIBUTE, state)

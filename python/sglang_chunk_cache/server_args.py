@@ -99,7 +99,7 @@ def _check_config(config: object) -> None:
     try:
         parse_config(dict(config))
     except ValueError as error:
-        refuse(f"--chunk-cache-config: {_one_line(error)}")
+        refuse(f"{_one_line(error)}.")  # the message begins with the name of the flag
 
 
 # The command line.

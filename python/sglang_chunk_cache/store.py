@@ -15,11 +15,11 @@ import secrets
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from chunk_cache.keys import Partition
-from chunk_cache.variant import NodeHome, PathHome, Variant
-
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from chunk_cache.keys import Partition
+from chunk_cache.variant import NodeHome, PathHome, Variant
 
 if TYPE_CHECKING:
     import torch

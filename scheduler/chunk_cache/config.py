@@ -9,7 +9,7 @@ from typing import Any
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 
 FLAG = "--chunk-cache-config"
-KERNELS = ("auto", "torch", "triton", "flashinfer")
+KERNELS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)

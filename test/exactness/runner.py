@@ -91,6 +91,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     import importlib
 
     import torch
+
     from local_scheduler import LocalScheduler
     from tiny_models import make_model
 
@@ -100,9 +101,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, MODEL_DIR / f"{config.kind}-{config.rope or 'default'}", rope=config.rope)
-        local = LocalScheduler(
-            model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags
-        )
+        local = LocalScheduler(model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags)
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
     except BaseException:
         sender.send(traceback.format_exc())
@@ -119,6 +118,6 @@ def _run_case(cases: Any, name: str, local: Any, is_ours: bool) -> Any:
         if is_ours:
             local.cache.check_integrity()
         assert local.flush(), "the cache could not be flushed: a request left something behind"
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it is, it is reported for this case and the next one runs
         return traceback.format_exc()
     return session.replies if value is None else value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
+
 from exactness.cases import CASES
 from exactness.runner import Config, run_cases
 
@@ -38,12 +40,14 @@ MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_s
 
 
 @cache
-def replies(config: Config, is_ours: bool, names: tuple[str, ...]) -> dict[str, Any]:
-    return run_cases(config, is_ours=is_ours, names=list(names))
+def replies(config: Config, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Replies of ours and of stock, which run side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda is_ours: run_cases(config, is_ours=is_ours, names=list(names)), (True, False)))
 
 
 def compare(config: Config, case: str, names: tuple[str, ...]) -> None:
-    ours, stock = replies(config, True, names)[case], replies(config, False, names)[case]
+    ours, stock = (side[case] for side in replies(config, names))
     assert not isinstance(stock, str), f"stock: {stock}"
     assert not isinstance(ours, str), f"ours: {ours}"
     assert len(ours) == len(stock) > 0

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+
 from exactness.runner import Config, run_cases
 
 PRESSURE = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from server.contract import Passages
 from server_fixture import Server
 from tiny_models import make_model

@@ -2,22 +2,30 @@
 
 - `Marked` is a prompt in pieces: its text with separators, and the token ids and spans that the server must make of it.
 - `Passages` makes texts that no other test has sent.
+- `prime` stores chunks, `events` reads a stream.
 - `check_reply` holds for any `chunk_cache` object; `same_logprobs` compares a reply with one of a stock server.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
 from chunk_cache.types import REASONS, Status
+from server_fixture import Server
 
 SEP = "<|chunk|>"
+FULL = {"ratio": 1.0}
 TOLERANCE = 1e-4  # log-probabilities, fp32
-WORDS = "the rose and a tale of old stone in her hand on this long winter road that led to nothing at all".split()
+WORDS = (
+    *("the", "rose", "and", "a", "tale", "of", "old", "stone", "in", "her", "hand", "on", "this", "long", "winter"),
+    *("road", "that", "led", "to", "nothing", "at", "all"),
+)
 
 
 class Passages:
@@ -138,3 +146,17 @@ def values(entries: Sequence[Sequence[Any]] | None) -> list[float | None]:
 
 def approx(expected: list[float | None]) -> list[Any]:
     return [None if value is None else pytest.approx(value, abs=TOLERANCE) for value in expected]
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """The JSON events of a stream, without the final mark."""
+    lines = server.post(path, {**body, "stream": True}).text.split("\n\n")
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(event) for event in data[:-1]]
+
+
+def prime(server: Server, chunks: list[str], **body: Any) -> None:
+    """Stores chunks one by one, without generating anything."""
+    for chunk in chunks:
+        server.generate(marked([chunk]).text, max_new_tokens=0, **body)

@@ -9,28 +9,25 @@ from typing import Any
 
 import httpx
 import pytest
+
 from server.conftest import MAX_TOTAL_TOKENS
-from server.contract import Marked, Passages, check_reply, encode, generated, marked, reasons, same_logprobs, statuses
+from server.contract import (
+    FULL,
+    Marked,
+    Passages,
+    check_reply,
+    encode,
+    events,
+    generated,
+    marked,
+    prime,
+    reasons,
+    same_logprobs,
+    statuses,
+)
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
-
-FULL = {"ratio": 1.0}
-
-
-def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
-    """The JSON events of a stream, without the final mark."""
-    lines = server.post(path, {**body, "stream": True}).text.split("\n\n")
-    data = [line.removeprefix("data: ") for line in lines if line]
-    assert data[-1] == "[DONE]"
-    return [json.loads(event) for event in data[:-1]]
-
-
-def prime(server: Server, chunks: list[str], **body: Any) -> None:
-    """Stores chunks one by one, without generating anything."""
-    for chunk in chunks:
-        server.generate(marked([chunk]).text, max_new_tokens=0, **body)
-
 
 # Marks in text.
 

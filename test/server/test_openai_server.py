@@ -6,20 +6,23 @@ import re
 from typing import Any
 
 import pytest
+
 from chunk_cache.types import REASONS, Status
 from server.contract import (
+    FULL,
     SEP,
     TOLERANCE,
     check_reply,
     completed,
     encode,
+    events,
     generated,
     marked,
+    prime,
     reasons,
     statuses,
     values,
 )
-from server.test_generate_server import FULL, events, prime
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
@@ -207,6 +210,7 @@ def test_case_16_tenants_on_the_openai_routes(server, passages):
 
 def test_frontend_program(server, passages):
     import sglang as sgl
+
     from sglang_chunk_cache.frontend import chunk
 
     @sgl.function
@@ -233,7 +237,8 @@ def test_frontend_program(server, passages):
 # Counters.
 
 COUNTER = re.compile(r"^(sglang:chunk_cache_\w+?)\{([^}]*)\} (\S+)$", re.MULTILINE)
-LABEL = re.compile(r'(status|reason|kind)="([^"]*)"')
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+LABELS = ("status", "reason", "kind")
 
 
 def counters(server: Server) -> dict[tuple[str, ...], float]:
@@ -241,7 +246,8 @@ def counters(server: Server) -> dict[tuple[str, ...], float]:
     found: dict[tuple[str, ...], float] = {}
     for name, labels, value in COUNTER.findall(server.get("/metrics").text):
         if not name.endswith("_created"):
-            key = (name.removeprefix("sglang:chunk_cache_"), *dict(LABEL.findall(labels)).values())
+            given = dict(LABEL.findall(labels))
+            key = (name.removeprefix("sglang:chunk_cache_"), *(given[label] for label in LABELS if label in given))
             found[key] = found.get(key, 0) + float(value)
     return found
 

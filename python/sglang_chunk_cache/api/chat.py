@@ -160,25 +160,37 @@ def _encode(rendering: Rendering, tokenizer: Any, rendered: str, encode_kwargs: 
     return list(rendering.encoded.ids)
 
 
+def _encode_marked_rendering(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int] | None:
+    """The ids of a rendered prompt with separators; None where it has none.
+
+    Raises:
+        ChunkCacheRequestError: it has some on a route that does not mark chunks (/v1/responses).
+    """
+    args = options.get_args()
+    if args is None or args.separator not in text:
+        return None
+    rendering = _current()
+    if rendering is None:
+        raise ChunkCacheRequestError(
+            f"input: chunks cannot be marked on this route; use /v1/chat/completions, or remove {args.separator!r}"
+        )
+    return _encode(rendering, tokenizer, text, encode_kwargs)
+
+
 def parallel_prompt_encode(
     original: Callable[..., list[int]], tokenizer: Any, text: Any, encode_kwargs: Any = None
 ) -> list[int]:
     """AROUND the function that tokenizes a rendered chat prompt."""
-    rendering = _current()
-    if rendering is None or not isinstance(text, str) or rendering.separator not in text:
-        return original(tokenizer, text, encode_kwargs)
-    return _encode(rendering, tokenizer, text, encode_kwargs)
+    encoded = _encode_marked_rendering(tokenizer, text, encode_kwargs) if isinstance(text, str) else None
+    return original(tokenizer, text, encode_kwargs) if encoded is None else encoded
 
 
 def encode_prompt_segments(
     original: Callable[..., list[int]], tokenizer: Any, segments: Any, encode_kwargs: Any = None
 ) -> list[int]:
     """AROUND the function that tokenizes the segments of a template written in Python."""
-    rendering = _current()
-    text = "" if rendering is None else "".join(segments)
-    if rendering is None or rendering.separator not in text:
-        return original(tokenizer, segments, encode_kwargs)
-    return _encode(rendering, tokenizer, text, encode_kwargs)
+    encoded = _encode_marked_rendering(tokenizer, "".join(segments), encode_kwargs)
+    return original(tokenizer, segments, encode_kwargs) if encoded is None else encoded
 
 
 def apply_conversation_template(original: Callable[..., Any], serving: Any, request: Any, is_multimodal: bool) -> Any:

@@ -186,13 +186,13 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
     if all(item.opts is None for item in items):
         mark_prepared(obj)
         return
-    _check_session(obj, items)
+    _check_combinations(obj, items)
     if any(item.marked is not None or item.needs_length for item in items):
         items = [_tokenize(item, manager, args) for item in items]
         ids = [item.ids for item in items]
         obj.text, obj.input_ids = None, ids if _is_batch(obj) else ids[0]
     for item in items:
-        _check_context(item, manager)
+        _check_ids(item, manager)
     obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
     mark_prepared(obj)
 
@@ -201,11 +201,21 @@ def _is_batch(obj: Any) -> bool:
     return _prompts(obj.text, obj.input_ids)[1]
 
 
-def _check_session(obj: Any, items: list[Item]) -> None:
-    if obj.session_params is not None and any(item.marked or (item.opts and item.opts.spans) for item in items):
+def _check_combinations(obj: Any, items: list[Item]) -> None:
+    has_marks = any(item.marked or (item.opts and item.opts.spans) for item in items)
+    if has_marks and obj.session_params is not None:
         raise ChunkCacheRequestError(
             "session_params: chunks cannot be marked in a request that continues a session; drop one of the two"
         )
+    if has_marks and obj.text is not None and obj.input_ids is not None:
+        raise ChunkCacheRequestError("input_ids: chunks are marked and there is a text too; send one of the two")
+    params = obj.sampling_params
+    for one in params if isinstance(params, (list, tuple)) else [params]:
+        if isinstance(one, Mapping) and one.get("beam_width") not in (None, 1):
+            raise ChunkCacheRequestError(
+                "sampling_params.beam_width: beam search cannot be combined with marked chunks or chunk_cache options; "
+                "drop one of the two"
+            )
 
 
 def _tokenize(item: Item, manager: Any, args: ChunkCacheArgs) -> Item:
@@ -227,15 +237,19 @@ def _tokenize(item: Item, manager: Any, args: ChunkCacheArgs) -> Item:
     return dataclasses.replace(item, ids=ids)
 
 
-def _check_context(item: Item, manager: Any) -> None:
+def _check_ids(item: Item, manager: Any) -> None:
     """A marked prompt is never truncated, not even with --allow-auto-truncate: its spans would be wrong."""
     if item.ids is None or item.opts is None or not item.opts.spans:
         return
+    path = item.path if item.text is not None else "input_ids"
     if len(item.ids) + manager.num_reserved_tokens >= manager.context_len:
         raise ChunkCacheRequestError(
-            f"{item.path if item.text is not None else 'input_ids'}: the prompt has {len(item.ids)} tokens and the "
-            f"context length of the model is {manager.context_len}; shorten the prompt"
+            f"{path}: the prompt has {len(item.ids)} tokens and the context length of the model is "
+            f"{manager.context_len}; shorten the prompt"
         )
+    vocab_size = manager.model_config.vocab_size
+    if not 0 <= min(item.ids) <= max(item.ids) < vocab_size:
+        raise ChunkCacheRequestError(f"{path}: a token id is not in the vocabulary, 0 to {vocab_size - 1}; remove it")
 
 
 def with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:

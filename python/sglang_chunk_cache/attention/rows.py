@@ -1,6 +1,6 @@
 """FusedRows: the rows of one fused forward, and the attention that serves them.
 
-Verbs: `FusedRows.build` (once per forward), `attend_rows` (scope of one forward), `backend_forward` (handler of the hook).
+Verbs: `FusedRows.build` (once per forward), `attend_rows` (scope of a forward), `backend_forward` (the handler).
 
 Promises: inside the scope all requests of the batch, fused and plain, go through one call of `sparse_extend` per layer,
 in which a row attends to every position up to its own; outside of it, nothing is different from stock SGLang. K and V
@@ -10,15 +10,15 @@ of the rows are written before any row reads, as in every backend of SGLang.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel_ext.sparse_extend import sparse_extend
-
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_kernel_ext.sparse_extend import sparse_extend
 from sglang_chunk_cache.server_args import get_args
 
 if TYPE_CHECKING:
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Index tensors of one forward; lengths stay on the host, so that nothing waits for the device.
+    """Index tensors of one forward, built once for all layers.
 
     Attributes:
-        kv_indptr: `[num_reqs + 1]` host ints; keys of request i are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`.
+        kv_indptr: `[num_reqs + 1]`; keys of request i are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`. A list on the
+            CPU; int64 on a GPU, so that no layer copies it there.
         kv_indices: int64 slots of all positions of all requests, in order, on the device.
-        row_indptr: `[num_reqs + 1]` host ints into the rows.
+        row_indptr: `[num_reqs + 1]` into the rows, like `kv_indptr`.
         row_positions: `[num_rows]` int64, ascending within a request, on the device.
         kv_pool: SGLang's KV pool.
         kernel: backend of `sparse_extend`.
     """
 
-    kv_indptr: list[int]
+    kv_indptr: list[int] | torch.Tensor
     kv_indices: torch.Tensor
-    row_indptr: list[int]
+    row_indptr: list[int] | torch.Tensor
     row_positions: torch.Tensor
     kv_pool: Any
     kernel: str
@@ -62,20 +63,18 @@ class FusedRows:
         rows = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
         args = get_args()
         return cls(
-            kv_indptr=_indptr(kv_lens),
+            kv_indptr=_indptr(kv_lens, row_positions.device),
             kv_indices=torch.cat(rows).to(torch.int64),
-            row_indptr=_indptr(row_lens),
+            row_indptr=_indptr(row_lens, row_positions.device),
             row_positions=row_positions,
             kv_pool=kv_pool,
             kernel="auto" if args is None else args.config.get("kernel", "auto"),
         )
 
 
-def _indptr(lens: list[int]) -> list[int]:
-    indptr = [0]
-    for length in lens:
-        indptr.append(indptr[-1] + length)
-    return indptr
+def _indptr(lens: list[int], device: torch.device) -> list[int] | torch.Tensor:
+    indptr = [0, *itertools.accumulate(lens)]
+    return indptr if device.type == "cpu" else torch.tensor(indptr, dtype=torch.int64, device=device)
 
 
 _current: FusedRows | None = None  # one forward at a time runs in a scheduler process

@@ -40,7 +40,7 @@ def test_every_field_can_be_given() -> None:
         ({"max_path_tokens": "9"}, "--chunk-cache-config: max_path_tokens: '9' is not an integer"),
         ({"max_generation": -1}, "--chunk-cache-config: max_generation: -1 is not an integer of at least 0"),
         ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: None is not an integer"),
-        ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton, flashinfer"),
+        ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
     ],
 )

@@ -1,0 +1,287 @@
+"""Bad input on a real server: HTTP 400 that names the JSON path, before any work; the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from server.contract import SEP, Passages, completed, generated, marked, statuses
+from server_fixture import Server
+
+pytestmark = pytest.mark.server
+
+IDS = [1, 306, 364, 440, 501, 132, 273]
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+PATH = {
+    "/generate": "sampling_params.custom_params.chunk_cache",
+    "/v1/completions": "custom_params.chunk_cache",
+    "/v1/chat/completions": "custom_params.chunk_cache",
+}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+BAD_OPTIONS: dict[str, tuple[Any, str]] = {
+    "null": (None, ""),
+    "string": ("string", ""),
+    "serialised": ('{"mode":"auto","spans":[[0,2]],"explain":false}', ""),
+    "number": (7, ""),
+    "list": ([], ""),
+    "true": (True, ""),
+    "descending": ({"spans": [[2, 3], [0, 1]]}, ".spans[1][0]"),
+    "overlapping": ({"spans": [[0, 2], [1, 3]]}, ".spans[1][0]"),
+    "empty-span": ({"spans": [[1, 1]]}, ".spans[0]"),
+    "backwards": ({"spans": [[3, 1]]}, ".spans[0]"),
+    "outside": ({"spans": [[0, 99]]}, ".spans[0][1]"),
+    "far-outside": ({"spans": [[0, 2**31 - 1]]}, ".spans[0][1]"),
+    "huge": ({"spans": [[0, 10**30]]}, ".spans[0][1]"),
+    "negative": ({"spans": [[-1, 2]]}, ".spans[0][0]"),
+    "float": ({"spans": [[0, 1.0]]}, ".spans[0][1]"),
+    "bools": ({"spans": [[False, True]]}, ".spans[0][0]"),
+    "strings": ({"spans": [["0", "1"]]}, ".spans[0][0]"),
+    "null-bound": ({"spans": [[None, 1]]}, ".spans[0][0]"),
+    "triple": ({"spans": [[0, 1, 2]]}, ".spans[0]"),
+    "flat": ({"spans": [0, 2]}, ".spans[0]"),
+    "nested": ({"spans": [nested(40)]}, ".spans[0]"),
+    "spans-null": ({"spans": None}, ".spans"),
+    "spans-object": ({"spans": {"0": 1}}, ".spans"),
+    "spans-string": ({"spans": "[[0, 1]]"}, ".spans"),
+    "ten-thousand": ({"spans": [[i, i + 1] for i in range(10_000)]}, ".spans["),
+    "ten-thousand-empty": ({"spans": [[0, 1]] * 10_000}, ".spans[1][0]"),
+    "ratio-above": ({"ratio": 1.0001}, ".ratio"),
+    "ratio-below": ({"ratio": -1e-9}, ".ratio"),
+    "ratio-huge": ({"ratio": 10**300}, ".ratio"),
+    "ratio-string": ({"ratio": "0.5"}, ".ratio"),
+    "ratio-bool": ({"ratio": True}, ".ratio"),
+    "ratio-null": ({"ratio": None}, ".ratio"),
+    "ratio-list": ({"ratio": [0.5]}, ".ratio"),
+    "method-unknown": ({"method": "best"}, ".method"),
+    "method-not-built": ({"method": "cacheblend"}, ".method"),
+    "method-case": ({"method": "EPIC"}, ".method"),
+    "method-null": ({"method": None}, ".method"),
+    "method-object": ({"method": {}}, ".method"),
+    "mode-unknown": ({"mode": "on"}, ".mode"),
+    "mode-null": ({"mode": None}, ".mode"),
+    "mode-list": ({"mode": ["auto"]}, ".mode"),
+    "explain-number": ({"explain": 1}, ".explain"),
+    "explain-string": ({"explain": "true"}, ".explain"),
+    "options-list": ({"options": []}, ".options"),
+    "options-unknown": ({"method": "random", "options": {"sede": 1}}, ".options"),
+    "options-of-another": ({"method": "epic", "options": {"seed": 1}}, ".options"),
+    "options-type": ({"method": "random", "options": {"seed": 1.5}}, ".options.seed"),
+    "options-huge": ({"method": "random", "options": {"seed": 2**70}}, ".options.seed"),
+    "key-unknown": ({"span": [[0, 1]]}, "'span'"),
+    "key-reserved": ({"chunks": [{"id": "a", "text": "b"}]}, "'chunks'"),
+    "key-empty": ({"": 1}, "''"),
+    "key-unicode": ({"späns🎉": 1}, "späns"),
+    "long-string": ({"mode": "x" * 100_000}, ".mode"),
+}
+
+BAD_TEXTS = {
+    "one": (f"a {SEP} b", ""),
+    "only-one": (SEP, ""),
+    "only-separators": (SEP * 4, "chunk 0"),
+    "two": (SEP * 2, "chunk 0"),
+    "white-space": (f"a{SEP} \n\t{SEP}b", "chunk 0"),
+    "unicode-space": (f"a{SEP}x{SEP}\u3000\u00a0{SEP}", "chunk 1"),
+    "last-empty": (f"a{SEP}x{SEP}{SEP}b", "chunk 1"),
+}
+
+
+def send(server: Server, route: str, body: Any) -> httpx.Response:
+    """`body` is what `json.dumps` takes, or the text itself."""
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"content-type": "application/json"}
+    return httpx.post(server.url + route, content=content, headers=headers, timeout=60, trust_env=False)
+
+
+def request(route: str, prompt: Any, options: Any = ..., *, stream: bool) -> dict[str, Any]:
+    """A body for any route; `prompt` is text or token ids, which a chat cannot have."""
+    params: dict[str, Any] = {} if options is ... else {"custom_params": {"chunk_cache": options}}
+    if route == "/generate":
+        field = "text" if isinstance(prompt, str) else "input_ids"
+        return {field: prompt, "sampling_params": {"max_new_tokens": 2, **params}, "stream": stream}
+    body = {"model": "default", "max_tokens": 2, "stream": stream, **params}
+    if route == "/v1/completions":
+        return {**body, "prompt": prompt}
+    text = prompt if isinstance(prompt, str) else "hi"
+    return {**body, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]}
+
+
+def message(response: httpx.Response) -> str:
+    """The error's text, which every route wraps in its own way."""
+    assert response.status_code == 400, (response.status_code, response.text[:500])
+    body = response.json()
+    error = body.get("error", body)
+    text = error if isinstance(error, str) else error["message"]
+    assert len(text) < 1000
+    return str(text)
+
+
+def chunk_counters(server: Server) -> list[str]:
+    lines = server.get("/metrics").text.splitlines()
+    return sorted(line for line in lines if line.startswith("sglang:chunk_cache") and "_created" not in line)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untouched(server: Server) -> Any:
+    """Whatever this module refuses never reaches the scheduler, and the server still works."""
+    before = chunk_counters(server)
+    yield
+    assert chunk_counters(server) == before
+    prompt = marked(Passages("after bad input").several(2)).text
+    assert statuses(generated(server.generate(prompt))) == ["miss", "miss"]
+    assert len(completed(server.chat(prompt))["chunks"]) == 2
+    server.flush()  # would be refused if a request were still known to the scheduler
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(server, name, route, stream):
+    options, where = BAD_OPTIONS[name]
+    text = message(send(server, route, request(route, IDS, options, stream=stream)))
+    assert text.startswith(PATH[route]), text
+    assert where in text, text
+    assert "; " in text, "a remedy follows"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"\\ud800"', "0.5.5", "1" + "0" * 5000])
+def test_values_that_json_does_not_have(server, value, route, stream):
+    """SGLang's parser refuses most of them by itself; it does not name a path."""
+    body = json.dumps(request(route, IDS, {"ratio": "here"}, stream=stream)).replace('"here"', value)
+    message(send(server, route, body))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_bad_marks(server, name, route, stream):
+    marks, where = BAD_TEXTS[name]
+    paths = {"/generate": "text: ", "/v1/completions": "prompt: ", "/v1/chat/completions": "messages[1].content: "}
+    text = message(send(server, route, request(route, marks, stream=stream)))
+    assert text.startswith(paths[route]), text
+    assert where in text, text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bad_item_of_a_batch_is_named(server, stream):
+    good = {"max_new_tokens": 2, "custom_params": {"chunk_cache": {"spans": [[0, 3]]}}}
+    bad = {"max_new_tokens": 2, "custom_params": {"chunk_cache": {"spans": [[0, 99]]}}}
+    for prompts in ({"input_ids": [IDS, IDS, IDS]}, {"text": ["one", "two", "three"]}):
+        for position in range(3):
+            params = [good, good, good]
+            params[position] = bad
+            body = {**prompts, "sampling_params": params, "stream": stream}
+            text = message(send(server, "/generate", body))
+            assert text.startswith(f"sampling_params[{position}].custom_params.chunk_cache.spans[0][1]"), text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bad_text_of_a_batch_is_named(server, stream):
+    texts = [marked(["one", "two"]).text, "plain", f"a{SEP}b"]
+    assert message(send(server, "/generate", {"text": texts, "stream": stream})).startswith("text[2]: ")
+    body = {"model": "default", "prompt": texts, "stream": stream}
+    assert message(send(server, "/v1/completions", body)).startswith("prompt[2]: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_separators_and_spans_together(server, route, stream):
+    body = request(route, marked(["one", "two"]).text, {"spans": [[0, 1]]}, stream=stream)
+    assert message(send(server, route, body)).startswith(f"{PATH[route]}.spans: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_spans_behind_a_text_prompt(server, route, stream):
+    body = request(route, "a short text", {"spans": [[0, 2], [2, 90]]}, stream=stream)
+    assert message(send(server, route, body)).startswith(f"{PATH[route]}.spans[1][1]: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [{"chunks": []}, {"spans": [[0, 1]]}, None, "x"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_field_at_the_top(server, route, value, stream):
+    body = {**request(route, IDS, stream=stream), "chunk_cache": value}
+    text = message(send(server, route, body))
+    assert text.startswith("chunk_cache: ")
+    assert PATH[route] in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_marked_prompt_longer_than_the_context(server, route, stream):
+    body = request(route, marked(["a b c d " * 3000, "two"]).text, stream=stream)
+    assert "context length" in message(send(server, route, body))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bad_id", [-1, 512, 2**31, 2**62])
+def test_a_marked_token_id_that_the_model_does_not_have(server, bad_id, stream):
+    ids, options = [*IDS, bad_id], {"spans": [[0, 2]]}
+    for route, path in (("/generate", "input_ids: "), ("/v1/completions", "")):
+        response = send(server, route, request(route, ids, options, stream=stream))
+        assert message(response).startswith(path)
+        assert "vocabulary" in message(response)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_marks_in_a_session(server, stream):
+    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    for prompt, options in ((marked(["one", "two"]).text, ...), (IDS, {"spans": [[0, 2]]})):
+        body = {**request("/generate", prompt, options, stream=stream), "session_params": {"id": session}}
+        assert message(send(server, "/generate", body)).startswith("session_params: ")
+    server.post("/close_session", {"session_id": session})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_separators_in_odd_places_of_a_chat(server, stream):
+    text = marked(["one", "two"]).text
+    tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {"type": "object"}}}
+    user = {"role": "user", "content": "hi"}
+    lone_part = [{"type": "text", "text": "x"}, {"type": "text", "text": f"a{SEP}b"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "messages[0].content": {"messages": [{"role": "system", "content": f"a{SEP}b"}, user]},
+        "messages[1].content[1].text": {"messages": [user, {"role": "user", "content": lone_part}]},
+        "messages[1].content: chunks cannot": {
+            "messages": [user, {"role": "assistant", "content": text}],
+            "continue_final_message": True,
+        },
+    }
+    for path, body in bodies.items():
+        response = send(server, "/v1/chat/completions", {"model": "default", "stream": stream, **body})
+        assert message(response).startswith(path)
+    # A template that ignores tools leaves nothing of their separators.
+    body = {"model": "default", "messages": [user], "tools": [tool], "max_tokens": 2}
+    assert send(server, "/v1/chat/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_marks_in_one_of_two_prompts(server, stream):
+    for text, options in ((marked(["one", "two"]).text, ...), ("plain", {"spans": [[0, 1]]})):
+        body = {**request("/generate", text, options, stream=stream), "input_ids": IDS}
+        assert message(send(server, "/generate", body)).startswith("input_ids: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beam_search(server, stream):
+    body = request("/generate", marked(["one", "two"]).text, stream=stream)
+    body["sampling_params"] |= {"beam_width": 2, "n": 2}
+    assert message(send(server, "/generate", body)).startswith("sampling_params.beam_width: ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_route_that_does_not_mark_chunks(server, model_dir, stream):
+    body = {"model": str(model_dir), "input": marked(["one", "two"]).text, "max_output_tokens": 4, "stream": stream}
+    assert "/v1/chat/completions" in message(send(server, "/v1/responses", body))

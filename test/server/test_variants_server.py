@@ -1,0 +1,197 @@
+"""Other ways to run: without a tokenizer and with typed messages, offline with tensor parallelism, TP behind HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.conftest import FLAGS, STRICT
+from server.contract import FULL, SEP, check_reply, completed, events, generated, marked, same_logprobs, statuses
+from server.offline import MARK
+from server_fixture import Server
+from tiny_models import make_model
+
+pytestmark = pytest.mark.server
+
+TEST_DIR = Path(__file__).parents[1]
+
+
+# --skip-tokenizer-init on a folder without any tokenizer file, page size 16, SGLANG_USE_PICKLE_IPC=0.
+
+
+@pytest.fixture(scope="module")
+def bare(model_root: Path) -> Iterator[Server]:
+    """The weights of `stock`, so that its log-probabilities are the reference."""
+    folder = make_model("llama", model_root / "llama-without-tokenizer", tokenizer=False)
+    assert not list(folder.glob("*token*"))
+    flags = (*FLAGS, "--chunk-cache", "--skip-tokenizer-init", "--page-size", "16")
+    with Server(folder, *flags, env={**STRICT, "SGLANG_USE_PICKLE_IPC": "0"}) as server:
+        yield server
+
+
+def test_spans_without_a_tokenizer_equal_stock(bare, stock, tokenizer, passages):
+    chunks = passages.several(3, num_words=20)
+    for chunk in chunks:
+        prompt = marked([chunk])
+        ids, spans = prompt.ids(tokenizer), prompt.spans(tokenizer)
+        assert statuses(generated(bare.generate(ids, max_new_tokens=0, chunk_cache={"spans": spans}))) == ["miss"]
+    for order in ([2, 0, 1], [1, 2, 0], [0]):
+        prompt = marked([chunks[i] for i in order], head="Bare.\n")
+        ids, spans = prompt.ids(tokenizer), prompt.spans(tokenizer)
+        out = bare.generate(ids, logprobs=True, chunk_cache={"spans": spans, **FULL})
+        reply = generated(out, spans)
+        assert set(statuses(reply)) == {"hit"}
+        assert (reply["prefix_tokens"] + reply["reused_tokens"]) > 0
+        same_logprobs(out, stock.generate(ids, logprobs=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_marks_without_a_tokenizer_are_refused(bare, stream):
+    text = marked(["one", "two"]).text
+    response = bare.post("/generate", {"text": text, "stream": stream}, check=False)
+    assert response.status_code == 400
+    assert "text: " in response.text
+    assert "--skip-tokenizer-init" in response.text
+    options = {"spans": [[3, 2]]}
+    params = {"custom_params": {"chunk_cache": options}}
+    response = bare.post(
+        "/generate", {"input_ids": [5, 6, 7, 8], "sampling_params": params, "stream": stream}, check=False
+    )
+    assert response.status_code == 400
+    assert "sampling_params.custom_params.chunk_cache.spans[0]" in response.text
+
+
+def test_typed_messages_carry_options_and_replies(bare):
+    ids = list(range(10, 90))
+    options = {"spans": [[16, 48], [48, 70]], "method": "random", "ratio": 0.5, "options": {"seed": 2**62}}
+    first = generated(bare.generate(ids, chunk_cache={**options, "explain": True}), options["spans"])
+    assert "explain" in first
+    assert statuses(first) == ["miss", "miss"]
+    moved = ids[:16] + ids[48:70] + ids[16:48] + [7] * 20
+    options["spans"] = [[16, 38], [38, 70]]
+    params = {
+        "max_new_tokens": 4,
+        "ignore_eos": True,
+        "custom_params": {"chunk_cache": options, "mine": [1, "a", None]},
+    }
+    outs = events(bare, "/generate", {"input_ids": moved, "sampling_params": params})
+    for out in outs:
+        reply = check_reply(out["meta_info"]["chunk_cache"], len(moved), options["spans"])
+        assert statuses(reply) == ["hit", "hit"]
+        assert (reply["prefix_tokens"], reply["method"], reply["ratio"]) == (16, "random", 0.5)
+
+
+# Offline, tensor parallelism 2.
+
+
+@pytest.fixture(scope="module")
+def offline_chunks() -> list[str]:
+    return ["the rose of the old winter\n", "a tale of stone in her hand, long ago\n", "this road led to nothing\n"]
+
+
+@pytest.fixture(scope="module")
+def offline(model_dir: Path, tokenizer: Any, offline_chunks: list[str]) -> dict[str, Any]:
+    """What `offline.py` printed."""
+    a, b, c = offline_chunks
+    prompt = marked([c, a, b], head="Offline. ")
+    task = {
+        "model": str(model_dir),
+        "tp_size": 2,
+        "primes": [marked([a]).text, marked([b]).text],
+        "prompt": prompt.text,
+        "ids": prompt.ids(tokenizer),
+        "spans": prompt.spans(tokenizer),
+        "lone": f"a{SEP}b",
+    }
+    path = os.pathsep.join([str(TEST_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(TEST_DIR / "server" / "offline.py")],
+        input=json.dumps(task),
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert lines, done.stderr[-4000:]
+    return {**json.loads(lines[0].removeprefix(MARK)), "task": task}
+
+
+def test_case_09_offline_with_two_ranks_equals_stock(offline, stock):
+    task = offline["task"]
+    expected = stock.generate(task["ids"], logprobs=True)
+    for name, expected_statuses in (("text", ["miss", "hit", "hit"]), ("ids", ["hit", "hit", "hit"])):
+        reply = generated(offline[name], task["spans"])
+        assert (statuses(reply), reply["method"], reply["ratio"]) == (expected_statuses, "random", 1.0)
+        same_logprobs(offline[name], expected)
+
+
+def test_offline_batch_stream_and_async(offline):
+    task, expected = offline["task"], offline["text"]["output_ids"]
+    assert [("chunk_cache" in out["meta_info"]) for out in offline["batch"]] == [True, False]
+    assert offline["batch"][0]["output_ids"] == offline["async"]["output_ids"] == expected
+    assert len(offline["stream"]) > 1
+    for out in (offline["batch"][0], offline["async"], offline["after"], *offline["stream"]):
+        check_reply(out["meta_info"]["chunk_cache"], len(task["ids"]), task["spans"])
+    assert offline["after"]["output_ids"] == expected
+    assert offline["params"]["custom_params"] == {"chunk_cache": {}}, "the caller's object was written to"
+
+
+def test_offline_bad_input_is_a_value_error_that_names_the_path(offline):
+    starts = (
+        "chunk cache: --chunk-cache-ratio must be a number from 0 to 1",
+        "chunk cache: --disable-radix-cache cannot be combined",
+        "sampling_params.custom_params.chunk_cache.spans[0]: [3, 1] is empty",
+        "sampling_params[1].custom_params.chunk_cache.spans[0]: [3, 1] is empty",
+        "sampling_params.custom_params.chunk_cache.spans[0]: [3, 1] is empty",
+        "text: only one separator",
+        "text: only one separator",
+    )
+    assert len(offline["refused"]) == len(starts)
+    for text, start in zip(offline["refused"], starts, strict=True):
+        assert text.startswith(start)
+
+
+# The full matrix: TP 2 behind HTTP, another separator, another configuration.
+
+
+@pytest.fixture(scope="module")
+def parallel(model_dir: Path) -> Iterator[Server]:
+    config = json.dumps({"max_generation": 0, "min_reuse_len": 12, "kernel": "torch"})
+    flags = ("--chunk-cache", "--chunk-cache-separator", "[[§]]", "--chunk-cache-config", config)
+    with Server(model_dir, *FLAGS, *flags, "--chunk-cache-ratio", "1", "--tp-size", "2", env=STRICT) as server:
+        yield server
+
+
+@pytest.mark.all
+def test_case_09_two_ranks_and_another_separator_equal_stock(parallel, stock, tokenizer, passages):
+    chunks = [*passages.several(3), "short."]
+    for order in ([0, 1], [1, 0, 3], [3, 2, 0], [2, 0, 1, 3]):
+        prompt = marked([chunks[i] for i in order], head=f"{order} ")
+        out = parallel.generate(prompt.text.replace(SEP, "[[§]]"), logprobs=True)
+        reply = generated(out, prompt.spans(tokenizer))
+        assert reply["ratio"] == 1.0
+        same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
+    assert statuses(reply)[:3] == ["hit"] * 3
+    assert reply["chunks"][3]["reason"] == "too_short"
+    # The default separator is ordinary text here.
+    out = parallel.generate(prompt.text)
+    assert "chunk_cache" not in out["meta_info"]
+    assert out["meta_info"]["prompt_tokens"] == len(tokenizer.encode(prompt.text))
+
+
+@pytest.mark.all
+def test_chat_with_two_ranks(parallel, passages):
+    a, b = passages.several(2)
+    for order, expected in (([a, b], "miss"), ([b, a], "hit")):
+        content = marked(order, head=expected).text.replace(SEP, "[[§]]")
+        assert statuses(completed(parallel.chat(content))) == [expected] * 2
