@@ -31,8 +31,7 @@ test: $(STAMP)
 	$(PY) -m pytest -m "(server or slow) and not all" test
 
 test-all: $(STAMP)
-	$(PY) -m pytest -m "not server" test
-	$(PY) -m pytest -m server --all test
+	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import platform
+import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +18,42 @@ sys.path.insert(0, str(TEST_DIR))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", default=False, help="also the full matrix of server configurations (hours)"
+    parser.addoption("--summary", default=None, metavar="FILE", help="write the matrix of the exactness tests")
+    parser.addoption("--all", action="store_true", default=False, help="also the full matrix of configurations")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Writes the matrix of the exactness tests: one row per case, one column per configuration."""
+    target = config.getoption("--summary")
+    if target is None:
+        return
+    results: dict[str, dict[str, str]] = {}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            match = re.search(r"test_equals_stock(?:_everywhere)?\[(page\d+-tp\d+-\w+-\w+)-\w+?-(\w+)\]", report.nodeid)
+            if match:
+                results.setdefault(match[2], {})[match[1]] = outcome
+    columns = sorted({column for row in results.values() for column in row})
+    counts = ", ".join(
+        f"{len(terminalreporter.stats.get(k, []))} {k}" for k in ("passed", "failed", "error", "skipped")
     )
+    lines = [
+        "# Recompute ratio 1.0 against stock SGLang",
+        "",
+        f"{counts}. Written by `make test-all` on commit {_commit()}, {platform.machine()}, Python "
+        f"{platform.python_version()}, {datetime.date.today()}.",
+        "",
+        "| case | " + " | ".join(columns) + " |",
+        "| --- |" + " --- |" * len(columns),
+        *(f"| {case} | " + " | ".join(row.get(c, "") for c in columns) + " |" for case, row in sorted(results.items())),
+    ]
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    Path(target).write_text("\n".join(lines) + "\n")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=TEST_DIR)
+    return done.stdout.strip() or "unknown"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -88,6 +88,7 @@ class LocalScheduler:
         port_args = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=tp_rank))
         self.scheduler = Scheduler(server_args, port_args)
+        self.scheduler.idle_sleeper = None  # it would wait for a socket
         self.cache = self.scheduler.tree_cache
         self._num_requests = 0
         self._replies: dict[str, Reply] = {}

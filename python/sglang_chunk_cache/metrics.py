@@ -34,7 +34,7 @@ class ChunkMetrics:
             ),
             "tokens": Counter(
                 "sglang:chunk_cache_tokens_total",
-                "Prompt tokens of requests with marks or options; prefix, reused, computed add up; recomputed is in reused.",
+                "Prompt tokens of requests with marks or options: prefix + reused + computed; recomputed is in reused.",
                 ["kind"],
             ),
             "fallbacks": Counter(

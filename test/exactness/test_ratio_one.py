@@ -41,8 +41,8 @@ MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_s
 
 @cache
 def replies(config: Config, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Replies of ours and of stock, which run side by side."""
-    with ThreadPoolExecutor(2) as pool:
+    """Replies of ours and of stock, side by side where each is one process: ranks that wait for each other spin."""
+    with ThreadPoolExecutor(2 // config.tp_size) as pool:
         return list(pool.map(lambda is_ours: run_cases(config, is_ours=is_ours, names=list(names)), (True, False)))
 
 

@@ -1,6 +1,6 @@
 """A user's script: `engine` without a server. Reads one JSON object from standard input, prints one at the end.
 
-Run as a process of its own by `test_variants_server.py`; `sglang.Engine` owns the process that it runs in.
+Run as a process of its own by `test_parallel_server.py`; `sglang.Engine` owns the process that it runs in.
 """
 
 from __future__ import annotations

@@ -76,6 +76,17 @@ def test_completion_of_a_list_gets_a_list(server, tokenizer, passages):
         check_reply(reply, len(prompt.ids(tokenizer)), prompt.spans(tokenizer))
 
 
+def test_completion_stream_of_a_list_ends_with_a_list(server, passages):
+    a, b = passages.several(2)
+    prime(server, [b])
+    for prompts, expected in (
+        ([marked([a]).text, "plain", marked([b], head="S ").text], [["miss"], None, ["hit"]]),
+        (["plain", marked([b], head="T ").text], [None, ["hit"]]),
+    ):
+        *_, last = events(server, "/v1/completions", {"model": "default", "prompt": prompts, "max_tokens": 3})
+        assert [reply and statuses(reply) for reply in last["sglext"]["chunk_cache"]] == expected
+
+
 def test_completion_with_several_samples(server, tokenizer, passages):
     prompt = marked(passages.several(2))
     response = complete(server, prompt.text, n=2)
@@ -252,13 +263,19 @@ def counters(server: Server) -> dict[tuple[str, ...], float]:
     return found
 
 
+def cached_tokens(server: Server) -> float:
+    """SGLang's own counter of prompt tokens that were found in the cache."""
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("sglang:cached_tokens_total{"))
+
+
 def change(before: dict[tuple[str, ...], float], after: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
     return {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
 
 
 def test_case_18_counters_move_as_the_replies_say(server, passages):
     a, b, c = passages.several(3)
-    before = counters(server)
+    before, cached_before = counters(server), cached_tokens(server)
     replies = [
         generated(server.generate(marked([a, b]).text)),
         generated(server.generate(marked([b, c], head="Other. ").text)),
@@ -282,6 +299,7 @@ def test_case_18_counters_move_as_the_replies_say(server, passages):
         ("skipped", "logprobs"),
     }
     assert change(before, counters(server)) == expected
+    assert cached_tokens(server) - cached_before == sum(reply["prefix_tokens"] for reply in replies)
 
 
 def add(counts: dict[tuple[str, ...], float], value: float, *key: str) -> None:

@@ -284,6 +284,7 @@ def generate_request(
 
 async def _tee(generator: AsyncIterator[Any], sink: dict[int, Any]) -> AsyncIterator[Any]:
     async for out in generator:
-        if isinstance(out, dict) and KEY in out["meta_info"]:
-            sink[out.get("index", 0)] = out["meta_info"][KEY]
+        if isinstance(out, dict):
+            index = out.get("index", 0)
+            sink[index] = out["meta_info"].get(KEY, sink.get(index))  # None: a choice without marks keeps its place
         yield out

@@ -48,6 +48,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
         server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
+        server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
         if server_args.enable_torch_compile:
             switch_compiler_on()
         threads.publish_binding(_num_processes(server_args))
