@@ -43,6 +43,10 @@ def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, 
     """AROUND `PrefillAdder._select_prefill_admission`."""
     rows = _rows_of_load(req, req.prefix_len + kwargs["host_hit_length"])
     admission = original(adder, req, **kwargs)
+    if rows and adder.can_run_list and adder.rem_chunk_tokens is None and not isinstance(admission, AddReqResult):
+        # Without chunked prefill SGLang compares the tail alone with --max-prefill-tokens.
+        fits = rows + adder.ceil_paged_tokens(admission.extend_len) < adder.rem_input_tokens
+        return admission if fits else AddReqResult.OTHER
     if not rows or admission is not AddReqResult.OTHER or adder.can_run_list:
         return admission
     # An empty step has no room for the rows and at least a page of the tail, so it never will have: the tail is sized

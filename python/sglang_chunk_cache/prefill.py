@@ -112,4 +112,12 @@ def _with_rows(batch: ScheduleBatch, due: list[np.ndarray | None], device: str) 
     fused.prefix_lens = prefix_lens
     fused.extend_logprob_start_lens = logprob_starts
     fused.extend_num_tokens = sum(extend_lens)
+    if batch.replace_positions is not None:  # of other requests: embeddings by index into the flattened input ids
+        fused.replace_positions = _moved_indices(batch.extend_lens, extend_lens, device)[batch.replace_positions]
     return fused, torch.cat(positions)
+
+
+def _moved_indices(old_lens: list[int], new_lens: list[int], device: str) -> torch.Tensor:
+    """`[sum(old_lens)]` where each token of the flattened extends stands once rows were put in front of them."""
+    ends = np.cumsum(new_lens)
+    return torch.cat([torch.arange(end - old, end, device=device) for old, end in zip(old_lens, ends, strict=True)])

@@ -103,6 +103,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         state = None if params.req is None else state_of(params.req)
         if state is None:
             return result
+        if state.options.spans and state.options.spans[-1][1] > len(params.req.origin_input_ids):
+            state.plan = None  # SGLang replaced the prompt of a request that it is about to abort
+            return result
         state.plan = self._plan(params.req, state, prefix_len=result.device_prefix_len, max_prefix_len=len(params.key))
         return result._replace(host_hit_length=state.load_len)
 
@@ -116,7 +119,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             opts=state.options,
             default_method=self._args.method,
             default_ratio=self._args.ratio,
-            prompt_len=len(req.full_untruncated_fill_ids) or len(req.origin_input_ids),
+            prompt_len=len(req.origin_input_ids) + len(req.output_ids),
             prefix_len=prefix_len,
             max_prefix_len=max_prefix_len,
             page_size=self.page_size,
@@ -225,9 +228,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         path = PathTokens(req.origin_input_ids[:last_end], state.partition, req.last_node)
         for i, (start, end) in enumerate(state.options.spans):
             covered_len = min(end, in_tree) - start
-            if covered_len < end - start and self._lookup(state.keys[i]).covered_len >= covered_len:
-                continue  # the path holds no more of it than is stored already
             if 2 * covered_len >= end - start:
+                if covered_len < end - start and self._lookup(state.keys[i]).covered_len >= covered_len:
+                    continue  # the path holds no more of it than is stored already
                 self._index.add(
                     state.keys[i],
                     length=end - start,

@@ -15,7 +15,7 @@ loaded range; `RecomputePlan.row_positions` lists them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,6 +92,7 @@ class DocChunkRequest:
         self.complete_rows()
         self.plan = None
         self.fused = False
+        self.remembered = False
 
 
 def state_of(req: Any) -> DocChunkRequest | None:
@@ -113,7 +114,9 @@ def _create(req: Any) -> DocChunkRequest | None:
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
     fits = all(end <= len(ids) for _, end in options.spans)
-    keys = tuple(chunk_key(partition, ids[start:end]) for start, end in options.spans) if fits else ()
+    if not fits:
+        options = replace(options, spans=())
+    keys = tuple(chunk_key(partition, ids[start:end]) for start, end in options.spans)
     return DocChunkRequest(options, partition, keys, unsupported=not (fits and _is_supported(req)))
 
 

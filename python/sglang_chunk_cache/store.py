@@ -37,10 +37,15 @@ class VariantStore:
         self._num_namespaces = 0
 
     def resolve(self, variant: Variant) -> int:
-        """Leading tokens of the chunk whose KV is still in the tree, 0 to `variant.length`."""
+        """Leading tokens of the chunk whose KV is still in the tree; 0 when less than half of it is left.
+
+        What two chunks have in common, a title say, outlives the one of them that is evicted. Such a remnant is not
+        worth a hit, and it would keep the chunk from being remembered again.
+        """
         start = _start_in_path(variant)
         available = self._available_len(variant, start + variant.length)
-        return max(0, min(available - start, variant.length))
+        covered_len = max(0, min(available - start, variant.length))
+        return covered_len if 2 * covered_len >= variant.length else 0
 
     def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
         """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""

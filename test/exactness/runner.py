@@ -8,6 +8,7 @@ parallelism both ranks are fed the same requests at the same steps of the event 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -102,6 +103,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, MODEL_DIR / f"{config.kind}-{config.rope or 'default'}", rope=config.rope)
         local = LocalScheduler(model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags)
+        gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
     except BaseException:
         sender.send(traceback.format_exc())

@@ -61,7 +61,10 @@ def test_flags_stand_in_a_group_of_their_own():
         (["--chunk-cache", "--chunk-cache-config", "{"], "--chunk-cache-config is not valid JSON"),
         (["--chunk-cache", "--chunk-cache-config", "[1]"], "--chunk-cache-config must be a JSON object"),
         (["--chunk-cache", "--chunk-cache-config", "@/no/such/file"], "--chunk-cache-config: cannot read"),
-        (["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'], "--chunk-cache-config: no_such_key: unknown key"),
+        (
+            ["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'],
+            "--chunk-cache-config: no_such_key: unknown key",
+        ),
     ],
 )
 def test_bad_flags_are_one_sentence(argv, sentence):

@@ -1,0 +1,70 @@
+"""Situations that once broke the scheduler's half: each returns its replies, or what the test asserts on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from exactness.cases import Prompt, Session
+from exactness.runner import Config
+from local_scheduler import Reply
+
+
+@dataclass(frozen=True)
+class PolicyConfig(Config):
+    """A configuration with another order of the waiting queue."""
+
+    policy: str = "lpm"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {**super().flags, "schedule_policy": self.policy}
+
+
+def case_prompt_replaced_by_the_scheduler(s: Session) -> list[Reply]:
+    """SGLang refuses a prompt by replacing it with one token; its marks then point outside of it."""
+    s.send(s.prompt([s.tokens(2 * s.local.scheduler.max_req_input_len)]))
+    s.send(s.prompt(s.chunks(40, 33)))
+    return s.replies
+
+
+def case_retracted_behind_its_own_text(s: Session) -> list[Reply]:
+    """The same greedy answer is in the tree already, longer than what a retracted request remembers of itself."""
+    for _ in range(3):
+        prompt = s.prompt([s.tokens(30)])
+        requests = [
+            s.request(prompt, options={"mode": "exact"}, max_new_tokens=count) for count in (6, 40, 40, 8, 30, 9, 12)
+        ]
+        s.replies += s.local.generate(requests)
+    return s.replies
+
+
+def case_chunk_inside_the_last_page(s: Session) -> list[str]:
+    """The path holds none of the chunk, neither where it starts on a page border nor behind one."""
+    statuses = []
+    for system_len in (15, 31, 20):
+        chunk = s.tokens(5)
+        system = s.tokens(system_len + 1)
+        s.send(Prompt().text(system).chunk(chunk).text(s.tokens(3)), max_new_tokens=1)
+        (reply,) = s.send(Prompt().text(s.tokens(21)).chunk(chunk).text(s.tokens(40)), max_new_tokens=1)
+        statuses += s.statuses(reply)
+    return statuses
+
+
+def case_partly_evicted_path(s: Session) -> list[int]:
+    """Two chunks share their first tokens; only those of the first one survive an eviction."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    head = s.tokens(5)
+    first, second = head + s.tokens(95), head + s.tokens(95)
+    s.prime([first, second])
+    s.local.cache.evict(EvictParams(num_tokens=90))
+    reused = []
+    for _ in range(3):
+        prompt = s.prompt([second, s.tokens(7), first])
+        (reply,) = s.send(prompt, ratio=0.15, options={"explain": True}, max_new_tokens=1)
+        reused.append(reply.info["chunks"][-1]["reused_tokens"])
+    return reused
+
+
+CASES = {name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")}

@@ -1,0 +1,46 @@
+"""Prompts, queues and evictions that once stopped the scheduler or lost a chunk for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exactness.adversarial import PolicyConfig
+from exactness.runner import Config, run_cases
+
+
+def outcome(config: Config, case: str, *, is_ours: bool = True) -> Any:
+    result = run_cases(config, is_ours=is_ours, names=[case], module="exactness.adversarial")[case]
+    assert not isinstance(result, str), result
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_refused_prompt_does_not_stop_the_scheduler(page_size: int) -> None:
+    refused, served = outcome(Config(page_size=page_size), "prompt_replaced_by_the_scheduler")
+    assert refused.finish["type"] == "abort"
+    assert served.finish["type"] == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "hrrn"])
+def test_retracted_requests_under_cache_aware_policies(policy: str) -> None:
+    config = PolicyConfig(policy=policy, max_total_tokens=2048, conservativeness=0.3, force_retract=True)
+    ours = outcome(config, "retracted_behind_its_own_text")
+    stock = outcome(config, "retracted_behind_its_own_text", is_ours=False)
+    assert any(reply.retractions for reply in ours)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.output_ids == theirs.output_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_chunk_inside_the_last_page_is_remembered() -> None:
+    assert "miss" not in outcome(Config(page_size=16), "chunk_inside_the_last_page")
+
+
+@pytest.mark.slow
+def test_a_partly_evicted_chunk_is_remembered_again() -> None:
+    assert outcome(Config(), "partly_evicted_path")[-1] == 100
