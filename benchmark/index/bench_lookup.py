@@ -185,6 +185,7 @@ def main() -> None:
     if args.out:
         result = {"command": " ".join(["python", *sys.argv]), "machine": machine, "index": size, "methods": rows}
         result["prompt"] = {"chunks": args.marked, "chunk_len": args.chunk_len, "num_prompts": args.prompts}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
