@@ -42,6 +42,7 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_unified_memory", True, "--enable-unified-memory"),
     ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
     ("kv_canary", "log", "--kv-canary"),
+    ("kv_events_config", "{}", "--kv-events-config"),
     ("smg_grpc_mode", True, "--smg-grpc-mode"),
     ("grpc_mode", True, "--grpc-mode"),
     ("grpc_port", 50051, "--grpc-port"),
