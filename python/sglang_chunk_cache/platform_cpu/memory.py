@@ -13,7 +13,7 @@ import psutil
 # The pool may take this part of the memory that is free at start-up; the rest is for weights, activations and others.
 POOL_FRACTION = 0.25
 # A tiny model would get millions of slots. SGLang copies its list of free slots when a request ends, so slots that no
-# prompt will ever use cost time: 4 MB at this limit, half a millisecond on a two-core EPYC.
+# prompt will ever use cost time: 4 MB are copied at this limit.
 MAX_POOL_TOKENS = 1 << 19
 
 # (limit, usage) files of control groups, version 2 and 1.

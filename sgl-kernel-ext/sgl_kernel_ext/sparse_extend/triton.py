@@ -196,8 +196,7 @@ def _on_device(indptr: torch.Tensor | Sequence[int], device: torch.device) -> to
 
 
 def _choose_tile(dim_pad: int, element_size: int, group: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps). At most 66 KiB of shared memory when compiled for compute capability 8.0, 9.0 and
-    10.0, which any of these GPUs has; not tuned on one yet."""
+    """(BLOCK_M, BLOCK_N, num_warps), small enough for the shared memory of a GPU; not tuned on one yet."""
     is_wide, is_fp32 = dim_pad > 128, element_size == 4
     block_m, block_n = (32, 32) if is_wide or is_fp32 else (64, 64)
     if is_wide and is_fp32:
