@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from local_scheduler import LocalScheduler, Reply, Request
+from tiny_models import make_tokenizer
 
 BOS = 1
+SEPARATOR = "<|chunk|>"
 VOCAB = range(10, 500)
 
 
@@ -241,6 +243,74 @@ def case_exact_and_off_modes(s: Session) -> None:
     (reply,) = s.send(s.prompt([c, a, b]), options={"mode": "off"})
     assert not s.is_ours or (s.statuses(reply) == ["skipped"] * 3 and reply.info["fallback_reason"] == "off")
     s.send(s.prompt([c, b, a]))
+
+
+# Text marks: what the tokenizer process makes of them, on the scheduling side. HTTP itself is tested in test/server.
+
+# Each ends with a space that the tokenizer, given the whole text, would put into the first token of the next one.
+PASSAGES = [
+    "one is Paris in France. ",
+    "the tower was built in 1889; ",
+    "and so is Rome, says he. ",
+    "water boils at 100 C. ",
+]
+
+
+def _marked(text: str) -> Prompt:
+    """Ids and spans of a text with separators, by the code that serves requests, with the test model's tokenizer."""
+    from sglang_chunk_cache.api.marks import split_marked
+    from sglang_chunk_cache.api.tokens import encode_marked
+
+    marked = split_marked(text, SEPARATOR, "text")
+    assert marked is not None
+    encoded = encode_marked(make_tokenizer(512), marked, "text")
+    return Prompt(list(encoded.ids), [list(span) for span in encoded.spans])
+
+
+def _join(order: Sequence[int], *, system: str = "Read.", question: str = "Where is Rome?") -> str:
+    return SEPARATOR.join([system, *(PASSAGES[i] for i in order), question])
+
+
+def _send_orders(s: Session, make: Callable[[Sequence[int]], Prompt]) -> None:
+    for i in range(len(PASSAGES)):
+        s.send(make([i]), max_new_tokens=1)
+    for order in ([3, 1, 0], [2, 0, 3, 1], [1, 2]):
+        (reply,) = s.send(make(order))
+        s.assert_all_stored(reply)
+
+
+def case_13_chat_template(s: Session) -> None:
+    """The rendered chat, marked inside a message."""
+    tokenizer = make_tokenizer(512)
+
+    def make(order: Sequence[int]) -> Prompt:
+        messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": _join(order, system="")}]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = _marked(rendered.removeprefix(tokenizer.bos_token))
+        assert prompt.ids.count(BOS) == 1
+        return prompt
+
+    _send_orders(s, make)
+
+
+def case_19_same_text_tokenizes_differently(s: Session) -> None:
+    """Tokenized as a whole these prompts have other ids at the seams; a chunk has the same ids wherever it stands."""
+    whole = make_tokenizer(512).encode(_join([0, 1, 2, 3]).replace(SEPARATOR, ""))
+    assert whole != _marked(_join([0, 1, 2, 3])).ids
+    ids = {tuple(p.ids[a:b]) for order in ([0, 1], [1, 0]) for p in [_marked(_join(order))] for a, b in p.spans}
+    assert len(ids) == 2
+    _send_orders(s, lambda order: _marked(_join(order)))
+
+
+def case_20_separators_do_not_leak(s: Session) -> None:
+    """The model sees the text without its separators."""
+
+    def make(order: Sequence[int]) -> Prompt:
+        prompt = _marked(_join(order))
+        assert make_tokenizer(512).decode(prompt.ids[1:]) == _join(order).replace(SEPARATOR, "")
+        return prompt
+
+    _send_orders(s, make)
 
 
 CASES: dict[str, Callable[[Session], None]] = {
