@@ -112,7 +112,7 @@ class ChunkRadixCache(UnifiedRadixCache):
     def _plan(self, req: Req, state: DocChunkRequest, *, prefix_len: int, max_prefix_len: int) -> RecomputePlan:
         lookups: list[Lookup | None] = [None] * len(state.keys)
         if state.options.mode != "off":
-            for i, (_, end) in enumerate(state.options.spans[: len(state.keys)]):
+            for i, (_, end) in enumerate(state.options.spans):
                 if end > prefix_len:
                     lookups[i] = self._lookup(state.keys[i])
         plan = make_plan(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.request import RequestOptions, loads
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _create(req: Any) -> DocChunkRequest | None:
     fits = all(end <= len(ids) for _, end in options.spans)
     if not fits:
         options = replace(options, spans=())
-    keys = tuple(chunk_key(partition, ids[start:end]) for start, end in options.spans)
+    keys = tuple(chunk_keys(partition, ids, options.spans))
     return DocChunkRequest(options, partition, keys, unsupported=not (fits and _is_supported(req)))
 
 

@@ -82,11 +82,9 @@ class VariantStore:
         return NodeHome(node_key, namespace, result.last_device_node)
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
-        node_id = _node_id(variant)
-        if node_id is not None:
-            available = self._len_of_node(node_id)
-            if available is not None and available >= wanted:
-                return available
+        available = self._len_of_node(_node_id(variant))
+        if available is not None and available >= wanted:
+            return available
         available, node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
         _set_node_id(variant, node_id)
         return available
