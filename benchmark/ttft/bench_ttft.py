@@ -1,6 +1,6 @@
 """Time to first token with reused chunks against stock SGLang, what plain requests lose, and KV slots per request.
 
-    python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,plain,memory] [--out FOLDER]
+    python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,plain,memory] [--out FOLDER]
 
 One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
@@ -25,13 +25,23 @@ from benchmark.common.machine import ROOT
 from benchmark.common.models import make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
-from benchmark.ttft.measure import PLAIN_REQUESTS, SYSTEMS, Tick, count_slots, time_plain, time_reuse
+from benchmark.ttft.measure import (
+    METHODS,
+    NUM_EXPLAINED,
+    PLAIN_REQUESTS,
+    SYSTEMS,
+    Tick,
+    count_slots,
+    time_plain,
+    time_reuse,
+    time_selection,
+)
 from benchmark.ttft.report import missed_targets, to_markdown
 from benchmark.ttft.workload import FULL, QUICK, Size, Workload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("ttft", "plain", "memory")
+PARTS = ("ttft", "methods", "plain", "memory")
 CACHE_DIR = ROOT / ".cache" / "bench"
 
 
@@ -57,8 +67,9 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any]:
     """All parts that were asked for, as one report."""
     work = Workload(size, args.seed)
-    if args.repeats * len(SYSTEMS) + 2 > work.num_fresh:
-        raise SystemExit(f"--repeats: at most {(work.num_fresh - 2) // len(SYSTEMS)} with {size.num_chunks} chunks")
+    most = min((work.num_fresh - 2) // len(SYSTEMS), (work.num_fresh - NUM_EXPLAINED * len(METHODS)) // len(METHODS))
+    if args.repeats > most:
+        raise SystemExit(f"--repeats: at most {most} with {size.num_chunks} chunks")
     report: dict[str, Any] = {
         **describe_run(),
         "model": str(size.shape),
@@ -71,7 +82,12 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
         with Server(model_dir, "--chunk-cache", *flags(args, size), **server_options("chunk-cache")) as server:
             tick(f"server started in {server.start_s:.0f} s")
             if "ttft" in args.parts:
-                report["ttft"] = time_reuse(server, work, args.repeats, tick)
+                report["ttft"] = time_reuse(server, work, SYSTEMS, args.repeats, tick)
+            if "methods" in args.parts:
+                server.flush()
+                again = Workload(size, args.seed + 1)
+                report["methods"] = time_reuse(server, again, METHODS, args.repeats, tick)
+                report["selection"] = time_selection(server, again, METHODS[1:], tick)
             if "memory" in args.parts:
                 report["memory"] = [count_slots(server, work, 1, tick)]
             if "plain" in args.parts:
@@ -104,6 +120,8 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
     steps = 1
     if "ttft" in args.parts:
         steps += size.num_chunks + args.repeats * len(SYSTEMS)
+    if "methods" in args.parts:
+        steps += size.num_chunks + args.repeats * len(METHODS) + NUM_EXPLAINED * (len(METHODS) - 1)
     if "plain" in args.parts:
         steps += 1 + len(PLAIN_REQUESTS) * (args.plain_repeats + 1)
     if "memory" in args.parts:

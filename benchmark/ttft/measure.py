@@ -1,4 +1,5 @@
-"""What is measured: `time_reuse` (stock against reuse), `time_plain` (cost for requests without marks), `count_slots`.
+"""What is measured: `time_reuse` (stock against reuse), `time_selection` (what choosing rows costs of that),
+`time_plain` (cost for requests without marks), `count_slots`.
 
 Systems take turns within each round, in an order that changes from round to round, so that drift of the machine hits
 all alike.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,35 @@ SYSTEMS = (
     System("epic, ratio 0.30", {"method": "epic", "ratio": 0.30}),
     System("epic, ratio 1.0", {"method": "epic", "ratio": 1.0}),
 )
+METHODS_RATIO = 0.15
+FOCUS = {"focus_window": 3}
+METHODS = (
+    STOCK,
+    *(
+        System(f"{method}, ratio {METHODS_RATIO}", {"method": method, "ratio": METHODS_RATIO}, target)
+        for method, target in (
+            ("epic", 4.5),
+            ("cache-craft", 4.5),
+            ("cacheblend", 3.6),
+            ("a3", 3.6),
+            ("fusionrag", 3.6),
+        )
+    ),
+    *(
+        System(f"{method}, early termination", {"method": method, "ratio": METHODS_RATIO, "options": FOCUS})
+        for method in ("cache-craft", "cacheblend")
+    ),
+)
+NUM_EXPLAINED = 2  # prompts per method that are asked with "explain", for the share of time spent on selection
 
 
-def time_reuse(server: Server, work: Workload, repeats: int, tick: Tick) -> list[dict[str, Any]]:
+def time_reuse(
+    server: Server, work: Workload, systems: Sequence[System], repeats: int, tick: Tick
+) -> list[dict[str, Any]]:
     """Primes the chunks, then whole-request seconds of one token per system; one row per system."""
-    for prompt in work.priming():
-        server.generate(prompt.ids, chunk_cache={"spans": prompt.spans})
-        tick("primed")
-    order, draw = list(SYSTEMS), random.Random(1)
-    seconds: dict[str, list[float]] = {system.name: [] for system in SYSTEMS}
+    prime(server, work, tick)
+    order, draw = list(systems), random.Random(1)
+    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
     replies: dict[str, dict[str, Any]] = {}
     for _ in range(repeats):
         draw.shuffle(order)
@@ -58,7 +79,37 @@ def time_reuse(server: Server, work: Workload, repeats: int, tick: Tick) -> list
             replies[system.name] = timed.chunk_cache
             tick(f"{system.name}: {timed.total_s:.2f} s")
     stock = statistics.median(seconds[STOCK.name])
-    return [_row(system, seconds[system.name], replies[system.name], stock, work.size) for system in SYSTEMS]
+    return [_row(system, seconds[system.name], replies[system.name], stock, work.size) for system in systems]
+
+
+def prime(server: Server, work: Workload, tick: Tick) -> None:
+    """Every chunk once behind the system prompt."""
+    for prompt in work.priming():
+        server.generate(prompt.ids, chunk_cache={"spans": prompt.spans})
+        tick("primed")
+
+
+def time_selection(server: Server, work: Workload, systems: Sequence[System], tick: Tick) -> list[dict[str, Any]]:
+    """Of primed chunks: seconds that the server itself counted for choosing rows, beside the whole request's."""
+    rows = []
+    for system in systems:
+        for _ in range(NUM_EXPLAINED):
+            prompt = work.fresh()
+            timed = server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, "explain": True, **system.options})
+            selection = timed.chunk_cache.get("selection")
+            tick(f"{system.name}: selection")
+            if selection is not None:
+                rows.append(
+                    {
+                        "system": system.name,
+                        "selection_s": selection["seconds"],
+                        "total_s": timed.total_s,
+                        "share_percent": round(100 * selection["seconds"] / timed.total_s, 1),
+                        "rows_per_layer": selection["rows_per_layer"],
+                        "focus": selection["focus"],
+                    }
+                )
+    return rows
 
 
 def _check_counts(system: System, reply: dict[str, Any], work: Workload) -> None:

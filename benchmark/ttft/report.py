@@ -14,7 +14,9 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
     lines += [f"- model: {report['model']}, fp32 on a CPU, random weights", f"- prompt: {report['prompt']}"]
     lines.append(f"- server flags: `--chunk-cache {' '.join(report['flags'])}`")
     if "ttft" in report:
-        lines += ["", "## Reuse against stock", "", *_ttft(report)]
+        lines += ["", "## Reuse against stock", "", *_ttft(report, "ttft")]
+    if "methods" in report:
+        lines += ["", "## Methods against stock", "", *_ttft(report, "methods"), "", *_selection(report["selection"])]
     if "plain" in report:
         lines += ["", "## Requests without marks", "", *_plain(report["plain"])]
     if "memory" in report:
@@ -26,7 +28,7 @@ def missed_targets(report: Mapping[str, Any]) -> list[str]:
     """One line per target that was not reached."""
     missed = [
         f"{row['system']}: {row['speedup']:g}x, wanted {row['target']:g}x"
-        for row in report.get("ttft", ())
+        for row in (*report.get("ttft", ()), *report.get("methods", ()))
         if row["met"] is False
     ]
     missed += [
@@ -41,7 +43,7 @@ def missed_targets(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ttft(report: Mapping[str, Any]) -> list[str]:
+def _ttft(report: Mapping[str, Any], part: str) -> list[str]:
     header = ("system", "exact", "reused", "recomputed", "computed", "seconds: median (min-max)", "speed-up", "target")
     rows = [
         (
@@ -54,7 +56,7 @@ def _ttft(report: Mapping[str, Any]) -> list[str]:
             f"{row['speedup']:.1f}x",
             "" if row["target"] is None else f"{row['target']:g}x",
         )
-        for row in report["ttft"]
+        for row in report[part]
     ]
     return [
         f"Seconds of the whole request of one token, on the client's side; {report['repeats']} requests per system, in",
@@ -62,6 +64,34 @@ def _ttft(report: Mapping[str, Any]) -> list[str]:
         "server. `recomputed` is a part of `reused`.",
         "",
         *markdown_table(header, rows),
+    ]
+
+
+def _selection(rows: list[Mapping[str, Any]]) -> list[str]:
+    header = (
+        "system",
+        "whole request, s",
+        "selection, s",
+        "share",
+        "recomputed rows by layer",
+        "focus settled at layer",
+    )
+    cells = [
+        (
+            row["system"],
+            f"{row['total_s']:.3f}",
+            f"{row['selection_s']:.3f}",
+            f"{row['share_percent']:.1f} %",
+            " ".join(map(str, row["rows_per_layer"])),
+            "" if row["focus"] is None else row["focus"]["settled_at_layer"],
+        )
+        for row in rows
+    ]
+    return [
+        "Further requests with `explain`: what the server itself counted for choosing and dropping rows, a pass of the",
+        "question not included. Methods that choose before the forward have nothing to count there.",
+        "",
+        *markdown_table(header, cells),
     ]
 
 

@@ -31,7 +31,7 @@ def _rows_of_load(req: Req, prefix_len: int) -> int:
     state = state_of(req)
     if state is None or state.plan is None or state.load_len == 0 or req.kv.holds_kv:
         return 0
-    return len(state.plan.row_positions) if prefix_len == state.plan.load_end else 0
+    return state.plan.num_load_rows if prefix_len == state.plan.load_end else 0
 
 
 def replay_len(original: Callable[..., int], adder: PrefillAdder, req: Req, prefix_len: int) -> int:
@@ -93,6 +93,17 @@ def _report(adder: PrefillAdder, req: Req, state: DocChunkRequest) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     req.customized_info[PARAM_NAME] = [json.dumps(state.plan.reply(explain=state.options.explain))]
+
+
+def complete_report(req: Req, state: DocChunkRequest) -> None:
+    """Adds to the reply what the forward chose, once it has run; for requests that asked to explain."""
+    report, state.selection_report = state.selection_report, None
+    if report is None or state.plan is not state.reported:  # a retracted request's reply speaks of its first forward
+        return
+    reply = json.loads(req.customized_info[PARAM_NAME][0])
+    reply["selection"], per_chunk = report.complete()
+    reply["chunks"] = [chunk | found for chunk, found in zip(reply["chunks"], per_chunk, strict=True)]
+    req.customized_info[PARAM_NAME] = [json.dumps(reply)]
 
 
 def prepare_for_extend(original: Callable[..., None], batch: ScheduleBatch) -> None:

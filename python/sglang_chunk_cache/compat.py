@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_chunk_cache.api.served import check_default
 from sglang_chunk_cache.server_args import attached, refuse
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -172,6 +173,8 @@ def check_resolved(server_args: Any) -> None:
         return
     model_config = model_config_of(server_args)
     check_model(model_config)
+    if args is not None:
+        check_default(args, model_config.num_hidden_layers, bool(resolution_result(server_args, "enable_lora")))
     if resolution_result(server_args, "kv_cache_dtype") == "auto" and quantizes_kv_cache(model_config.hf_quant_config):
         refuse("the checkpoint asks for an FP8 KV cache, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 

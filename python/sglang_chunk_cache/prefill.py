@@ -13,29 +13,89 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.distributed import get_tp_group
 
-from sglang_chunk_cache.attention.rows import FusedRows, attend_rows
-from sglang_chunk_cache.request import state_of
+from chunk_cache.config import parse_config
+from sglang_chunk_cache.attention.rows import Attention, FusedRows, attending
+from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
+from sglang_chunk_cache.selection.progress import RequestProgress
+from sglang_chunk_cache.server_args import get_args
+from sglang_chunk_cache.statistics import StatisticsTaker
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_ROWS = "fused_rows"
+    from chunk_cache.plan import RecomputePlan
+
+_EXTRAS = "chunk_cache_extras"
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class DueRows:
+    """Rows that a forward adds in front of one request's extend.
+
+    Attributes:
+        positions: `[num_load_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
+        plan: of the request; None where nothing is due.
+    """
+
+    positions: np.ndarray
+    plan: RecomputePlan | None = None
+    state: DocChunkRequest | None = None
+
+
+_NOTHING_DUE = DueRows(_NO_ROWS)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What one forward does differently from stock SGLang.
+
+    Attributes:
+        attention: in the place of SGLang's backend; None = that one.
+        taker: statistics of the chunks that this forward computes; None = it computes none.
+    """
+
+    attention: Attention | None
+    taker: StatisticsTaker | None
 
 
 def init_forward_batch(
     original: Callable[..., ForwardBatch], cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **kwargs: Any
 ) -> ForwardBatch:
     """AROUND `ForwardBatch.init_new`."""
+    if batch.forward_mode.is_decode_or_idle():
+        return original(cls, batch, model_runner, **kwargs)
+    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
     due = _take_due_rows(batch)
     if due is None:
-        return original(cls, batch, model_runner, **kwargs)
+        forward_batch = original(cls, batch, model_runner, **kwargs)
+        attention = None
+    else:
+        forward_batch, attention = _init_fused(original, cls, batch, due, model_runner, kwargs)
+    if attention is not None or taker is not None:
+        setattr(forward_batch, _EXTRAS, Extras(attention, taker))
+    return forward_batch
+
+
+def _init_fused(
+    original: Callable[..., ForwardBatch],
+    cls: type,
+    batch: ScheduleBatch,
+    due: list[DueRows],
+    model_runner: ModelRunner,
+    kwargs: dict[str, Any],
+) -> tuple[ForwardBatch, Attention]:
     device = model_runner.device
     fused_batch, positions = _with_rows(batch, due, device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
@@ -48,41 +108,100 @@ def init_forward_batch(
         row_positions=positions,
         kv_pool=model_runner.token_to_kv_pool,
     )
-    setattr(forward_batch, _ROWS, rows)
-    return forward_batch
+    is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
+    return forward_batch, _layerwise(batch, due, rows, model_runner) if is_layerwise else rows
 
 
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND `ModelRunner.forward`; a fused batch never runs in a captured prefill graph."""
-    rows: FusedRows | None = getattr(forward_batch, _ROWS, None)
-    if rows is None:
+    """AROUND `ModelRunner.forward`; what differs from stock SGLang never runs in a captured prefill graph."""
+    extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
+    if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
     graph_runner, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, None
+    attention = extras.attention
+    layerwise = attention.run(model_runner.model) if isinstance(attention, LayerwiseForward) else nullcontext()
     try:
-        with attend_rows(rows):
-            return original(model_runner, forward_batch, *args, **kwargs)
+        with attending(attention, extras.taker), layerwise:
+            output = original(model_runner, forward_batch, *args, **kwargs)
     finally:
         model_runner.prefill_cuda_graph_runner = graph_runner
+    if extras.taker is not None:
+        extras.taker.finish()
+    return output
 
 
-def _take_due_rows(batch: ScheduleBatch) -> list[np.ndarray | None] | None:
-    """Row positions per request of the batch; None where no request was loaded since its last forward."""
-    if batch.forward_mode.is_decode_or_idle():
-        return None
-    due: list[np.ndarray | None] = []
+def _statistics_layers(model_runner: ModelRunner) -> tuple[int, ...]:
+    args = get_args()
+    if args is None:
+        return ()
+    return parse_config(dict(args.config)).layers_with_statistics(model_runner.model_config.num_hidden_layers)
+
+
+def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
+    """What is due per request of the batch; None where no request was loaded since its last forward."""
+    due = []
+    is_any_due = False
     for req in batch.reqs:
         state = state_of(req)
         if state is None or not state.load_due:
-            due.append(None)
+            due.append(_NOTHING_DUE)
             continue
-        due.append(state.rows_due)
+        is_any_due = True
+        assert state.plan is not None
+        due.append(DueRows(_load_rows(state.plan), state.plan, state))
         state.complete_rows()
-    return due if any(rows is not None for rows in due) else None
+    return due if is_any_due else None
 
 
-def _with_rows(batch: ScheduleBatch, due: list[np.ndarray | None], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
+def _load_rows(plan: RecomputePlan) -> np.ndarray:
+    if not plan.num_late_rows:
+        return plan.row_positions
+    reused = np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])
+    return np.sort(np.concatenate([plan.row_positions, reused[: plan.num_late_rows]]))
+
+
+def _layerwise(
+    batch: ScheduleBatch, due: list[DueRows], rows: FusedRows, model_runner: ModelRunner
+) -> LayerwiseForward:
+    """The forward of a batch in which at least one request has something to choose or to drop."""
+    device = rows.row_positions.device
+    tp_size = get_tp_group().world_size
+    requests: list[RequestProgress] = []
+    late: list[LateRows | None] = []
+    begin = 0
+    for i, one in enumerate(due):
+        positions = rows.row_positions[begin : begin + rows.row_lens[i]]
+        begin += rows.row_lens[i]
+        late.append(None)
+        plan = one.plan
+        if plan is None or plan.selection is None:
+            requests.append(RequestProgress.unchanged(positions))
+            continue
+        assert one.state is not None
+        num_tail = len(positions) - len(one.positions)
+        if plan.num_late_rows:
+            # The first pass: what must be computed in any case, without the placeholders.
+            known = torch.from_numpy(plan.row_positions.copy()).to(device, non_blocking=True)
+            positions = torch.cat([known, positions[len(one.positions) :]])
+            ids = np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64)[: plan.load_end].copy()
+            late[i] = LateRows(len(one.positions), torch.from_numpy(ids).to(device), rows.slots_of(i))
+        tail_end = batch.prefix_lens[i] + num_tail
+        progress = RequestProgress(
+            plan,
+            positions,
+            num_question=min(max(tail_end - plan.selection.question_start, 1), num_tail),
+            num_layers=model_runner.model_config.num_hidden_layers,
+            tp_size=tp_size,
+            explain=one.state.options.explain,
+        )
+        one.state.selection_report = progress.report
+        requests.append(progress)
+    return LayerwiseForward(rows, requests, late, tp_size)
+
+
+def _with_rows(batch: ScheduleBatch, due: list[DueRows], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
     """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows."""
     req_to_token = batch.req_to_token_pool.req_to_token
     pool_indices = batch.req_pool_indices_cpu.tolist()
@@ -91,7 +210,7 @@ def _with_rows(batch: ScheduleBatch, due: list[np.ndarray | None], device: str) 
     begin = 0
     for i, req in enumerate(batch.reqs):
         end = begin + batch.extend_lens[i]
-        added = due[i] if due[i] is not None else ()
+        added = due[i].positions
         if len(added):
             token_ids = np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[added]
             rows = torch.from_numpy(added).to(device, non_blocking=True)

@@ -23,10 +23,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.config import Config, parse_config
 from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.methods import METHODS, Method, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
 from chunk_cache.types import Status
 from chunk_cache.variant import PathHome, PathTokens, Variant
 from sglang_chunk_cache import hooks
+from sglang_chunk_cache.admission import complete_report
 from sglang_chunk_cache.assemble import KVAssembler
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.request import DocChunkRequest, state_of
@@ -115,6 +117,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             for i, (_, end) in enumerate(state.options.spans):
                 if end > prefix_len:
                     lookups[i] = self._lookup(state.keys[i])
+        method = METHODS[state.options.method or self._args.method]
         plan = make_plan(
             opts=state.options,
             default_method=self._args.method,
@@ -126,6 +129,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             lookups=lookups,
             min_reuse_len=self.chunk_config.min_reuse_len,
             chunk_keys=state.keys,
+            rankings=_rankings(method, lookups),
             limit_reason="logprobs"
             if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
             else "prompt_end",
@@ -208,6 +212,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state is None:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        if state.selection_report is not None:
+            complete_report(req, state)
         if not state.fused:
             super().checkpoint(req, up_to=up_to, **kwargs)
             if state.options.mode != "off" and not state.unsupported:
@@ -238,6 +244,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                     generation=0,
                     context=state.keys[:i],
                     home=PathHome(path, start),
+                    statistics=None if state.sums is None else state.sums.statistics(i),
                 )
             elif end <= up_to and self._is_new(state, i, generation=0):
                 # The last page of a path is not stored: a short chunk at its end would be lost.
@@ -297,6 +304,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             generation=generation,
             context=state.keys[:i],
             home=home,
+            statistics=None if state.sums is None else state.sums.statistics(i),
         )
 
     # Release.
@@ -318,6 +326,17 @@ class ChunkRadixCache(UnifiedRadixCache):
         super().reset()
         if self._index is not None:
             self._index.clear()
+
+
+def _rankings(method: Method, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:
+    """The statistic that the method ranks by, of each variant that was found."""
+    if method.statistic is None:
+        return None
+    variants = [None if lookup is None else lookup.variant for lookup in lookups]
+    return [
+        None if variant is None or variant.statistics is None else variant.statistics.of(method.statistic)
+        for variant in variants
+    ]
 
 
 def subtract_ranges(ranges: Ranges, taken: Ranges) -> Ranges:

@@ -1,7 +1,7 @@
 """DocChunkRequest: what the chunk cache knows of one request, from its first match to its release.
 
 Verbs: `state_of` (read or create it for a `Req`), `DocChunkRequest.admit` (a load was made: its rows are due),
-`rows_due` (rows that the next forward must add), `complete_rows` (they were added), `restart` (retracted).
+`load_due` (the next forward must add them), `complete_rows` (they were added), `restart` (retracted).
 
 Picture of a prompt (positions grow to the right)::
 
@@ -15,10 +15,8 @@ loaded range; `RecomputePlan.row_positions` lists them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.request import RequestOptions, loads
@@ -27,10 +25,11 @@ if TYPE_CHECKING:
     import torch
 
     from chunk_cache.plan import RecomputePlan
+    from sglang_chunk_cache.selection.report import SelectionReport
+    from sglang_chunk_cache.statistics import ChunkSums
 
 PARAM_NAME = "chunk_cache"
 _ATTRIBUTE = "doc_chunk_request"
-_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -44,6 +43,8 @@ class DocChunkRequest:
         plan: newest plan; replaced at every match until the request is admitted.
         reported: the plan of the first admission; the reply speaks of this one.
         private_indices: `[load_end - prefix_len]` int64 slots of the loaded range, on the device; its own.
+        sums: statistics of the chunks that were computed so far.
+        selection_report: what the forward chose, where the client asked to explain it.
         fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
         remembered: the chunks of this (exact) request are in the index already.
     """
@@ -57,12 +58,8 @@ class DocChunkRequest:
     private_indices: torch.Tensor | None = None
     fused: bool = False
     remembered: bool = False
-    _due: np.ndarray = field(default_factory=lambda: _NO_ROWS)
-
-    @property
-    def rows_due(self) -> np.ndarray:
-        """Positions in the loaded range whose KV the next forward computes, ascending int64."""
-        return self._due
+    selection_report: SelectionReport | None = None
+    sums: ChunkSums | None = None
 
     @property
     def load_due(self) -> bool:
@@ -79,13 +76,10 @@ class DocChunkRequest:
         assert len(private_indices) == self.load_len > 0
         self.private_indices = private_indices
         self.fused = True
-        assert self.plan is not None
-        self._due = self.plan.row_positions
 
     def complete_rows(self) -> None:
         """The rows went into a forward; the slots are in the request's own row by now."""
         self.private_indices = None
-        self._due = _NO_ROWS
 
     def restart(self) -> None:
         """The request lost its KV (retraction); the next match plans anew."""
@@ -93,6 +87,7 @@ class DocChunkRequest:
         self.plan = None
         self.fused = False
         self.remembered = False
+        self.sums = None
 
 
 def state_of(req: Any) -> DocChunkRequest | None:

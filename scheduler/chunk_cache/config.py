@@ -10,6 +10,7 @@ from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton")
+STATISTICS_LAYERS = ("sampled", "all", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,18 @@ class Config:
     """A chunk that would bring in fewer tokens is computed."""
     kernel: str = "auto"
     """Which kernels serve fused batches: one of `KERNELS`."""
+    statistics_layers: str | tuple[int, ...] = "sampled"
+    """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
+
+    def layers_with_statistics(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a model that statistics are taken at; those it does not have are left out."""
+        if self.statistics_layers == "none":
+            return ()
+        if self.statistics_layers == "all":
+            return tuple(range(num_layers))
+        if self.statistics_layers == "sampled":
+            return tuple(sorted({num_layers // 3, 2 * num_layers // 3}))
+        return tuple(layer for layer in self.statistics_layers if isinstance(layer, int) and layer < num_layers)
 
 
 _MINIMUM = {
@@ -63,7 +76,19 @@ def _check(key: str, value: object) -> object:
                 ChunkCacheConfigError, path, f"unknown kernel {show(value)}", f"known kernels: {', '.join(KERNELS)}"
             )
         return value
+    if key == "statistics_layers":
+        return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
         problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
         raise user_error(ChunkCacheConfigError, path, problem, "give such an integer, or leave the key out")
     return value
+
+
+def _check_layers(value: object, path: str) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value in STATISTICS_LAYERS:
+        return value
+    layers = value if isinstance(value, (list, tuple)) else ()
+    if not layers or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers):
+        problem = f"{show(value)} is neither a list of layer numbers nor one of {', '.join(STATISTICS_LAYERS)}"
+        raise user_error(ChunkCacheConfigError, path, problem, "count layers from 0")
+    return tuple(sorted(set(layers)))

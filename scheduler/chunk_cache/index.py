@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from chunk_cache.paths import PathLedger
+from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.types import REASONS
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 
@@ -126,7 +127,15 @@ class ChunkIndex:
         return len(peers) < self.max_variants_per_chunk or generation <= max(p.generation for p in peers)
 
     def add(
-        self, key: bytes, *, length: int, start: int, generation: int, context: tuple[bytes, ...], home: Home
+        self,
+        key: bytes,
+        *,
+        length: int,
+        start: int,
+        generation: int,
+        context: tuple[bytes, ...],
+        home: Home,
+        statistics: ChunkStatistics | None = None,
     ) -> Variant | None:
         """Remember a variant.
 
@@ -147,13 +156,14 @@ class ChunkIndex:
         if same is not None and same.generation == generation:
             self._move(same, home)
             self._refresh(same)
+            same.statistics = statistics or same.statistics
             self.counters.num_refreshed += 1
             return same
         for peer in [p for p in peers if p.generation and p.context == context and (p is same or not generation)]:
             self._remove(peer)
             self.counters.num_superseded += 1
         self._make_room(key, home)
-        variant = Variant(self._next_id, key, length, start, generation, context, home)
+        variant = Variant(self._next_id, key, length, start, generation, context, home, statistics=statistics)
         self._next_id += 1
         self._insert(variant)
         self.counters.num_added += 1

@@ -12,6 +12,9 @@ to be recomputed, .: computed because nothing is stored, >: computed behind the 
 
 The load is [load_start, load_end), whole pages. Inside it the rows of the forward are `row_positions` (R and .), behind
 it every position. So computed_tokens = (.) + (>), reused_tokens = (R) + (=), recomputed_tokens = (R).
+
+Where R is found during the forward (`selection`), `row_positions` are the rows that it begins with: all of the load
+where rows leave at a layer, only (.) where the question is asked first, which finds `num_late_rows` more.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from chunk_cache.index import Lookup
-from chunk_cache.methods import METHODS, Method, Rows
+from chunk_cache.methods import METHODS, Ranking, Rows, Stage
 from chunk_cache.request import RequestOptions
+from chunk_cache.rows import choose_rows
+from chunk_cache.selection import Selection
 from chunk_cache.types import REASONS, Span, Status
 
 Reply: TypeAlias = dict[str, object]
@@ -50,6 +54,8 @@ class ChunkPlan:
     generation: int | None = None
     shift: int = 0
     """Positions to rotate K by: new start - start at which the variant was computed."""
+    ranked_by: str | None = None
+    """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
 
     def __post_init__(self) -> None:
         assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
@@ -77,8 +83,18 @@ class RecomputePlan:
     row_positions: Rows
     """Prompt positions in the load that are computed, sorted, read-only; int64 [num_rows]."""
     num_recomputed: int
+    """Reused tokens that are computed again; where rows leave gradually, their mean over the layers, rounded up."""
     num_reused: int
     fallback_reason: str | None = None
+    selection: Selection | None = None
+    """What the forward itself must choose or drop; None = `row_positions` are all there is."""
+    num_late_rows: int = 0
+    """Rows in the load that the forward adds once the question has found them."""
+
+    @property
+    def num_load_rows(self) -> int:
+        """Rows in the load that one layer computes at most."""
+        return len(self.row_positions) + self.num_late_rows
 
     @property
     def load_len(self) -> int:
@@ -91,8 +107,8 @@ class RecomputePlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole prefill: what it costs."""
-        return len(self.row_positions) + self.prompt_len - self.load_end
+        """Rows of the whole prefill, at the layer that computes most: what it must have room for."""
+        return self.num_load_rows + self.prompt_len - self.load_end
 
     def reply(self, *, explain: bool = False) -> Reply:
         """The reply object of the contract, of plain JSON values.
@@ -110,11 +126,37 @@ class RecomputePlan:
             "method": self.method,
             "ratio": self.ratio,
             "fallback_reason": self.fallback_reason,
-            "chunks": [_reply_chunk(chunk, explain) for chunk in self.chunks],
+            "chunks": [self._reply_chunk(chunk, explain) for chunk in self.chunks],
         }
         if explain:
             reply["explain"] = str(self)
         return reply
+
+    def _reply_chunk(self, chunk: ChunkPlan, explain: bool) -> Reply:
+        reply: Reply = {
+            "start": chunk.start,
+            "end": chunk.end,
+            "status": chunk.status.value,
+            "reason": chunk.reason,
+        }
+        if chunk.ranked_by is not None:
+            reply["ranked_by"] = chunk.ranked_by
+        if explain:
+            reply |= {
+                "variant": chunk.variant_id,
+                "generation": chunk.generation,
+                "reused_tokens": chunk.num_reused,
+                "shift": chunk.shift,
+                "recomputed_positions": self._recomputed_in(chunk).tolist(),
+            }
+        return reply
+
+    def _recomputed_in(self, chunk: ChunkPlan) -> Rows:
+        """Positions of the chunk that are known to be recomputed before the forward; none where it chooses itself."""
+        if self.selection is not None and self.selection.stage is not Stage.BEFORE:
+            return self.row_positions[:0]
+        first, last = np.searchsorted(self.row_positions, (chunk.dst_start, chunk.dst_end))
+        return self.row_positions[first:last]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RecomputePlan):
@@ -126,7 +168,7 @@ class RecomputePlan:
     def _scalars(self) -> tuple[object, ...]:
         return (
             *(self.prompt_len, self.prefix_len, self.load_start, self.load_end, self.chunks, self.method, self.ratio),
-            *(self.num_recomputed, self.num_reused, self.fallback_reason),
+            *(self.num_recomputed, self.num_reused, self.fallback_reason, self.selection, self.num_late_rows),
         )
 
     def __str__(self) -> str:
@@ -134,7 +176,7 @@ class RecomputePlan:
         lines = [
             f"prompt {self.prompt_len} = prefix {self.prefix_len} + reused {self.num_reused} + "
             f"computed {self.num_computed}; load [{self.load_start}, {self.load_end})",
-            f"rows {self.num_rows} = recomputed {self.num_recomputed} + computed {self.num_computed}; "
+            f"rows {self.num_rows}; recomputed {self.num_recomputed}, computed {self.num_computed}; "
             f"method {self.method}, ratio {self.ratio:g}, fallback {self.fallback_reason or '-'}",
         ]
         if self.chunks:
@@ -161,6 +203,7 @@ def make_plan(
     lookups: Sequence[Lookup | None],
     min_reuse_len: int,
     chunk_keys: Sequence[bytes],
+    rankings: Sequence[Ranking | None] | None = None,
     limit_reason: str = "prompt_end",
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
@@ -175,6 +218,8 @@ def make_plan(
         lookups: one per span; None for spans inside the prefix, and for all in mode off.
         min_reuse_len: a chunk that would bring in fewer tokens is skipped.
         chunk_keys: one per span.
+        rankings: one per span, the method's statistic of the variant that was found, `[chunk length]`; None = no
+            statistics.
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
     """
     num_chunks = len(opts.spans)
@@ -184,7 +229,7 @@ def make_plan(
     assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
     limit = min(max_prefix_len, prompt_len - 1)
     chunks = [
-        _plan_chunk(span, lookup, opts.mode, prefix_len, limit, limit_reason)
+        _plan_chunk(span, lookup, opts, prefix_len, limit, limit_reason)
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
     is_cut = [
@@ -194,7 +239,20 @@ def make_plan(
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
     method = METHODS[opts.method or default_method]
     ratio = method.effective_ratio(opts.ratio, default_ratio)
-    rows, num_recomputed = _choose_rows(chunks, chunk_keys, prefix_len, load_end, method, ratio, opts.option("seed", 0))
+    rankings = rankings or [None] * num_chunks
+    if method.statistic is not None:
+        chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
+    chosen = choose_rows(
+        chunks,
+        chunk_keys,
+        rankings,
+        load_start=prefix_len,
+        load_end=load_end,
+        method=method,
+        ratio=ratio,
+        opts=opts,
+        prompt_len=prompt_len,
+    )
     return RecomputePlan(
         prompt_len=prompt_len,
         prefix_len=prefix_len,
@@ -203,10 +261,12 @@ def make_plan(
         chunks=tuple(chunks),
         method=method.name,
         ratio=ratio,
-        row_positions=rows,
-        num_recomputed=num_recomputed,
+        row_positions=chosen.row_positions,
+        num_recomputed=chosen.num_recomputed,
         num_reused=sum(chunk.num_reused for chunk in chunks),
         fallback_reason={"off": "off", "exact": "exact_mode"}.get(opts.mode),
+        selection=chosen.selection,
+        num_late_rows=chosen.num_late_rows,
     )
 
 
@@ -217,18 +277,20 @@ def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
         plan,
         load_end=plan.load_start,
         chunks=tuple(chunks),
-        row_positions=_freeze(np.empty(0, dtype=np.int64)),
+        row_positions=plan.row_positions[:0],
         num_recomputed=0,
         num_reused=0,
         fallback_reason=reason,
+        selection=None,
+        num_late_rows=0,
     )
 
 
 def _plan_chunk(
-    span: Span, lookup: Lookup | None, mode: str, prefix_len: int, limit: int, limit_reason: str
+    span: Span, lookup: Lookup | None, opts: RequestOptions, prefix_len: int, limit: int, limit_reason: str
 ) -> ChunkPlan:
     """One chunk by itself, before the load is rounded to pages."""
-    start, end = span
+    (start, end), mode = span, opts.mode
     if end <= prefix_len:
         return _without_load(start, end, Status.PREFIX, None)
     if mode == "off":
@@ -256,7 +318,7 @@ def _plan_chunk(
         dst_start=dst_start,
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
-        shift=start - variant.start,
+        shift=(start - variant.start) if opts.option("shift", 1) else 0,
     )
 
 
@@ -291,50 +353,12 @@ def _round_load(
     return load_end
 
 
-def _choose_rows(
-    chunks: Sequence[ChunkPlan],
-    keys: Sequence[bytes],
-    load_start: int,
-    load_end: int,
-    method: Method,
-    ratio: float,
-    seed: int,
-) -> tuple[Rows, int]:
-    """The computed positions of the load, and how many of them are reused tokens that were selected."""
-    is_row: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
-    num_recomputed = 0
-    for chunk, key in zip(chunks, keys, strict=True):
-        if chunk.num_reused:
-            brought_in = is_row[chunk.dst_start - load_start : chunk.dst_end - load_start]
-            selected = method.rows_for_chunk(chunk.src_offset, chunk.num_reused, ratio, seed=seed, chunk_key=key)
-            brought_in[:] = False
-            brought_in[selected] = True
-            num_recomputed += len(selected)
-    return _freeze(np.flatnonzero(is_row) + load_start), num_recomputed
+def _note_ranking(chunk: ChunkPlan, ranking: Ranking | None, statistic: str) -> ChunkPlan:
+    if not chunk.num_reused:
+        return chunk
+    used = None if ranking is None else ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
+    return replace(chunk, ranked_by="position" if used is None or np.isnan(used).all() else statistic)
 
 
 def _without_load(start: int, end: int, status: Status, reason: str | None) -> ChunkPlan:
     return ChunkPlan(start=start, end=end, status=status, reason=reason, dst_start=start)
-
-
-def _freeze(rows: npt.NDArray[np.intp] | Rows) -> Rows:
-    frozen = rows.astype(np.int64, copy=False)
-    frozen.setflags(write=False)
-    return frozen
-
-
-def _reply_chunk(chunk: ChunkPlan, explain: bool) -> Reply:
-    reply: Reply = {
-        "start": chunk.start,
-        "end": chunk.end,
-        "status": chunk.status.value,
-        "reason": chunk.reason,
-    }
-    if explain:
-        reply |= {
-            "variant": chunk.variant_id,
-            "generation": chunk.generation,
-            "reused_tokens": chunk.num_reused,
-            "shift": chunk.shift,
-        }
-    return reply

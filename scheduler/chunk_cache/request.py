@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
-from chunk_cache.methods import Options, find_method
+from chunk_cache.methods import Options, OptionValue, find_method
 from chunk_cache.types import Span
 
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
@@ -42,7 +42,7 @@ class RequestOptions:
         """Whether the chunks of this request may enter the index."""
         return self.mode != "off"
 
-    def option(self, name: str, default: int) -> int:
+    def option(self, name: str, default: OptionValue) -> OptionValue:
         """One of the method's parameters."""
         return dict(self.options).get(name, default)
 

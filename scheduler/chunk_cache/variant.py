@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from chunk_cache.keys import Partition
+from chunk_cache.statistics import ChunkStatistics
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +67,8 @@ Home: TypeAlias = PathHome | NodeHome
 class Variant:
     """One stored key-value cache of a chunk, computed in one context; compared by identity.
 
-    Only the `ChunkIndex` that holds it writes to it: `home`, `num_uses` and `last_use` change while it lives.
+    Only the `ChunkIndex` that holds it writes to it: `home`, `num_uses`, `last_use` and `statistics` change
+    while it lives.
     """
 
     variant_id: int
@@ -83,6 +85,8 @@ class Variant:
     num_uses: int = 0
     last_use: int = 0
     """The index's logical clock at the last use; larger is more recent."""
+    statistics: ChunkStatistics | None = None
+    """None where the server takes none, or the KV was found and not computed."""
 
     @property
     def is_exact(self) -> bool:

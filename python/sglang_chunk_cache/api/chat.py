@@ -21,6 +21,7 @@ from chunk_cache.request import RequestOptions, parse_request
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, mark_prepared, prepare, with_options
+from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
@@ -102,6 +103,7 @@ def convert_chat(
     if args is None:
         return original(serving, request, raw_request)
     opts = _opts(request, args)
+    check_served(opts, manager, args, _OPTS_PATH)
     marked = [] if request.input_ids is not None else _marked_texts(request, args)
     if marked:
         _check_marked(request, opts, marked)

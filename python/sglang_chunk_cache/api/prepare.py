@@ -20,6 +20,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.request import RequestOptions, dumps, parse_request
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
+from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
@@ -187,6 +188,8 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
         mark_prepared(obj)
         return
     _check_combinations(obj, items)
+    for item in items:
+        check_served(item.opts, manager, args, item.opts_path)
     if any(item.marked is not None or item.needs_length for item in items):
         items = [_tokenize(item, manager, args) for item in items]
         ids = [item.ids for item in items]

@@ -1,0 +1,54 @@
+"""Whether this server can do what a request's method needs: `check_served` for a request, `check_default` at the start.
+
+A method may name layers that the model does not have, statistics that the server does not take, or rows that leave
+between layers, which LoRA adapters (sized for all rows of a batch) do not follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunk_cache.config import Config, parse_config
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.methods import METHODS, Options
+from chunk_cache.request import RequestOptions
+from chunk_cache.selection import is_selecting
+from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+
+
+def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:
+    """Checks the method of one request; `path` is where its options stood.
+
+    Raises:
+        ChunkCacheRequestError: this server cannot serve it.
+    """
+    if opts is None or (opts.method is None and not opts.options):
+        return
+    method = opts.method or args.method
+    num_layers = manager.model_config.num_hidden_layers
+    has_lora = bool(manager.server_args.enable_lora)
+    _check(method, opts.options, num_layers, parse_config(dict(args.config)), has_lora, path)
+
+
+def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None:
+    """Checks the server's own default method.
+
+    Raises:
+        StartRefused: this server cannot serve it.
+    """
+    try:
+        _check(args.method, (), num_layers, parse_config(dict(args.config)), has_lora, "--chunk-cache")
+    except ChunkCacheRequestError as error:
+        refuse(f"--chunk-cache-method {args.method}: {error}.")
+
+
+def _check(method_name: str, options: Options, num_layers: int, config: Config, has_lora: bool, path: str) -> None:
+    method = METHODS[method_name]
+    method.check_model(options, num_layers, f"{path}.options" if options else f"{path}.method")
+    if method.statistic is not None and not config.layers_with_statistics(num_layers):
+        problem = f"{method_name!r} ranks by statistics, which this server does not take"
+        remedy = 'start it with "statistics_layers" in --chunk-cache-config, or choose another method'
+        raise user_error(ChunkCacheRequestError, f"{path}.method", problem, remedy)
+    if has_lora and is_selecting(method, options):
+        problem = f"{method_name!r} with these options drops rows between layers, which LoRA adapters do not follow"
+        raise user_error(ChunkCacheRequestError, f"{path}.method", problem, "choose another method, or no focus_window")

@@ -1,0 +1,88 @@
+"""RowsAtLayer: what a scorer sees of one request at one layer; `scorer_of` finds the scorer of a method.
+
+Promises: the tensors are read-only; buffers still hold the reused K and V of the rows, which are written afterwards.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowsAtLayer:
+    """One request's rows when the attention of a layer is about to run; heads are those of this rank.
+
+    Attributes:
+        q: `[num_rows, num_q_heads, head_dim]`, rotated.
+        k, v: `[num_rows, num_kv_heads, head_dim]`, rotated, not yet written.
+        positions: `[num_rows]` int64, ascending.
+        num_question: how many of the last rows belong to the question.
+        kv_slots: `[kv_len]` int64, the slot of each position.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` of this layer.
+        sm_scale, logit_cap: of the layer's attention.
+        tp_size: ranks among which the heads are divided.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    num_question: int
+    kv_slots: torch.Tensor
+    k_buffer: torch.Tensor
+    v_buffer: torch.Tensor
+    sm_scale: float
+    logit_cap: float
+    tp_size: int
+
+    @property
+    def question_q(self) -> torch.Tensor:
+        """`[num_question, num_q_heads, head_dim]`."""
+        return self.q[len(self.q) - self.num_question :]
+
+    @property
+    def question_positions(self) -> torch.Tensor:
+        """`[num_question]` int64."""
+        return self.positions[len(self.positions) - self.num_question :]
+
+    def reused(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that lie in the slots of the rows: reused where the row is, undefined where it is computed anew."""
+        slots = self.kv_slots[self.positions]
+        return self.k_buffer[slots], self.v_buffer[slots]
+
+    def keys(self) -> torch.Tensor:
+        """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed."""
+        keys = self.k_buffer[self.kv_slots]
+        keys[self.positions] = self.k.to(keys.dtype)
+        return keys
+
+
+Scorer: TypeAlias = Callable[[RowsAtLayer], torch.Tensor]
+"""`score(rows)`: fp32, larger = recompute; the part of this rank's heads, the executor sums over ranks.
+
+Of a method of stage LAYER `[num_rows]`, of stage QUESTION `[kv_len]`, by position; entries of tokens that are not
+reused are ignored.
+"""
+
+
+def scorer_of(method: str) -> Scorer:
+    """The function `score` of the file that is named like the method, `-` as `_`.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    return pkgutil.resolve_name(f"{__package__}.{method.replace('-', '_')}:score")
+
+
+def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
+    """`values` summed over the tensor-parallel ranks, the same on each."""
+    if tp_size == 1:
+        return values
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(values)

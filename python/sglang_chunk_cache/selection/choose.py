@@ -1,0 +1,77 @@
+"""Choices among rows on the device: `keep_best`, `keep_where`, `group_mask`, `chunk_of`; none waits for the device.
+
+Sizes are known to the host before; where they are not (a mask), the caller brings the count. Ties go to the earlier
+row, so every tensor-parallel rank chooses alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def keep_best(scores: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The rows with the largest scores, in each piece of the rows by itself.
+
+    Args:
+        scores: `[num_rows]`; +inf for rows that must stay.
+        pieces: (num_rows, num_kept) of consecutive pieces.
+
+    Returns:
+        Ascending indices into the rows, int64 `[sum of num_kept]`.
+    """
+    kept, at = [], 0
+    for num_rows, num_kept in pieces:
+        if num_kept == num_rows:
+            kept.append(torch.arange(at, at + num_rows, device=scores.device))
+        else:
+            order = torch.sort(scores[at : at + num_rows], descending=True, stable=True).indices
+            kept.append(order[:num_kept].sort().values + at)
+        at += num_rows
+    assert at == len(scores), f"pieces of {at} rows, {len(scores)} scores"
+    return torch.cat(kept)
+
+
+def keep_where(mask: torch.Tensor, num_kept: int) -> torch.Tensor:
+    """Ascending indices of the `num_kept` true entries of `mask`, int64."""
+    return torch.sort(mask.logical_not().to(torch.uint8), stable=True).indices[:num_kept]
+
+
+def chunk_of(positions: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Which of the ascending, disjoint ranges `[starts, ends)` each position lies in; -1 where in none."""
+    index = torch.bucketize(positions, starts, right=True) - 1
+    inside = (index >= 0) & (positions < ends[index.clamp(min=0)])
+    return torch.where(inside, index, -1)
+
+
+def group_mask(
+    positions: torch.Tensor,
+    chunk: torch.Tensor,
+    chunk_starts: Sequence[int],
+    chunk_lens: Sequence[int],
+    *,
+    size: int,
+    threshold: int,
+) -> torch.Tensor:
+    """Rows that lie in windows with more than `threshold` of `size` tokens among them (`methods.grouping`).
+
+    Args:
+        positions, chunk: `[num_rows]`; chunk -1 marks rows that stay whatever their window.
+        chunk_starts, chunk_lens: of whole chunks, by chunk.
+
+    Returns:
+        Bool `[num_rows]`.
+    """
+    device = positions.device
+    num_windows = [-(-length // size) for length in chunk_lens]
+    firsts = torch.tensor([sum(num_windows[:i]) for i in range(len(num_windows))], device=device)
+    starts, lens = torch.tensor(list(chunk_starts), device=device), torch.tensor(list(chunk_lens), device=device)
+    stays = chunk < 0
+    index = chunk.clamp(min=0)
+    window = torch.where(stays, 0, (positions - starts[index]) // size)
+    key = firsts[index] + window
+    num_selected = torch.zeros(sum(num_windows), dtype=torch.int64, device=device)
+    num_selected.scatter_add_(0, key, stays.logical_not().to(torch.int64))
+    window_len = (lens[index] - window * size).clamp(max=size)
+    return stays | (num_selected[key] * size > threshold * window_len)

@@ -1,0 +1,261 @@
+"""LayerwiseForward: one forward in which rows leave between layers, or are found by a pass of the question first.
+
+Verbs: `attend` (called by every attention layer), `run` (scope of the forward, in which the decoder carries hooks).
+
+How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows, returns output for those
+that are left, and cuts the residual stream and the batch's lengths to them; what follows in the layer works on what it
+is given, and a hook gives the next layers the positions of the rows that are left. A pass of the question runs the
+decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
+computes again.
+
+Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits inside the
+layer loop but for decisions of the layer before (see `progress`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_chunk_cache.attention.rows import FusedRows
+from sglang_chunk_cache.selection.base import RowsAtLayer
+from sglang_chunk_cache.selection.progress import RequestProgress
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True)
+class LateRows:
+    """What is needed to make rows of a request once the question has found them.
+
+    Attributes:
+        num_load_rows: rows in front of the ordinary extend.
+        prompt_ids: `[load_end]` token ids, on the device.
+        slots: `[kv_len]` int64, the slot of each position.
+    """
+
+    num_load_rows: int
+    prompt_ids: torch.Tensor
+    slots: torch.Tensor
+
+
+class LayerwiseForward:
+    """See the head of this file.
+
+    Args:
+        rows: of the pass that computes the answer, as it begins; positions of late rows are placeholders.
+        requests: one per request of the batch.
+        late: one per request; None where no question is asked first.
+        tp_size: ranks among which the heads are divided.
+    """
+
+    def __init__(
+        self, rows: FusedRows, requests: Sequence[RequestProgress], late: Sequence[LateRows | None], tp_size: int
+    ) -> None:
+        self._rows = rows
+        self._requests = requests
+        self._late = late
+        self._tp_size = tp_size
+        self._row_lens = list(rows.row_lens)
+        self.is_asking = False
+        self._is_cut = False
+
+    @property
+    def row_positions(self) -> torch.Tensor:
+        """`[num_rows]` int64 of the rows that are left."""
+        return self._rows.row_positions
+
+    @property
+    def row_lens(self) -> list[int]:
+        """Rows that are left of each request."""
+        return self._row_lens
+
+    @contextlib.contextmanager
+    def run(self, model: torch.nn.Module) -> Iterator[None]:
+        """Inside the scope the decoder of `model` runs with this selection."""
+        decoder = decoder_of(model)
+        handles = [layer.register_forward_pre_hook(self._before_layer) for layer in decoder.layers]
+        if any(late is not None for late in self._late):
+            handles.append(decoder.register_forward_pre_hook(self._before_decoder))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # The pass of the question.
+
+    def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        input_ids, positions, batch = args[:3]
+        first = [
+            request.positions if late is not None else request.positions[:0]
+            for request, late in zip(self._requests, self._late, strict=True)
+        ]
+        asking = copy.copy(batch)
+        ids, slots = [], []
+        begin = 0
+        for length, late, first_positions in zip(self._row_lens, self._late, first, strict=True):
+            if late is not None:
+                # The question and what follows it are the end of the rows, missing chunks stand among the others.
+                ids.append(self._ids_of(input_ids[begin : begin + length], late, first_positions))
+                slots.append(late.slots[first_positions])
+            begin += length
+        asking.input_ids, asking.out_cache_loc = torch.cat(ids), torch.cat(slots).to(batch.out_cache_loc.dtype)
+        asking.positions = torch.cat(first).to(positions.dtype)
+        main, main_lens = self._rows, self._row_lens
+        lens = [len(one) for one in first]
+        set_lengths(asking, lens, cut=[0] * len(lens))
+        self._rows, self._row_lens, self.is_asking = main.with_rows(torch.cat(first), lens), lens, True
+        try:
+            decoder.forward(asking.input_ids, asking.positions, asking)
+        finally:
+            self._rows, self._row_lens, self.is_asking = main, main_lens, False
+        self._place_late_rows(input_ids, positions, batch)
+
+    def _ids_of(self, row_ids: torch.Tensor, late: LateRows, positions: torch.Tensor) -> torch.Tensor:
+        num_tail = len(row_ids) - late.num_load_rows
+        num_load = len(positions) - num_tail
+        return torch.cat([late.prompt_ids[positions[:num_load]], row_ids[late.num_load_rows :]])
+
+    def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
+        """Overwrites the placeholders; the tensors are those that the model was called with."""
+        begin = 0
+        for request, late, length in zip(self._requests, self._late, self._row_lens, strict=True):
+            if late is not None:
+                found = request.begin_main()
+                load = slice(begin, begin + late.num_load_rows)
+                at = found[: late.num_load_rows]
+                input_ids[load] = late.prompt_ids[at].to(input_ids.dtype)
+                positions[load] = at.to(positions.dtype)
+                batch.out_cache_loc[load] = late.slots[at].to(batch.out_cache_loc.dtype)
+            begin += length
+        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self._row_lens)
+
+    # The layers.
+
+    def _before_layer(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self._is_cut or self.is_asking:
+            return None
+        return (self._rows.row_positions.to(args[0].dtype), *args[1:])
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        """Attention of one layer over the rows that are left."""
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self.is_asking:
+            for i, request in enumerate(self._requests):
+                if request.asks_first:
+                    request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer))
+            return self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+        layer_id = layer.layer_id
+        began = time.perf_counter()
+        q, k, v = self._cut(q, k, v, batch, [request.leave(layer_id) for request in self._requests])
+        chosen = [
+            request.select(layer_id, self._rows_at(i, q, k, v, layer)) if request.selects_at(layer_id) else None
+            for i, request in enumerate(self._requests)
+        ]
+        q, k, v = self._cut(q, k, v, batch, chosen)
+        for i, request in enumerate(self._requests):
+            if request.observes:
+                request.observe(layer_id, self._rows_at(i, q, k, v, layer))
+            request.finish_layer()
+        self._count_seconds(time.perf_counter() - began)
+        return self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+
+    def _count_seconds(self, seconds: float) -> None:
+        for request in self._requests:
+            if request.report is not None:
+                request.report.seconds += seconds
+
+    def _rows_at(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> RowsAtLayer:
+        begin = sum(self._row_lens[:i])
+        rows = slice(begin, begin + self._row_lens[i])
+        pool = self._rows.kv_pool
+        return RowsAtLayer(
+            q=q[rows],
+            k=k[rows],
+            v=v[rows],
+            positions=self._rows.row_positions[rows],
+            num_question=self._requests[i].num_question,
+            kv_slots=self._rows.slots_of(i),
+            k_buffer=pool.get_key_buffer(layer.layer_id),
+            v_buffer=pool.get_value_buffer(layer.layer_id),
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            tp_size=self._tp_size,
+        )
+
+    def _cut(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        left: Sequence[torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V of the rows that are left, the batch and the residual stream cut to them."""
+        if all(index is None for index in left):
+            return q, k, v
+        pieces, begin = [], 0
+        for length, index in zip(self._row_lens, left, strict=True):
+            pieces.append(torch.arange(begin, begin + length, device=q.device) if index is None else index + begin)
+            begin += length
+        index = torch.cat(pieces)
+        lens = [len(piece) for piece in pieces]
+        stream = batch.residual_stream
+        assert stream is not None, "rows leave inside a layer stack"
+        assert stream.pending is None, "rows leave between the two residual updates of a layer"
+        stream.residual = stream.residual[index]
+        batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
+        self._rows = self._rows.with_rows(self._rows.row_positions[index], lens)
+        batch.positions = self._rows.row_positions.to(batch.positions.dtype)
+        set_lengths(batch, lens, cut=[old - new for old, new in zip(self._row_lens, lens, strict=True)])
+        self._row_lens, self._is_cut = lens, True
+        return q[index], k[index], v[index]
+
+
+def set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+    """Makes all lengths of `batch` those of `row_lens`; `cut` rows are gone from the front of each request."""
+    num_rows = sum(row_lens)
+    device = batch.extend_seq_lens.device
+    batch.extend_seq_lens_cpu = row_lens
+    batch.extend_seq_lens = torch.tensor(row_lens, dtype=batch.extend_seq_lens.dtype).to(device, non_blocking=True)
+    batch.extend_num_tokens = num_rows
+    if batch.extend_start_loc is not None:
+        ends = torch.cumsum(batch.extend_seq_lens, 0)
+        batch.extend_start_loc = (ends - batch.extend_seq_lens).to(batch.extend_start_loc.dtype)
+    if batch.extend_prefix_lens is not None:
+        batch.extend_prefix_lens_cpu = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, cut, strict=True)]
+        prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu, dtype=batch.extend_prefix_lens.dtype)
+        batch.extend_prefix_lens = prefix_lens.to(device, non_blocking=True)
+    if batch.extend_logprob_start_lens_cpu is not None:
+        starts = zip(batch.extend_logprob_start_lens_cpu, cut, strict=True)
+        batch.extend_logprob_start_lens_cpu = [start - gone for start, gone in starts]
+    for name in ("num_token_non_padded", "global_num_token_non_padded"):
+        value = getattr(batch, name)
+        if value is not None:
+            setattr(batch, name, torch.full_like(value, num_rows))
+    if batch.global_num_token_non_padded_cpu is not None:
+        batch.global_num_token_non_padded_cpu = num_rows
+
+
+def decoder_of(model: torch.nn.Module) -> Any:
+    """The module whose `layers` are the decoder layers; the supported model classes have it under one name."""
+    decoder = model.model
+    assert isinstance(decoder.layers, torch.nn.ModuleList), f"{type(decoder).__name__} has no list of layers"
+    return decoder

@@ -1,0 +1,294 @@
+"""RequestProgress: one request on its way through the layers of one forward.
+
+Verbs, in the order of a layer: `leave` (obey what was decided a layer ago), `select` (keep the best by score), both of
+which return the rows that are left, and `observe` (what this layer's attention says of chunks). A request whose
+question is asked first goes through `score_question` at each layer of that pass and `begin_main` behind it.
+
+Promises: rows of missing chunks and of the question never leave; how many rows are left is always known to the host.
+What only the device finds (windows that grouping discards, chunks that lose the focus) is copied to the host behind
+the layer that found it and obeyed at the next one, so the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from chunk_cache.methods import METHODS, Stage
+from chunk_cache.methods.scored import QuestionMethod
+from chunk_cache.plan import RecomputePlan
+from sgl_kernel_ext.attention_mass import attention_mass
+from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of, sum_over_ranks
+from sglang_chunk_cache.selection.choose import chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.selection.focus import FocusTracker
+from sglang_chunk_cache.selection.report import SelectionReport
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows: `num_reused` of `num_rows` may leave; those of one `segment` share its budget."""
+
+    num_rows: int
+    num_reused: int = 0
+    segment: int | None = None
+
+    @property
+    def num_fixed(self) -> int:
+        return self.num_rows - self.num_reused
+
+    def with_reused(self, num_reused: int) -> Piece:
+        """The same piece once only so many of its reused rows are left."""
+        return replace(self, num_rows=self.num_fixed + num_reused, num_reused=num_reused)
+
+
+class Pending:
+    """A mask of the rows that stay, on its way to the host.
+
+    Args:
+        mask: bool `[num_rows]`.
+        pieces: of the rows.
+        settled: whether the focus has settled, bool scalar; None where it was not evaluated.
+    """
+
+    def __init__(self, mask: torch.Tensor, pieces: list[Piece], settled: torch.Tensor | None) -> None:
+        self.mask = mask
+        flag = torch.zeros((), dtype=torch.bool, device=mask.device) if settled is None else settled
+        counts = [part.sum() for part in torch.split(mask, [piece.num_rows for piece in pieces])]
+        values = torch.stack([flag.to(torch.int64), *counts])
+        self._event = None
+        if values.device.type == "cpu":
+            self._values = values
+            return
+        self._values = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._event = torch.get_device_module(values.device).Event()
+        self._event.record()
+
+    def read(self) -> tuple[bool, list[int]]:
+        """Whether the focus has settled, and how many rows of each piece stay.
+
+        Waits for the layer that decided; the layer behind it is queued by then, so the device has work.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        settled, *counts = self._values.tolist()
+        return bool(settled), counts
+
+
+class RequestProgress:
+    """See the head of this file.
+
+    Args:
+        plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
+        positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
+        num_question: how many of the last rows belong to the question.
+        num_layers: of the model.
+        explain: keep a `SelectionReport`.
+    """
+
+    def __init__(
+        self,
+        plan: RecomputePlan | None,
+        positions: torch.Tensor,
+        *,
+        num_question: int,
+        num_layers: int,
+        tp_size: int,
+        explain: bool,
+    ) -> None:
+        self.positions = positions
+        self.num_question = num_question
+        self.report: SelectionReport | None = None
+        self._pieces = [Piece(len(positions))]
+        self._tp_size = tp_size
+        self._plan = plan
+        self._focus: FocusTracker | None = None
+        self._pending: Pending | None = None
+        # What this layer decides: rows that stay, and whether the focus has settled.
+        self._stays: torch.Tensor | None = None
+        self._settled: torch.Tensor | None = None
+        self._is_selected = False
+        if plan is None:
+            return
+        assert plan.selection is not None
+        selection = self._selection = plan.selection
+        device = positions.device
+        self._hits = [chunk for chunk in plan.chunks if chunk.num_reused]
+        self._starts = torch.tensor([chunk.dst_start for chunk in self._hits], device=device)
+        self._ends = torch.tensor([chunk.dst_end for chunk in self._hits], device=device)
+        if explain:
+            self.report = SelectionReport(plan, num_layers)
+        if selection.stage is not Stage.BEFORE:
+            self._scorer = scorer_of(selection.method)
+            self._counts = selection.layer_counts(num_layers)
+        if selection.stage is Stage.QUESTION:
+            method = METHODS[selection.method]
+            assert isinstance(method, QuestionMethod)
+            self._scored_layers = method.scored_layers(selection.options, num_layers)
+            self._question_scores: torch.Tensor | None = None
+        if selection.focus_window:
+            self._focus = FocusTracker(len(plan.chunks), selection.focus_window, device)
+        if not self.asks_first:
+            self._begin(positions)
+
+    @classmethod
+    def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
+        """A request whose rows all stay."""
+        return cls(None, positions, num_question=0, num_layers=0, tp_size=1, explain=False)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the question runs over the reused cache before the rows are known."""
+        return self._plan is not None and self._selection.stage is Stage.QUESTION
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are left."""
+        return len(self.positions)
+
+    # The question first.
+
+    def score_question(self, layer_id: int, rows: RowsAtLayer) -> None:
+        """Adds the scores of one layer of the first pass; `rows` are those of missing chunks and of the question."""
+        if layer_id in self._scored_layers:
+            scores = self._scorer(rows)
+            self._question_scores = scores if self._question_scores is None else self._question_scores + scores
+
+    def begin_main(self) -> torch.Tensor:
+        """Chooses by the scores of the first pass; returns the positions of all rows, `[num_rows]`."""
+        assert self._plan is not None
+        assert self._question_scores is not None, "no layer of the first pass was scored"
+        ranges = [np.arange(chunk.dst_start, chunk.dst_end) for chunk in self._hits]
+        reused = torch.from_numpy(np.concatenate(ranges)).to(self.positions.device)
+        scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
+        late = reused[keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
+        if self.report is not None:
+            self.report.record_scores(scores, torch.isin(reused, late), layer_id=None)
+        self._begin(torch.cat([self.positions, late]).sort().values)
+        self._after_selection()
+        self.finish_layer()
+        return self.positions
+
+    # The layers.
+
+    def leave(self, layer_id: int) -> torch.Tensor | None:
+        """Indices of the rows that are left by what was decided a layer ago; None where nothing changes."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        settled, counts = pending.read()
+        if settled:
+            self._focus = None
+            if self.report is not None:
+                self.report.record_settled(layer_id - 1)
+        if sum(counts) == self.num_rows:
+            return None
+        index = keep_where(pending.mask, sum(counts))
+        pairs = zip(self._pieces, counts, strict=True)
+        self._keep(layer_id, index, [piece.with_reused(count - piece.num_fixed) for piece, count in pairs])
+        return index
+
+    def select(self, layer_id: int, rows: RowsAtLayer) -> torch.Tensor | None:
+        """Indices of the rows that are left by their scores at this layer."""
+        scores = sum_over_ranks(self._scorer(rows), self._tp_size)
+        stays = self._chunk < 0
+        left = self._left_at(layer_id)
+        sizes = [(before.num_rows, after.num_rows) for before, after in zip(self._pieces, left, strict=True)]
+        index = keep_best(scores.masked_fill(stays, float("inf")), sizes)
+        if self.report is not None and not self._is_selected:
+            is_left = torch.zeros_like(stays).index_fill_(0, index, True)
+            self.report.record_scores(scores, is_left, layer_id, ignore=stays)
+        self._keep(layer_id, index, left)
+        if not self._is_selected:
+            self._after_selection()
+        return index
+
+    def selects_at(self, layer_id: int) -> bool:
+        """Whether rows leave by score at this layer."""
+        if self._plan is None or self._selection.stage is not Stage.LAYER:
+            return False
+        return self._left_at(layer_id) != self._pieces
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` needs the rows of the layer."""
+        return self._focus is not None
+
+    def observe(self, layer_id: int, rows: RowsAtLayer) -> None:
+        """Adds what the question attends to at this layer."""
+        assert self._focus is not None
+        assert self._plan is not None
+        received, _ = attention_mass(
+            rows.question_q, rows.keys(), rows.question_positions, sm_scale=rows.sm_scale, logit_cap=rows.logit_cap
+        )
+        received = sum_over_ranks(received / self._tp_size, self._tp_size)
+        running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
+        bounds = torch.tensor([(c.start, c.end) for c in self._plan.chunks], device=received.device)
+        bounds = bounds.clamp(max=len(received))  # a prompt's end may come in a later step
+        found = self._focus.update(layer_id, (running[bounds[:, 1]] - running[bounds[:, 0]]).float())
+        if found is None:
+            return
+        settled, is_focused = found
+        ordinals = torch.tensor([i for i, c in enumerate(self._plan.chunks) if c.num_reused], device=received.device)
+        stays = (self._chunk < 0) | is_focused[ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
+        self._settled = settled
+        self._stays = stays if self._stays is None else self._stays & stays
+        if self.report is not None:
+            self.report.record_focus(layer_id, is_focused)
+
+    def finish_layer(self) -> None:
+        """Sends what the layer decided to the host."""
+        if self._stays is not None:
+            self._pending = Pending(self._stays, self._pieces, self._settled)
+            self._stays = self._settled = None
+
+    # Bookkeeping.
+
+    def _begin(self, positions: torch.Tensor) -> None:
+        """From here on these are the rows."""
+        self.positions = positions
+        self._chunk = chunk_of(positions, self._starts, self._ends)
+        self._pieces = self._initial_pieces(len(positions))
+        if self._selection.stage is Stage.BEFORE:
+            self._is_selected = True
+            if self.report is not None:
+                self.report.record_selected(positions)
+
+    def _initial_pieces(self, num_rows: int) -> list[Piece]:
+        assert self._plan is not None
+        if self._selection.stage is not Stage.LAYER:
+            return [Piece(num_rows, self._plan.num_recomputed)]
+        if len(self._selection.segment_lens) == 1:
+            return [Piece(num_rows, self._plan.num_reused, segment=0)]
+        pieces, at = [], self._plan.load_start
+        for segment, chunk in enumerate(self._hits):
+            pieces += [Piece(chunk.dst_start - at), Piece(chunk.num_reused, chunk.num_reused, segment)]
+            at = chunk.dst_end
+        pieces.append(Piece(num_rows - sum(piece.num_rows for piece in pieces)))
+        return [piece for piece in pieces if piece.num_rows]
+
+    def _left_at(self, layer_id: int) -> list[Piece]:
+        counts = self._counts[layer_id]
+        return [p if p.segment is None else p.with_reused(min(p.num_reused, counts[p.segment])) for p in self._pieces]
+
+    def _after_selection(self) -> None:
+        """The first choice is made: windows with too little of it are discarded."""
+        self._is_selected = True
+        if self.report is not None:
+            self.report.record_selected(self.positions)
+        if self._selection.group_size:
+            self._stays = group_mask(
+                self.positions,
+                self._chunk,
+                [chunk.start for chunk in self._hits],
+                [chunk.end - chunk.start for chunk in self._hits],
+                size=self._selection.group_size,
+                threshold=self._selection.group_threshold,
+            )
+
+    def _keep(self, layer_id: int, index: torch.Tensor, pieces: list[Piece]) -> None:
+        self.positions, self._chunk, self._pieces = self.positions[index], self._chunk[index], pieces
+        if self.report is not None and self._is_selected:
+            self.report.record_left(layer_id, self.positions)

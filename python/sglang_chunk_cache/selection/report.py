@@ -1,0 +1,125 @@
+"""SelectionReport: what the reply tells a researcher about one request's selection (`"explain": true`).
+
+Verbs: `record_*` (during the forward; tensors stay on the device), `complete` (after it; waits for the device).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chunk_cache.methods import Stage
+from chunk_cache.plan import RecomputePlan
+
+
+class SelectionReport:
+    """Filled during one forward."""
+
+    def __init__(self, plan: RecomputePlan, num_layers: int) -> None:
+        self._plan = plan
+        self._num_layers = num_layers
+        self._selected: torch.Tensor | None = None
+        self._left: list[tuple[int, torch.Tensor]] = []
+        self._scores: tuple[torch.Tensor, ...] | None = None
+        self._scored_at: int | None = None
+        self._focus: torch.Tensor | None = None
+        self._settled_at: int | None = None
+        self.seconds = 0.0
+
+    def record_scores(
+        self, scores: torch.Tensor, is_left: torch.Tensor, layer_id: int | None, ignore: torch.Tensor | None = None
+    ) -> None:
+        """Scores of the first choice, all `[n]`; `layer_id` None = a pass of the question; `ignore` = not reused."""
+        counted = torch.ones_like(is_left) if ignore is None else ignore.logical_not()
+        self._scored_at = layer_id
+        self._scores = (scores, is_left, counted)
+
+    def record_selected(self, positions: torch.Tensor) -> None:
+        """All rows once the first choice is made."""
+        self._selected = positions
+
+    def record_left(self, layer_id: int, positions: torch.Tensor) -> None:
+        """All rows that are left from the attention of this layer on."""
+        self._left.append((layer_id, positions))
+
+    def record_focus(self, layer_id: int, is_focused: torch.Tensor) -> None:
+        """The newest focused set."""
+        self._focus = is_focused
+
+    def record_settled(self, layer_id: int) -> None:
+        """The set of this layer has settled."""
+        self._settled_at = layer_id
+
+    def complete(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The object `selection` of the reply, and fields for each chunk of it; plain JSON values."""
+        selection = self._plan.selection
+        assert selection is not None
+        focus: dict[str, Any] | None = None
+        if selection.focus_window:
+            chunks = (
+                None if self._settled_at is None or self._focus is None else self._focus.nonzero().flatten().tolist()
+            )
+            focus = {"settled_at_layer": self._settled_at, "chunks": chunks}
+        summary = {
+            "stage": selection.stage.value,
+            "rows_per_layer": self._rows_per_layer(),
+            "scores": self._summarize_scores(),
+            "focus": focus,
+            "seconds": self.seconds,
+        }
+        return summary, self._per_chunk()
+
+    def _summarize_scores(self) -> dict[str, Any] | None:
+        if self._scores is None:
+            return None
+        scores, is_left, counted = (tensor.cpu() for tensor in self._scores)
+        reused, chosen = scores[counted].double(), scores[counted & is_left].double()
+        return {
+            "layer": self._scored_at,
+            "min": reused.min().item(),
+            "median": reused.median().item(),
+            "mean": reused.mean().item(),
+            "max": reused.max().item(),
+            "sum": reused.sum().item(),
+            "selected_min": chosen.min().item(),
+            "selected_sum": chosen.sum().item(),
+        }
+
+    def _rows_per_layer(self) -> list[int]:
+        """Recomputed rows whose attention ran, by layer."""
+        plan, selection = self._plan, self._plan.selection
+        assert selection is not None
+        num_before = plan.num_reused if selection.stage is Stage.LAYER else plan.num_recomputed
+        rows, num = [], num_before
+        left = {layer: self._count_reused(positions) for layer, positions in self._left}
+        if self._scored_at is not None and self._selected is not None:
+            left = {self._scored_at: self._count_reused(self._selected)} | left
+        for layer in range(self._num_layers):
+            num = left.get(layer, num)
+            rows.append(num)
+        return rows
+
+    def _count_reused(self, positions: torch.Tensor) -> int:
+        found = positions.tolist()
+        return sum(any(c.dst_start <= p < c.dst_end for c in self._plan.chunks if c.num_reused) for p in found)
+
+    def _per_chunk(self) -> list[dict[str, Any]]:
+        assert self._selected is not None
+        previous = self._selected.tolist()
+        steps = []
+        for layer, positions in self._left:
+            left = positions.tolist()
+            steps.append((layer, sorted(set(previous) - set(left))))
+            previous = left
+        fields = []
+        for chunk in self._plan.chunks:
+            inside = range(chunk.dst_start, chunk.dst_end) if chunk.num_reused else range(0)
+            dropped = [{"layer": layer, "positions": [p for p in gone if p in inside]} for layer, gone in steps]
+            fields.append(
+                {
+                    "recomputed_positions": [p for p in self._selected.tolist() if p in inside],
+                    "dropped": [drop for drop in dropped if drop["positions"]],
+                }
+            )
+        return fields

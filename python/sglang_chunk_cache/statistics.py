@@ -1,0 +1,175 @@
+"""Statistics of chunks, taken while their KV is computed: `StatisticsTaker` per forward, `ChunkSums` per request.
+
+Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forward), `observe` (one layer), `finish`
+(sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
+
+Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
+that `statistics_layers` names. A token whose KV was found and not computed has no statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from chunk_cache.statistics import ChunkStatistics
+from chunk_cache.types import Status
+from sgl_kernel_ext.attention_mass import attention_mass
+from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.selection.base import sum_over_ranks
+from sglang_chunk_cache.selection.choose import keep_where
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class ChunkSums:
+    """Sums over layers for the chunks of one request, as far as they were computed."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
+        self._spans = spans
+        self._num_layers = num_layers
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, chunk: int, begin: int, outside: torch.Tensor, received: torch.Tensor) -> None:
+        """Sums of one forward: `outside` of tokens from prompt position `begin` on, `received` of the whole chunk."""
+        start, end = self._spans[chunk]
+        if chunk not in self._sums:
+            missing = torch.full((end - start,), float("nan"), device=outside.device)
+            self._sums[chunk] = (missing, torch.zeros_like(missing))
+        own_outside, own_received = self._sums[chunk]
+        own_outside[begin - start : begin - start + len(outside)] = outside
+        own_received += received
+
+    def statistics(self, chunk: int) -> ChunkStatistics | None:
+        """Means over the layers, on the host; None where nothing of the chunk was computed."""
+        if chunk not in self._sums:
+            return None
+        outside, received = (sums.cpu() / self._num_layers for sums in self._sums[chunk])
+        return ChunkStatistics(outside.numpy(), torch.where(outside.isnan(), outside, received).numpy())
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows [begin, end) of one chunk, computed in this forward by request `request` of the batch."""
+
+    state: DocChunkRequest
+    request: int
+    chunk: int
+    begin: int
+    end: int
+    slots: torch.Tensor
+    """`[end]` int64, the slots of all positions up to the end of the rows."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.state.options.spans[self.chunk]
+
+    @property
+    def segment_starts(self) -> list[int]:
+        """Keys in three parts: in front of the first chunk, from there to this chunk, this chunk."""
+        return [0, self.state.options.spans[0][0], self.span[0]]
+
+
+class StatisticsTaker:
+    """See the head of this file."""
+
+    def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any) -> None:
+        self._jobs = jobs
+        self._layers = frozenset(layers)
+        self._kv_pool = kv_pool
+        self._tp_size = get_tp_group().world_size
+        self._sums: list[torch.Tensor | None] = [None] * len(jobs)
+
+    @classmethod
+    def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
+        """None where no chunk that will be remembered is computed in this forward of `batch`."""
+        if not layers or batch.forward_mode.is_decode_or_idle():
+            return None
+        pool_indices = batch.req_pool_indices_cpu.tolist()
+        req_to_token = batch.req_to_token_pool.req_to_token
+        jobs: list[_Job] = []
+        for i, req in enumerate(batch.reqs):
+            state = state_of(req)
+            if state is None or state.unsupported or not state.options.remembers or not state.keys:
+                continue
+            begin = batch.prefix_lens[i]
+            ranges = _computed_ranges(state, begin, begin + batch.extend_lens[i])
+            if not ranges:
+                continue
+            if state.sums is None:
+                state.sums = ChunkSums(state.options.spans, len(layers))
+            slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
+            jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
+        return cls(jobs, layers, kv_pool) if jobs else None
+
+    def observes(self, layer_id: int) -> bool:
+        """Whether statistics are taken at this layer."""
+        return layer_id in self._layers
+
+    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+        """Adds one layer.
+
+        Args:
+            q: `[num_rows, num_q_heads * head_dim]` of the batch; K is in its slots.
+            positions: `[num_rows]` int64.
+            row_lens: rows of each request.
+        """
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys = self._kv_pool.get_key_buffer(layer.layer_id)
+        for index, job in enumerate(self._jobs):
+            first = sum(row_lens[: job.request])
+            rows = slice(first, first + row_lens[job.request])
+            inside = (positions[rows] >= job.begin) & (positions[rows] < job.end)
+            chosen = keep_where(inside, job.end - job.begin) + first
+            received, by_segment = attention_mass(
+                q[chosen],
+                keys[job.slots],
+                positions[chosen],
+                sm_scale=layer.scaling,
+                logit_cap=layer.logit_cap,
+                segment_starts=job.segment_starts,
+                skip_self=True,
+            )
+            assert by_segment is not None
+            outside = by_segment[:, 1 if job.chunk else 0]
+            sums = torch.cat([outside, received[job.span[0] :]])
+            found = self._sums[index]
+            self._sums[index] = sums if found is None else found + sums
+
+    def finish(self) -> None:
+        """Hands the sums to the requests, averaged over the heads of all ranks."""
+        if any(sums is None for sums in self._sums):
+            return  # the forward did not run the layers (it was replayed from a graph)
+        parts = [sums for sums in self._sums if sums is not None]
+        lens = [len(part) for part in parts]
+        total = sum_over_ranks(torch.cat(parts) / self._tp_size, self._tp_size)
+        for job, sums in zip(self._jobs, torch.split(total, lens), strict=True):
+            num_rows = job.end - job.begin
+            received = torch.nn.functional.pad(sums[num_rows:], (0, job.span[1] - job.end))
+            assert job.state.sums is not None
+            job.state.sums.add(job.chunk, job.begin, sums[:num_rows], received)
+
+
+def _computed_ranges(state: DocChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """(chunk, first position, end) of what an extend over [begin, end) computes of the chunks to remember.
+
+    Of a fused request that is its missing chunks, whose rows stand in front of the extend where they lie in the load.
+    """
+    ranges = []
+    load_start = begin
+    if state.fused and state.load_due:
+        assert state.plan is not None
+        load_start = state.plan.load_start
+    for chunk, span in enumerate(state.options.spans):
+        if state.fused and (state.plan is None or state.plan.chunks[chunk].status is not Status.MISS):
+            continue
+        first, last = max(span[0], load_start), min(span[1], end)
+        if first < last:
+            ranges.append((chunk, first, last))
+    return ranges

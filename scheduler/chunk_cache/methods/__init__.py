@@ -1,0 +1,60 @@
+"""Methods: which tokens of a reused chunk are recomputed. `METHODS` is the registry, `find_method` looks one up.
+
+A new method is one file, one line in `METHODS` and one row in the docs (docs/methods.md shows an example).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
+from chunk_cache.methods.fixed import Epic, Full, FullReuse, Random
+from chunk_cache.methods.options import Options, OptionValue
+from chunk_cache.methods.ranked import H2O, CacheCraft
+from chunk_cache.methods.scored import CacheBlend, LayerMethod, QuestionMethod
+
+__all__ = [
+    "METHODS",
+    "NOT_BUILT",
+    "Method",
+    "OptionValue",
+    "Options",
+    "Ranking",
+    "Rows",
+    "Stage",
+    "find_method",
+    "num_rows_at",
+]
+
+_ALL: tuple[Method, ...] = (
+    FullReuse(),
+    Random(),
+    Epic(),
+    H2O(),
+    CacheCraft(),
+    CacheBlend("cacheblend"),
+    LayerMethod("a3"),
+    QuestionMethod("fusionrag"),
+    Full(),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
+"""The methods that are built, by the name a request uses."""
+
+NOT_BUILT = frozenset({"cacheclip"})
+"""Names the contract reserves; refused like an unknown one until they are built."""
+
+
+def find_method(name: object, path: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ChunkCacheRequestError: unknown, or not built yet; the message lists the known ones.
+    """
+    method = METHODS.get(name) if isinstance(name, str) else None
+    if method is None:
+        problem = f"unknown method {show(name)}"
+        raise user_error(ChunkCacheRequestError, path, problem, f"known methods: {', '.join(METHODS)}")
+    return method

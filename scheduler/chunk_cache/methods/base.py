@@ -1,0 +1,144 @@
+"""Method: how the tokens of reused chunks that are computed again are found, and when.
+
+    Stage.BEFORE     before the forward, on the host: `rows_for_chunk`
+    Stage.LAYER      at a layer, from what all rows computed there; rows leave from then on: `layer_counts`
+    Stage.QUESTION   by a first pass of the question over the reused cache: `layer_counts`
+
+A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
+makes them is `sglang_chunk_cache.selection.<module>:Scorer`. Whatever a method does depends on its arguments only, so
+every tensor-parallel rank and every retry agrees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.methods.options import (
+    COMMON_OPTIONS,
+    ChoiceOption,
+    Option,
+    Options,
+    OptionValue,
+    check_options,
+)
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+Ranking: TypeAlias = npt.NDArray[np.float32]
+
+_INTEGER_TOLERANCE = 1e-9  # far above the rounding of ratio * n (1e-16 relative), far below one token
+
+TOP_K = ChoiceOption("top_k", ("global", "chunk"))
+"""Whether a budget is one for all reused tokens of the prompt, or one for each chunk."""
+
+
+class Stage(StrEnum):
+    """When a method chooses."""
+
+    BEFORE = "before"
+    LAYER = "layer"
+    QUESTION = "question"
+
+
+class Method:
+    """A way to choose rows. Stateless; one instance serves all requests."""
+
+    name: str
+    stage: ClassVar[Stage] = Stage.BEFORE
+    own_options: ClassVar[tuple[Option, ...]] = ()
+    statistic: ClassVar[str | None] = None
+    """The statistic of a stored chunk that it ranks by; one of `chunk_cache.statistics.STATISTICS`."""
+
+    @property
+    def options_schema(self) -> tuple[Option, ...]:
+        """All parameters, its own first."""
+        return (*self.own_options, *COMMON_OPTIONS)
+
+    def effective_ratio(self, requested: float | None, default: float) -> float:
+        """The recompute ratio in [0, 1] that is really used: the request's, else the server's."""
+        return default if requested is None else requested
+
+    def rows_for_chunk(
+        self,
+        offset_len: int,
+        num_reused: int,
+        ratio: float,
+        *,
+        seed: int = 0,
+        chunk_key: bytes = b"",
+        ranking: Ranking | None = None,
+    ) -> Rows:
+        """The tokens of one reused chunk that are computed again (`Stage.BEFORE`).
+
+        Args:
+            offset_len: tokens of the chunk in front of the reused part (they lie in the exact prefix).
+            num_reused: tokens of the chunk that are brought in.
+            ratio: the effective ratio; 1.0 selects all rows whatever the method.
+            seed: the request's ``options.seed``, for methods that draw lots.
+            chunk_key: the chunk's key, so that different chunks draw differently.
+            ranking: [num_reused] the statistic of each reused token, NaN where it was not taken; None = none was.
+
+        Returns:
+            Sorted offsets in ``[0, num_reused)``, counted from the first reused token; shape [num_selected].
+        """
+        assert min(offset_len, num_reused) >= 0, f"negative length: {offset_len}, {num_reused}"
+        num_rows = num_rows_at(ratio, num_reused)
+        if num_rows in (0, num_reused):
+            return np.arange(num_rows, dtype=np.int64)
+        return self._select(num_reused, num_rows, seed, chunk_key, ranking)
+
+    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+        """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
+        raise NotImplementedError(f"{self.name} does not choose before the forward")
+
+    def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
+        """How many of `num_tokens` reused rows run at each layer (`Stage.LAYER` and `Stage.QUESTION`).
+
+        Returns:
+            `num_layers` numbers that never grow, from the attention of a layer on; all are `num_tokens` at ratio 1.
+        """
+        raise NotImplementedError(f"{self.name} chooses before the forward")
+
+    def check_options(self, options: Mapping[str, object], path: str) -> Options:
+        """The given parameters, checked and sorted; those left out keep their default.
+
+        Raises:
+            ChunkCacheRequestError: a name this method does not have, or a value outside its range.
+        """
+        return check_options(options, self.options_schema, path, f"method {self.name!r}")
+
+    def option(self, options: Options, name: str) -> OptionValue:
+        """One parameter of checked `options`, or its default."""
+        given = dict(options)
+        return given[name] if name in given else next(o.default for o in self.options_schema if o.name == name)
+
+    def check_model(self, options: Options, num_layers: int, path: str) -> None:
+        """Whether a model of `num_layers` can be served with these options.
+
+        Raises:
+            ChunkCacheRequestError: it cannot.
+        """
+
+
+def need_layers(name: str, layer: int, num_layers: int, path: str) -> None:
+    """Raises a `ChunkCacheRequestError` at `path` where a model has no layer of that number."""
+    if layer >= num_layers:
+        problem = f"{name} names layer {layer}, but the model has layers 0 to {num_layers - 1}"
+        raise user_error(ChunkCacheRequestError, path, problem, "name a layer of the model, or choose another method")
+
+
+def num_rows_at(ratio: float, num_tokens: int) -> int:
+    """ceil(ratio * num_tokens) without floating-point surprises: 0.07 of 100 is 7, not 8; above 0 at least one."""
+    assert 0.0 <= ratio <= 1.0, f"ratio {ratio} outside [0, 1]"
+    if ratio == 0.0 or num_tokens == 0:
+        return 0
+    exact = ratio * num_tokens
+    nearest = round(exact)
+    close = abs(exact - nearest) <= _INTEGER_TOLERANCE * max(1.0, exact)
+    return min(num_tokens, max(1, nearest if close else math.ceil(exact)))

@@ -1,0 +1,66 @@
+"""Methods that look at nothing: all, none, the first tokens, or tokens drawn by lot."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.methods.base import Method, Ranking, Rows
+from chunk_cache.methods.options import IntOption
+
+
+class FullReuse(Method):
+    """Position shift only: nothing is recomputed."""
+
+    name = "full-reuse"
+
+    def effective_ratio(self, requested: float | None, default: float) -> float:
+        return 0.0
+
+
+class Full(Method):
+    """Everything is recomputed: what every method is at ratio 1.0."""
+
+    name = "full"
+
+    def effective_ratio(self, requested: float | None, default: float) -> float:
+        return 1.0
+
+
+class Epic(Method):
+    """LegoLink (EPIC): the first ceil(ratio n) tokens, where a chunk's false attention sink lies."""
+
+    name = "epic"
+
+    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+        return np.arange(num_rows, dtype=np.int64)
+
+
+class Random(Method):
+    """Baseline: ceil(ratio n) tokens drawn without replacement, from (seed, chunk key, n) alone.
+
+    With the same seed a larger ratio selects a superset, so that curves over the ratio are not noise.
+    """
+
+    name = "random"
+    own_options = (IntOption("seed", default=0, minimum=0, maximum=2**63 - 1),)
+
+    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+        message = seed.to_bytes(8, "little") + num_reused.to_bytes(8, "little") + chunk_key
+        base = int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
+        # the words are all different, so this set is unique whichever algorithm numpy picks
+        chosen = np.argpartition(_hash_counters(base, num_reused), num_rows)[:num_rows]
+        return np.sort(chosen).astype(np.int64, copy=False)
+
+
+def _hash_counters(base: int, num: int) -> npt.NDArray[np.uint64]:
+    """`num` pseudo-random words, all different: SplitMix64 (Steele et al. 2014), a bijection over a counter.
+
+    Ours rather than numpy's generator: its stream may change between numpy versions, and seeding it costs more.
+    """
+    words = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(base)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

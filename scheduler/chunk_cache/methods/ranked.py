@@ -1,0 +1,35 @@
+"""Methods that rank a chunk's tokens by a statistic taken when the chunk was computed (`chunk_cache.statistics`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunk_cache.methods.base import Method, Ranking, Rows
+
+
+class RankedMethod(Method):
+    """The ceil(ratio n) tokens of each chunk with the largest statistic; ties, and tokens without one, by position."""
+
+    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+        if ranking is None:
+            return np.arange(num_rows, dtype=np.int64)
+        assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
+        score = np.where(np.isnan(ranking), -np.inf, ranking)
+        return np.sort(np.argsort(-score, kind="stable")[:num_rows]).astype(np.int64, copy=False)
+
+
+class CacheCraft(RankedMethod):
+    """Cache-Craft section 3.2: the tokens that attended most to what stood in front of their chunk.
+
+    Per token sum_j mass(t -> C_j) over the chunks before its own; where there were none, mass(t -> S).
+    """
+
+    name = "cache-craft"
+    statistic = "outside"
+
+
+class H2O(RankedMethod):
+    """Prefill-H2O: the tokens that later tokens of their chunk attended to most (heavy hitters, H2O section 4)."""
+
+    name = "h2o"
+    statistic = "received"

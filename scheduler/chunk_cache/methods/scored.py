@@ -1,0 +1,120 @@
+"""Methods that score tokens during the forward; here only where, and how many rows stay.
+
+The scores themselves are made by `sglang_chunk_cache.selection`, in the file of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import ClassVar
+
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.methods.base import TOP_K, Method, Stage, need_layers, num_rows_at
+from chunk_cache.methods.options import FloatOption, IntOption, LayersOption, Option, Options, layers_of
+
+CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=1023)
+"""The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
+
+
+class LayerMethod(Method):
+    """Scores all rows at `check_layer` and keeps the best ceil(ratio n) from then on.
+
+    A3 (section 3) is this with the question's attention as the score.
+    """
+
+    stage = Stage.LAYER
+    own_options: ClassVar[tuple[Option, ...]] = (CHECK_LAYER, TOP_K)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
+        check_layer = self.check_layer(options)
+        return (num_tokens,) * check_layer + (num_rows_at(ratio, num_tokens),) * (num_layers - check_layer)
+
+    def check_layer(self, options: Options) -> int:
+        """See `CHECK_LAYER`."""
+        value = self.option(options, CHECK_LAYER.name)
+        assert isinstance(value, int)
+        return value
+
+    def check_model(self, options: Options, num_layers: int, path: str) -> None:
+        need_layers(f"{self.name}: {CHECK_LAYER.name}", self.check_layer(options), num_layers, path)
+
+
+class QuestionMethod(Method):
+    """Runs the question over the reused cache, scores at `layers`, then computes the best ceil(ratio n) rows.
+
+    FusionRAG (section 3.2) is this with the question's attention as the score.
+    """
+
+    stage = Stage.QUESTION
+    own_options = (LayersOption("layers"), TOP_K)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
+        return (num_rows_at(ratio, num_tokens),) * num_layers
+
+    def scored_layers(self, options: Options, num_layers: int) -> tuple[int, ...]:
+        """The layers whose attention is scored in the first pass."""
+        return layers_of(self.option(options, "layers"), num_layers)
+
+    def check_model(self, options: Options, num_layers: int, path: str) -> None:
+        need_layers(f"{self.name}: layers", max(self.scored_layers(options, num_layers)), num_layers, path)
+
+
+class CacheBlend(LayerMethod):
+    """CacheBlend section 4.3: the rows whose K and V deviate most, filtered gradually.
+
+    The share of rows falls linearly from `first_ratio` r to `last_ratio` r over the first `filter_share` of the
+    layers, then stays; shares are clipped to 1 and scaled so that the mean from the check layer on is r.
+    """
+
+    own_options = (
+        CHECK_LAYER,
+        TOP_K,
+        FloatOption("first_ratio", default=1.3, minimum=0.0, maximum=100.0),
+        FloatOption("last_ratio", default=0.94, minimum=0.01, maximum=100.0),
+        FloatOption("filter_share", default=1 / 3, minimum=0.0, maximum=1.0),
+    )
+
+    def check_options(self, options: Mapping[str, object], path: str) -> Options:
+        checked = super().check_options(options, path)
+        first, last, _ = self._schedule(checked)
+        if first < last:
+            problem = f"{first:g} is smaller than last_ratio {last:g}, but rows that left do not come back"
+            raise user_error(ChunkCacheRequestError, f"{path}.first_ratio", problem, "give at least last_ratio")
+        return checked
+
+    def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
+        check_layer = self.check_layer(options)
+        ratios = gradual_ratios(ratio, num_layers, check_layer, *self._schedule(options))
+        return (num_tokens,) * check_layer + tuple(num_rows_at(one, num_tokens) for one in ratios)
+
+    def _schedule(self, options: Options) -> tuple[float, float, float]:
+        values = [self.option(options, name) for name in ("first_ratio", "last_ratio", "filter_share")]
+        first, last, share = (value for value in values if isinstance(value, float))
+        return first, last, share
+
+
+@lru_cache(maxsize=1024)
+def gradual_ratios(
+    ratio: float, num_layers: int, check_layer: int, first: float, last: float, share: float
+) -> tuple[float, ...]:
+    """The share of rows at each layer from `check_layer` on: never growing, at most 1, with mean `ratio`."""
+    num = num_layers - check_layer
+    num_filtering = min(num, max(1, round(share * num_layers)))
+    step = (last - first) / (num_filtering - 1) if num_filtering > 1 else 0.0
+    weights = [first + i * step if i < num_filtering else last for i in range(num)]
+    # The scale at which the clipped shares have the wanted mean; the mean grows with it, so halving finds it.
+    low, high = 0.0, 1.0 / min(weights)
+    for _ in range(80):
+        middle = (low + high) / 2
+        if sum(min(1.0, middle * weight) for weight in weights) < ratio * num:
+            low = middle
+        else:
+            high = middle
+    return tuple(min(1.0, high * weight) for weight in weights)

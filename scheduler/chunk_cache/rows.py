@@ -1,0 +1,106 @@
+"""Rows of a load: which of its positions are computed, as far as that is known before the forward.
+
+`choose_rows` asks the method; what only the forward can find is described by a `Selection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
+from chunk_cache.methods.grouping import group_rows
+from chunk_cache.request import RequestOptions
+from chunk_cache.selection import Selection, is_selecting, question_start
+
+if TYPE_CHECKING:
+    from chunk_cache.plan import ChunkPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """See the fields of the same names in `RecomputePlan`."""
+
+    row_positions: Rows
+    num_recomputed: int
+    num_late_rows: int = 0
+    selection: Selection | None = None
+
+
+def choose_rows(
+    chunks: Sequence[ChunkPlan],
+    keys: Sequence[bytes],
+    rankings: Sequence[Ranking | None],
+    *,
+    load_start: int,
+    load_end: int,
+    method: Method,
+    ratio: float,
+    opts: RequestOptions,
+    prompt_len: int,
+) -> ChosenRows:
+    """The rows of the load [load_start, load_end); `keys` and `rankings` are one per chunk, rankings whole chunks."""
+    is_missing: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
+    for chunk in chunks:
+        is_missing[chunk.dst_start - load_start : chunk.dst_end - load_start] = False
+    start = question_start(opts.spans, prompt_len)
+    if method.stage is not Stage.BEFORE:
+        return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, start)
+    is_row = is_missing.copy()
+    for chunk, key, ranking in zip(chunks, keys, rankings, strict=True):
+        if chunk.num_reused:
+            rows = _rows_of_chunk(chunk, key, ranking, method, ratio, opts)
+            is_row[rows + (chunk.dst_start - load_start)] = True
+    num_recomputed = int(is_row.sum() - is_missing.sum())
+    is_dropping = is_selecting(method, opts.options) and ratio < 1.0 and num_recomputed > 0
+    selection = Selection(method.name, opts.options, ratio, (), start) if is_dropping else None
+    return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
+
+
+def _choose_in_forward(
+    chunks: Sequence[ChunkPlan],
+    is_missing: npt.NDArray[np.bool_],
+    load_start: int,
+    method: Method,
+    ratio: float,
+    opts: RequestOptions,
+    start: int,
+) -> ChosenRows:
+    reused_lens = tuple(chunk.num_reused for chunk in chunks if chunk.num_reused)
+    num_reused = sum(reused_lens)
+    segment_lens = reused_lens if method.option(opts.options, "top_k") == "chunk" else (num_reused,)
+    num_recomputed = sum(num_rows_at(ratio, length) for length in segment_lens)
+    if num_recomputed in (0, num_reused):
+        is_row = is_missing | (num_recomputed > 0)
+        return ChosenRows(_positions(is_row, load_start), num_recomputed)
+    selection = Selection(method.name, opts.options, ratio, segment_lens, start)
+    if method.stage is Stage.QUESTION:
+        return ChosenRows(_positions(is_missing, load_start), num_recomputed, num_recomputed, selection)
+    return ChosenRows(_positions(np.ones_like(is_missing), load_start), num_recomputed, 0, selection)
+
+
+def _rows_of_chunk(
+    chunk: ChunkPlan, key: bytes, ranking: Ranking | None, method: Method, ratio: float, opts: RequestOptions
+) -> Rows:
+    """Offsets in the reused part of one chunk, chosen before the forward."""
+    if ranking is not None:
+        ranking = ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
+    seed, size, threshold = opts.option("seed", 0), opts.option("group_size", 0), opts.option("group_threshold", 5)
+    assert isinstance(seed, int)
+    assert isinstance(size, int)
+    assert isinstance(threshold, int)
+    rows = method.rows_for_chunk(chunk.src_offset, chunk.num_reused, ratio, seed=seed, chunk_key=key, ranking=ranking)
+    if ratio == 1.0:
+        return rows
+    chunk_len = chunk.end - chunk.start
+    return group_rows(rows, offset_len=chunk.src_offset, chunk_len=chunk_len, size=size, threshold=threshold)
+
+
+def _positions(is_row: npt.NDArray[np.bool_], load_start: int) -> Rows:
+    positions = (np.flatnonzero(is_row) + load_start).astype(np.int64, copy=False)
+    positions.setflags(write=False)
+    return positions

@@ -1,0 +1,62 @@
+"""Selection: what the forward of one fused request still has to choose or to drop. A frozen value.
+
+The host knows how many rows run at each layer (`layer_counts`), the device which ones. Only two things depend on what
+the device finds: windows that grouping discards, and chunks that lose the focus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunk_cache.methods import METHODS, Method, Options, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Part of a `RecomputePlan`."""
+
+    method: str
+    options: Options
+    ratio: float
+    segment_lens: tuple[int, ...] = ()
+    """Reused tokens that share a budget, in the order of the prompt: all of them (one segment), or each chunk's."""
+    question_start: int = 0
+    """Prompt positions from here on are the question."""
+
+    @property
+    def stage(self) -> Stage:
+        return METHODS[self.method].stage
+
+    @property
+    def group_size(self) -> int:
+        return self._int("group_size")
+
+    @property
+    def group_threshold(self) -> int:
+        return self._int("group_threshold")
+
+    @property
+    def focus_window(self) -> int:
+        return self._int("focus_window")
+
+    def layer_counts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Rows of each segment that run at each layer: `[num_layers][num_segments]`."""
+        method = METHODS[self.method]
+        counts = [method.layer_counts(length, self.ratio, num_layers, self.options) for length in self.segment_lens]
+        return tuple(zip(*counts, strict=True))
+
+    def _int(self, name: str) -> int:
+        value = METHODS[self.method].option(self.options, name)
+        assert isinstance(value, int)
+        return value
+
+
+def question_start(spans: tuple[tuple[int, int], ...], prompt_len: int) -> int:
+    """Where the question begins: behind the last chunk; a prompt that ends in a chunk asks with its last token."""
+    last_end = spans[-1][1] if spans else 0
+    return min(last_end, prompt_len - 1)
+
+
+def is_selecting(method: Method, options: Options) -> bool:
+    """Whether a request with these options has something to choose or drop in its forward."""
+    return method.stage is not Stage.BEFORE or bool(method.option(options, "focus_window"))

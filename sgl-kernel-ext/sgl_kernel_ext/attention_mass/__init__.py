@@ -1,0 +1,113 @@
+"""Softmax mass: how much attention some query rows give to each key, without writing the attention matrix.
+
+    attention_mass   the mass that each key receives from the rows, and optionally that each row gives to each segment
+
+    keys        0 1 2 3 4 5 6 7            received[j] = sum over rows of mean over heads of softmax(q k)[row, j]
+    row at 4    x x x x x                  by_segment[row, s] = the same, summed over the keys of segment s instead
+    row at 7    x x x x x x x x
+
+A row at position p sees the keys 0..p. Scores and sums are fp32; only one block of rows exists at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["attention_mass"]
+
+_BLOCK_ELEMENTS = 1 << 22  # scores that exist at one time: 16 MiB of fp32
+
+
+def attention_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_positions: torch.Tensor,
+    *,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    segment_starts: Sequence[int] | None = None,
+    skip_self: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The softmax mass of one request's rows on its keys.
+
+    Used for Cache-Craft's statistics and focused chunks (section 3), A3's and FusionRAG's token scores.
+
+    Args:
+        q: [num_rows, num_q_heads, head_dim].
+        k: [kv_len, num_kv_heads, head_dim]; query head h reads key head h // (num_q_heads // num_kv_heads).
+        row_positions: [num_rows] int64, each in [0, kv_len); the row sees keys up to and including its own.
+        sm_scale: factor of q.k.
+        logit_cap: where positive, scores are `cap * tanh(score / cap)`.
+        segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
+        skip_self: leave out of `received` what a row gives to the key at its own position.
+
+    Returns:
+        `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
+
+    Raises:
+        ValueError: shapes do not fit together.
+
+    Example:
+        >>> q, k = torch.randn(2, 8, 64), torch.randn(10, 2, 64)
+        >>> received, _ = attention_mass(q, k, torch.tensor([3, 9]), sm_scale=0.125)
+        >>> received.shape, round(float(received.sum()), 3)
+        (torch.Size([10]), 2.0)
+    """
+    _check(q, k, row_positions, segment_starts)
+    (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
+    received = q.new_zeros(kv_len, dtype=torch.float32)
+    bounds = None if segment_starts is None else _bounds(segment_starts, kv_len, q.device)
+    by_segment = None if bounds is None else q.new_zeros(num_rows, len(bounds) - 1, dtype=torch.float32)
+    keys = k.to(q.dtype).permute(1, 2, 0)  # [num_kv_heads, head_dim, kv_len]
+    key_positions = torch.arange(kv_len, device=q.device)
+    block_rows = max(1, _BLOCK_ELEMENTS // (num_q_heads * kv_len))
+    for start in range(0, num_rows, block_rows):
+        rows = slice(start, min(start + block_rows, num_rows))
+        weights = _weights(q[rows], keys, row_positions[rows], key_positions, sm_scale, logit_cap)
+        received += weights.sum(0)
+        if skip_self:
+            own = weights.gather(1, row_positions[rows, None])[:, 0]
+            received.index_add_(0, row_positions[rows], own, alpha=-1.0)
+        if by_segment is not None and bounds is not None:
+            # Differences of a running sum would lose small masses behind large ones; in fp64 they do not.
+            running = torch.nn.functional.pad(weights.cumsum(1, dtype=torch.float64), (1, 0))
+            by_segment[rows] = running[:, bounds].diff(dim=1).float()
+    return received, by_segment
+
+
+def _weights(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    row_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    sm_scale: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """[rows, kv_len] softmax weights, mean over heads."""
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[0]
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+    scores = torch.bmm(grouped, keys).float().mul_(sm_scale).view(num_kv_heads, num_rows, -1, keys.shape[2])
+    if logit_cap > 0:
+        scores = (scores / logit_cap).tanh_().mul_(logit_cap)
+    scores.masked_fill_((key_positions > row_positions[:, None])[None, :, None], float("-inf"))
+    return torch.softmax(scores, dim=-1).sum(dim=(0, 2)).div_(num_q_heads)
+
+
+def _bounds(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([*segment_starts, kv_len], device=device)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, row_positions: torch.Tensor, segment_starts: Sequence[int] | None) -> None:
+    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q, k: shapes {tuple(q.shape)} and {tuple(k.shape)} do not fit: head_dim or head count")
+    if row_positions.shape != (q.shape[0],) or row_positions.dtype != torch.int64:
+        raise ValueError(
+            f"row_positions: {row_positions.dtype} {tuple(row_positions.shape)}, need int64 ({q.shape[0]},)"
+        )
+    if segment_starts is not None:
+        starts = list(segment_starts)
+        if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > k.shape[0]:
+            raise ValueError(f"segment_starts: {starts} must ascend from 0 within {k.shape[0]} keys")

@@ -1,0 +1,40 @@
+"""attention_mass by its definition, one row and head at a time: what tests compare with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+
+def attention_mass_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_positions: torch.Tensor,
+    *,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    segment_starts: Sequence[int] | None = None,
+    skip_self: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `attention_mass`, everything computed in `dtype`."""
+    (num_rows, num_heads, _), kv_len = q.shape, k.shape[0]
+    group = num_heads // k.shape[1]
+    weights = torch.zeros(num_rows, kv_len, dtype=dtype)
+    for row, position in enumerate(row_positions.tolist()):
+        for head in range(num_heads):
+            scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * sm_scale
+            if logit_cap > 0:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
+            weights[row, : position + 1] += torch.softmax(scores, dim=0) / num_heads
+    received = weights.sum(0)
+    if skip_self:
+        for row, position in enumerate(row_positions.tolist()):
+            received[position] -= weights[row, position]
+    if segment_starts is None:
+        return received, None
+    bounds = [*segment_starts, kv_len]
+    segments = [weights[:, a:b].sum(1) for a, b in itertools.pairwise(bounds)]
+    return received, torch.stack(segments, dim=1)
