@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chunk_cache.config import Config
-from chunk_cache.methods import METHODS
+from chunk_cache.config import STATISTICS_LAYERS, Config
+from chunk_cache.methods import METHODS, NOT_BUILT
 from chunk_cache.request import KEYS, MODES
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache import compat
@@ -18,6 +18,14 @@ DOCS = Path(__file__).parents[3] / "docs"
 @pytest.mark.parametrize("word", [*REASONS, *Status, *METHODS, *MODES, *KEYS, *Config.__dataclass_fields__])
 def test_api_doc_knows(word):
     assert f"`{word}`" in (DOCS / "api.md").read_text()
+
+
+OPTIONS = sorted({option.name for method in METHODS.values() for option in method.options_schema})
+
+
+@pytest.mark.parametrize("word", [*METHODS, *NOT_BUILT, *OPTIONS, *STATISTICS_LAYERS], ids=repr)
+def test_methods_doc_knows(word):
+    assert f"`{word}`" in (DOCS / "methods.md").read_text()
 
 
 @pytest.mark.parametrize("rule", compat.FLAG_RULES + compat.BACKEND_RULES, ids=lambda rule: rule.name)

@@ -20,6 +20,7 @@ def test_every_field_can_be_given() -> None:
         "max_generation": 0,
         "min_reuse_len": 16,
         "kernel": "torch",
+        "statistics_layers": "all",
     }
     assert dataclasses.asdict(parse_config(given)) == given
     assert set(given) == {field.name for field in dataclasses.fields(Config)}
@@ -42,9 +43,31 @@ def test_every_field_can_be_given() -> None:
         ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: None is not an integer"),
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
+        *[
+            (
+                {"statistics_layers": value},
+                f"--chunk-cache-config: statistics_layers: {value!r} is neither a list of layer numbers nor one of "
+                "sampled, all, none; count layers from 0",
+            )
+            for value in ("some", "", 3, True, None, 1.5, {}, [], [-1], [True], [1.0], ["1"])
+        ],
     ],
 )
 def test_bad_values_name_the_key_and_the_remedy(value: object, message: str) -> None:
     with pytest.raises(ChunkCacheConfigError) as caught:
         parse_config(value)
     assert message in str(caught.value)
+
+
+def test_layers_with_statistics() -> None:
+    def layers(value: object, num_layers: int) -> tuple[int, ...]:
+        return parse_config({"statistics_layers": value}).layers_with_statistics(num_layers)
+
+    assert [layers(value, 12) for value in ("sampled", "none", [5, 0, 5])] == [(4, 8), (), (0, 5)]
+    assert layers("all", 3) == (0, 1, 2)
+    assert layers([1, 7, 8], 8) == (1, 7)
+    for num_layers in range(1, 100):
+        sampled = layers("sampled", num_layers)
+        assert sampled == Config().layers_with_statistics(num_layers)
+        assert 0 < len(sampled) <= 2
+        assert set(sampled) <= set(range(num_layers))

@@ -1,7 +1,10 @@
+"""Each method: the shared suite, and what is its own. The scored ones are in test_methods_scored.py."""
+
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.methods import METHODS, NOT_BUILT, Random, find_method, num_rows_at
+from chunk_cache.methods import METHODS, NOT_BUILT, find_method, num_rows_at
+from unit.scheduler.method_suite import KEYS, LENS, RATIOS, MethodSuite, shared
 
-ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-RATIOS = st.floats(0, 1)
-LENS = st.integers(0, 600)
-KEYS = st.binary(min_size=16, max_size=16)
+# A statistic as it is stored: many ties, some tokens without one, and nothing else that is special.
+SCORES = st.sampled_from((0.0, 0.25, 0.5, 1.0, 3.0, math.nan)) | st.floats(0, 100, width=32)
 
 
 @given(st.integers(0, 1000), st.integers(0, 5000))
@@ -34,97 +36,145 @@ def test_rows_at_awkward_ratios(ratio: float, num_tokens: int, expected: int) ->
     assert num_rows_at(ratio, num_tokens) == expected
 
 
-@ALL
-@given(offset=LENS, num=LENS, ratio=RATIOS, seed=st.integers(0, 2**63 - 1), key=KEYS)
-def test_shared_promises(method, offset: int, num: int, ratio: float, seed: int, key: bytes) -> None:
-    used = method.effective_ratio(ratio, 0.5)
-    rows = method.rows_for_chunk(offset, num, used, seed=seed, chunk_key=key)
-    assert rows.dtype == np.int64
-    assert rows.ndim == 1
-    assert len(rows) == num_rows_at(used, num)
-    assert np.all(np.diff(rows) > 0)
-    assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < num)
-    again = method.rows_for_chunk(offset, num, used, seed=seed, chunk_key=bytes(bytearray(key)))
-    np.testing.assert_array_equal(rows, again)
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan])
+def test_ratio_outside_its_range_is_an_assertion(ratio: float) -> None:
+    with pytest.raises(AssertionError, match="outside"):
+        num_rows_at(ratio, 10)
 
 
-@ALL
-def test_ratio_one_is_every_row_and_ratio_zero_none(method) -> None:
-    np.testing.assert_array_equal(method.rows_for_chunk(0, 7, 1.0), np.arange(7))
-    assert len(method.rows_for_chunk(0, 7, 0.0)) == 0
+# The registry.
 
 
-@pytest.mark.parametrize(
-    ("name", "effective"),
-    [("full-reuse", (0.0, 0.0)), ("full", (1.0, 1.0)), ("random", (0.3, 0.15)), ("epic", (0.3, 0.15))],
-)
-def test_effective_ratio(name: str, effective: tuple[float, float]) -> None:
-    method = METHODS[name]
-    assert (method.effective_ratio(0.3, 0.15), method.effective_ratio(None, 0.15)) == effective
-
-
-def test_epic_takes_the_first_tokens() -> None:
-    np.testing.assert_array_equal(METHODS["epic"].rows_for_chunk(3, 10, 0.25), [0, 1, 2])
-
-
-@given(num=st.integers(2, 300), low=RATIOS, high=RATIOS, key=KEYS)
-def test_random_with_a_larger_ratio_selects_a_superset(num: int, low: float, high: float, key: bytes) -> None:
-    low, high = sorted((low, high))
-    few = METHODS["random"].rows_for_chunk(0, num, low, seed=5, chunk_key=key)
-    many = METHODS["random"].rows_for_chunk(0, num, high, seed=5, chunk_key=key)
-    assert set(few) <= set(many)
-
-
-def test_random_depends_on_seed_key_and_length_and_on_nothing_else() -> None:
-    def draw(num: int, seed: int, key: bytes, offset: int = 0) -> tuple[int, ...]:
-        return tuple(METHODS["random"].rows_for_chunk(offset, num, 0.2, seed=seed, chunk_key=key).tolist())
-
-    base = draw(100, 0, b"a" * 16)
-    assert base == (0, 4, 7, 11, 12, 14, 15, 20, 39, 41, 49, 52, 53, 59, 66, 91, 93, 95, 96, 99)
-    assert base == draw(100, 0, b"a" * 16, offset=9)
-    assert len({base, draw(100, 1, b"a" * 16), draw(100, 0, b"b" * 16), draw(101, 0, b"a" * 16)}) == 4
-
-
-def test_random_is_uniform() -> None:
-    num, ratio, num_draws = 50, 0.2, 4000
-    counts = np.zeros(num)
-    for seed in range(num_draws):
-        counts[METHODS["random"].rows_for_chunk(0, num, ratio, seed=seed, chunk_key=b"k" * 16)] += 1
-    expected = num_draws * ratio
-    chi_squared = float(np.sum((counts - expected) ** 2 / (expected * (1 - ratio))))
-    assert chi_squared < 85.4  # 0.1 % quantile of 49 degrees of freedom; the draws are fixed, so it never flakes
-
-
-@pytest.mark.parametrize("name", [*sorted(NOT_BUILT), "", "Epic", None, 3, ["epic"]])
+@pytest.mark.parametrize("name", [*sorted(NOT_BUILT), "", "Epic", None, 3, True, ["epic"]])
 def test_unknown_and_unbuilt_methods_are_refused_alike(name: object) -> None:
     with pytest.raises(ChunkCacheRequestError) as caught:
         find_method(name, "p.method")
-    assert str(caught.value) == f"p.method: unknown method {name!r}; known methods: full-reuse, random, epic, full"
+    assert str(caught.value) == f"p.method: unknown method {name!r}; known methods: {', '.join(METHODS)}"
 
 
 def test_built_and_reserved_names_are_those_of_the_contract() -> None:
-    assert set(METHODS) == {"full-reuse", "random", "epic", "full"}
-    assert {"cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"} == NOT_BUILT
-    assert all(METHODS[name].name == name for name in METHODS)
+    contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
+    assert METHODS.keys() | NOT_BUILT == contract | {"full"}
+    assert not METHODS.keys() & NOT_BUILT
 
 
-def test_random_options() -> None:
-    assert Random().check_options({}, "p") == ()
-    assert Random().check_options({"seed": 7}, "p") == (("seed", 7),)
+def test_methods_are_found_by_their_name() -> None:
+    assert all(find_method(name, "p") is method and method.name == name for name, method in METHODS.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("random", {"seed": -1}, "p.seed: -1 is not an integer in [0, 9223372036854775807]; "),
-        ("random", {"seed": True}, "p.seed: True is not an integer"),
-        ("random", {"seed": 1.0}, "p.seed: 1.0 is not an integer"),
-        ("random", {"seed": 2**63}, "p.seed: 9223372036854775808 is not an integer"),
-        ("random", {"sed": 1}, "p: unknown key 'sed' for method 'random'; known keys: seed"),
-        ("epic", {"seed": 1}, "p: unknown key 'seed' for method 'epic'; known keys: none"),
-    ],
-)
-def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ChunkCacheRequestError) as caught:
-        METHODS[name].check_options(options, "p")
-    assert str(caught.value).startswith(message)
+def test_every_method_has_a_test_that_inherits_the_suite() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    for name in METHODS:
+        assert f'Suite):\n    method = METHODS["{name}"]' in tests
+
+
+def test_negative_lengths_are_an_assertion() -> None:
+    for offset, num in ((-1, 3), (3, -1)):
+        with pytest.raises(AssertionError, match="negative length"):
+            METHODS["epic"].rows_for_chunk(offset, num, 0.5)
+
+
+# Methods that look at nothing.
+
+
+class TestFullReuse(MethodSuite):
+    method = METHODS["full-reuse"]
+
+    def test_ratio_is_zero_whatever_was_asked(self) -> None:
+        assert [self.method.effective_ratio(r, 0.15) for r in (None, 0.0, 0.3, 1.0)] == [0.0] * 4
+
+
+class TestFull(MethodSuite):
+    method = METHODS["full"]
+
+    def test_ratio_is_one_whatever_was_asked(self) -> None:
+        assert [self.method.effective_ratio(r, 0.15) for r in (None, 0.0, 0.3, 1.0)] == [1.0] * 4
+
+
+class TestEpic(MethodSuite):
+    method = METHODS["epic"]
+
+    def test_it_takes_the_first_tokens(self) -> None:
+        np.testing.assert_array_equal(self.method.rows_for_chunk(3, 10, 0.25), [0, 1, 2])
+
+
+class TestRandom(MethodSuite):
+    method = METHODS["random"]
+
+    @given(num=st.integers(2, 300), low=RATIOS, high=RATIOS, key=KEYS)
+    def test_a_larger_ratio_selects_a_superset(self, num: int, low: float, high: float, key: bytes) -> None:
+        low, high = sorted((low, high))
+        few = self.method.rows_for_chunk(0, num, low, seed=5, chunk_key=key)
+        many = self.method.rows_for_chunk(0, num, high, seed=5, chunk_key=key)
+        assert set(few) <= set(many)
+
+    def test_it_depends_on_seed_key_and_length_and_on_nothing_else(self) -> None:
+        def draw(num: int, seed: int, key: bytes, offset: int = 0) -> tuple[int, ...]:
+            return tuple(self.method.rows_for_chunk(offset, num, 0.2, seed=seed, chunk_key=key).tolist())
+
+        base = draw(100, 0, b"a" * 16)
+        assert base == (0, 4, 7, 11, 12, 14, 15, 20, 39, 41, 49, 52, 53, 59, 66, 91, 93, 95, 96, 99)
+        assert base == draw(100, 0, b"a" * 16, offset=9)
+        assert len({base, draw(100, 1, b"a" * 16), draw(100, 0, b"b" * 16), draw(101, 0, b"a" * 16)}) == 4
+
+    def test_it_is_uniform(self) -> None:
+        num, ratio, num_draws = 50, 0.2, 4000
+        counts = np.zeros(num)
+        for seed in range(num_draws):
+            counts[self.method.rows_for_chunk(0, num, ratio, seed=seed, chunk_key=b"k" * 16)] += 1
+        expected = num_draws * ratio
+        chi_squared = float(np.sum((counts - expected) ** 2 / (expected * (1 - ratio))))
+        assert chi_squared < 85.4  # 0.1 % quantile of 49 degrees of freedom; the draws are fixed, so it never flakes
+
+
+# Methods that rank by a statistic.
+
+
+class RankedSuite(MethodSuite):
+    """What the methods that rank by a stored statistic add."""
+
+    statistic: str
+
+    def test_statistic(self) -> None:
+        assert self.method.statistic == self.statistic
+
+    @shared
+    @given(scores=st.lists(SCORES, min_size=1, max_size=40), ratio=RATIOS, offset=LENS)
+    def test_the_largest_are_taken_ties_and_tokens_without_one_by_position(
+        self, scores: list[float], ratio: float, offset: int
+    ) -> None:
+        ranking = np.array(scores, dtype=np.float32)
+        before = ranking.copy()
+        rows = self.method.rows_for_chunk(offset, len(scores), ratio, ranking=ranking)
+
+        def worth(i: int) -> tuple[float, int]:
+            return (-math.inf if math.isnan(ranking[i]) else float(ranking[i])), -i
+
+        best = sorted(range(len(scores)), key=worth, reverse=True)[: num_rows_at(ratio, len(scores))]
+        assert rows.tolist() == sorted(best)
+        assert rows.dtype == np.int64
+        np.testing.assert_array_equal(ranking, before)
+
+    def test_tokens_without_a_statistic_come_last(self) -> None:
+        ranking = np.array([math.nan, 0.1, math.nan, 0.3, 0.2], dtype=np.float32)
+        assert self.method.rows_for_chunk(0, 5, 0.4, ranking=ranking).tolist() == [3, 4]
+        assert self.method.rows_for_chunk(0, 5, 0.8, ranking=ranking).tolist() == [0, 1, 3, 4]
+
+    def test_without_statistics_it_takes_the_first_tokens(self) -> None:
+        assert self.method.rows_for_chunk(7, 10, 0.25).tolist() == [0, 1, 2]
+        nothing = np.full(10, math.nan, dtype=np.float32)
+        assert self.method.rows_for_chunk(7, 10, 0.25, ranking=nothing).tolist() == [0, 1, 2]
+
+    def test_a_ranking_of_another_length_is_an_assertion(self) -> None:
+        with pytest.raises(AssertionError, match="3 statistics for 4 tokens"):
+            self.method.rows_for_chunk(0, 4, 0.5, ranking=np.zeros(3, dtype=np.float32))
+
+
+class TestH2O(RankedSuite):
+    method = METHODS["h2o"]
+    statistic = "received"
+
+
+class TestCacheCraft(RankedSuite):
+    method = METHODS["cache-craft"]
+    statistic = "outside"

@@ -2,45 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from array import array
 from typing import Any
 
 import numpy as np
 import pytest
 
 from chunk_cache.index import Lookup
-from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
-from chunk_cache.request import RequestOptions
-from chunk_cache.types import REASONS, Span, Status
-from chunk_cache.variant import NodeHome, Variant
-
-NOT_STORED = Lookup(None, 0, "not_stored")
-
-
-def hit(length: int, covered_len: int | None = None, *, start: int = 0, generation: int = 0) -> Lookup:
-    home = NodeHome(array("q", range(length)), "chunk")
-    variant = Variant(7, b"k" * 16, length, start, generation, (), home)
-    return Lookup(variant, length if covered_len is None else covered_len, None)
-
-
-def plan_of(spans: list[Span], lookups: list[Lookup | None], **given: Any) -> RecomputePlan:
-    option_names = [f.name for f in dataclasses.fields(RequestOptions)]
-    opts = RequestOptions(spans=tuple(spans), **{k: given.pop(k) for k in list(given) if k in option_names})
-    prompt_len = given.pop("prompt_len", 100)
-    arguments: dict[str, Any] = {
-        "default_method": "epic",
-        "default_ratio": 0.15,
-        "prefix_len": 0,
-        "max_prefix_len": prompt_len - 1,
-        "page_size": 1,
-        "min_reuse_len": 1,
-        "chunk_keys": [bytes([i]) * 16 for i in range(len(spans))],
-    }
-    return make_plan(opts=opts, prompt_len=prompt_len, lookups=lookups, **(arguments | given))
-
-
-def outcome(plan: RecomputePlan) -> list[tuple[str, str | None, int]]:
-    return [(c.status.value, c.reason, c.num_reused) for c in plan.chunks]
+from chunk_cache.plan import ChunkPlan, replan_without_load
+from chunk_cache.types import REASONS, Status
+from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 
 
 def test_request_without_marks_computes_everything() -> None:
@@ -226,6 +196,7 @@ def test_reply_is_plain_json_and_explain_only_adds() -> None:
         "generation": 0,
         "reused_tokens": 40,
         "shift": -3,
+        "recomputed_positions": [0, 1, 2, 3, 4, 5],
     }
 
 
@@ -237,7 +208,7 @@ def test_plan_is_frozen_and_prints_as_a_table() -> None:
         plan.load_end = 3  # type: ignore[misc]
     text = str(plan)
     assert text.splitlines()[0] == "prompt 100 = prefix 0 + reused 40 + computed 60; load [0, 40)"
-    assert text.splitlines()[1] == "rows 66 = recomputed 6 + computed 60; method epic, ratio 0.15, fallback -"
+    assert text.splitlines()[1] == "rows 66; recomputed 6, computed 60; method epic, ratio 0.15, fallback -"
     assert text.splitlines()[3].split() == ["0", "40", "hit", "-", "7", "0", "0", "40", "-3"]
     assert text.splitlines()[4].split() == ["40", "50", "miss", "not_stored"]
     assert len({len(line) for line in text.splitlines()[2:4]}) == 1

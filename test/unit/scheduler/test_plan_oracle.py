@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
-from hypothesis import given
+import numpy.typing as npt
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chunk_cache.index import Lookup
-from chunk_cache.methods import METHODS
+from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
 from chunk_cache.plan import RecomputePlan, make_plan, replan_without_load
 from chunk_cache.request import MODES, RequestOptions
+from chunk_cache.selection import Selection
 from chunk_cache.types import REASONS, Span, Status
 from chunk_cache.variant import NodeHome, Variant
+from unit.scheduler.method_suite import given_options
+
+STATISTICS = np.array((0.0, 0.5, 1.0, 2.0, math.nan), dtype=np.float32)  # few, so that ties are common
 
 
 @dataclass(frozen=True)
@@ -29,30 +36,46 @@ class Case:
     max_prefix_len: int
     page_size: int
     min_reuse_len: int
+    rankings: list[npt.NDArray[np.float32] | None] | None = None
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.opts.method or self.default_method]
+
+    @property
+    def ratio(self) -> float:
+        return self.method.effective_ratio(self.opts.ratio, self.default_ratio)
+
+    def option(self, name: str) -> object:
+        return self.method.option(self.opts.options, name)
 
     def plan(self) -> RecomputePlan:
         return make_plan(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, mostly_hits: bool = False) -> Case:
+    """Prompts; `mostly_hits`: in which something is found and rows are chosen, as often as not."""
     position, spans = 0, []
-    for gap, length in draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=6)):
+    for gap, length in draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), min_size=mostly_hits, max_size=6)
+    ):
         spans.append((position + gap, position + gap + length))
         position = spans[-1][1]
     prompt_len = position + draw(st.integers(0 if spans else 1, 12))
-    page_size = draw(st.sampled_from((1, 2, 4, 16)))
-    prefix_len = draw(st.integers(0, prompt_len)) // page_size * page_size
-    mode = draw(st.sampled_from(MODES))
+    page_size = draw(st.sampled_from((1, 2, 4) if mostly_hits else (1, 2, 4, 16)))
+    prefix_len = draw(st.integers(0, prompt_len // 2 if mostly_hits else prompt_len)) // page_size * page_size
+    mode = "auto" if mostly_hits else draw(st.sampled_from(MODES))
     lookups = [draw(a_lookup(span, i)) if span[1] > prefix_len else None for i, span in enumerate(spans)]
-    method = draw(st.none() | st.sampled_from(sorted(METHODS)))
+    method = draw(st.sampled_from(sorted(METHODS)) if mostly_hits else st.none() | st.sampled_from(sorted(METHODS)))
+    ratios = st.floats(0.05, 0.95) if mostly_hits else st.none() | st.floats(0, 1) | st.sampled_from((0.0, 1.0))
     return Case(
         opts=RequestOptions(
             spans=tuple(spans),
             mode=mode,
             method=method,
-            ratio=draw(st.none() | st.floats(0, 1)),
-            options=(("seed", draw(st.integers(0, 3))),) if method == "random" else (),
+            ratio=draw(ratios),
+            options=METHODS[method].check_options(draw(given_options(METHODS[method])), "p") if method else (),
         ),
         lookups=[None] * len(spans) if mode == "off" else lookups,
         chunk_keys=[draw(st.sampled_from((b"a" * 16, b"b" * 16))) for _ in spans],
@@ -60,10 +83,16 @@ def cases(draw: st.DrawFn) -> Case:
         default_ratio=draw(st.floats(0, 1)),
         prompt_len=prompt_len,
         prefix_len=prefix_len,
-        max_prefix_len=draw(st.integers(0, prompt_len) | st.just(prompt_len - 1)),
+        max_prefix_len=prompt_len - 1 if mostly_hits else draw(st.integers(0, prompt_len) | st.just(prompt_len - 1)),
         page_size=page_size,
-        min_reuse_len=draw(st.sampled_from((0, 1, 5, 12))),
+        min_reuse_len=draw(st.sampled_from((0, 1, 5) if mostly_hits else (0, 1, 5, 12))),
+        rankings=draw(st.none() | st.tuples(*(a_ranking(end - start) for start, end in spans)).map(list)),
     )
+
+
+def a_ranking(length: int) -> st.SearchStrategy[npt.NDArray[np.float32] | None]:
+    drawn = st.binary(min_size=length, max_size=length)
+    return st.none() | drawn.map(lambda values: STATISTICS[np.frombuffer(values, np.uint8) % len(STATISTICS)])
 
 
 @st.composite
@@ -131,6 +160,82 @@ class Oracle:
         return Status.SKIPPED, "prompt_end" if any(p >= last for p in stored) else "too_short"
 
 
+@dataclass
+class RowsOracle:
+    """For each chunk that is brought in, the positions computed again; those that all layers compute anyway."""
+
+    case: Case
+    brought_in: dict[int, int]
+    load_end: int
+
+    def positions(self, i: int) -> list[int]:
+        return sorted(p for p, owner in self.brought_in.items() if owner == i)
+
+    @property
+    def hits(self) -> list[int]:
+        return sorted(set(self.brought_in.values()))
+
+    @property
+    def missing(self) -> set[int]:
+        return set(range(self.case.prefix_len, self.load_end)) - set(self.brought_in)
+
+    def chosen_before(self, i: int) -> list[int]:
+        """The rows of chunk i, one token at a time."""
+        case, positions = self.case, self.positions(i)
+        num_rows = num_rows_at(case.ratio, len(positions))
+        if case.method.statistic is not None:
+            chosen = sorted(positions, key=lambda p: (-self.worth(i, p), p))[:num_rows]
+        elif case.method.name == "random":
+            seed = dict(case.opts.options).get("seed", 0)
+            rows = case.method.rows_for_chunk(0, len(positions), case.ratio, seed=seed, chunk_key=case.chunk_keys[i])
+            chosen = [positions[row] for row in rows.tolist()]
+        else:
+            chosen = positions[:num_rows]
+        size, threshold = case.option("group_size"), case.option("group_threshold")
+        assert isinstance(size, int)
+        assert isinstance(threshold, int)
+        if size == 0 or case.ratio == 1.0:
+            return sorted(chosen)
+        start, end = case.opts.spans[i]
+        kept = []
+        for first in range(start, end, size):
+            window = range(first, min(first + size, end))
+            inside = [p for p in sorted(chosen) if p in window]
+            kept += inside if Fraction(len(inside), len(window)) > Fraction(threshold, size) else []
+        return kept
+
+    def worth(self, i: int, p: int) -> float:
+        ranking = self.case.rankings[i] if self.case.rankings else None
+        value = math.nan if ranking is None else float(ranking[p - self.case.opts.spans[i][0]])
+        return -math.inf if math.isnan(value) else value
+
+    def ranked_by(self, i: int) -> str | None:
+        """What the rows of a hit were ranked by."""
+        if self.case.method.statistic is None:
+            return None
+        is_known = any(self.worth(i, p) > -math.inf for p in self.positions(i))
+        return self.case.method.statistic if is_known else "position"
+
+    @property
+    def segments(self) -> list[int]:
+        """How many reused tokens share each budget."""
+        lens = [len(self.positions(i)) for i in self.hits]
+        return lens if self.case.option("top_k") == "chunk" else [sum(lens)]
+
+    def selection(self, num_recomputed: int) -> Selection | None:
+        case = self.case
+        if case.method.stage is Stage.BEFORE:
+            is_due = case.option("focus_window") != 0 and 0 < case.ratio < 1 and num_recomputed > 0
+            segments = []
+        else:
+            is_due = 0 < num_recomputed < len(self.brought_in)
+            segments = self.segments
+        last_end = max((end for _, end in case.opts.spans), default=0)
+        question = min(last_end, case.prompt_len - 1)
+        selection = Selection(case.method.name, case.opts.options, case.ratio, tuple(segments), question)
+        return selection if is_due else None
+
+
 @given(cases())
 def test_plan_equals_the_oracle(case: Case) -> None:
     plan, oracle = case.plan(), Oracle(case)
@@ -140,23 +245,39 @@ def test_plan_equals_the_oracle(case: Case) -> None:
         positions = sorted(p for p, owner in oracle.brought_in.items() if owner == i)
         assert positions == list(range(chunk.dst_start, chunk.dst_end))
     assert plan.num_reused == len(oracle.brought_in)
+    assert (plan.method, plan.ratio) == (case.method.name, case.ratio)
+    for chunk in (c for c in plan.chunks if c.num_reused):
+        lookup = case.lookups[plan.chunks.index(chunk)]
+        assert lookup is not None
+        assert lookup.variant is not None
+        assert chunk.shift == (chunk.start - lookup.variant.start if case.option("shift") else 0)
 
-    method = METHODS[case.opts.method or case.default_method]
-    ratio = method.effective_ratio(case.opts.ratio, case.default_ratio)
-    seed = dict(case.opts.options).get("seed", 0)
-    rows = {p for p in range(plan.load_start, plan.load_end) if p not in oracle.brought_in}
-    num_gaps = len(rows)
-    for i in set(oracle.brought_in.values()):
-        positions = sorted(p for p, owner in oracle.brought_in.items() if owner == i)
-        offset = positions[0] - case.opts.spans[i][0]
-        selected = method.rows_for_chunk(offset, len(positions), ratio, seed=seed, chunk_key=case.chunk_keys[i])
-        rows |= {positions[j] for j in selected.tolist()}
+
+@settings(max_examples=300)
+@given(cases() | cases(mostly_hits=True))
+def test_rows_equal_the_oracle(case: Case) -> None:
+    plan, found = case.plan(), Oracle(case)
+    oracle = RowsOracle(case, found.brought_in, found.load_end)
+    if case.method.stage is Stage.BEFORE:
+        chosen = {i: oracle.chosen_before(i) for i in oracle.hits}
+        num_recomputed, num_late = sum(map(len, chosen.values())), 0
+        rows = oracle.missing.union(*chosen.values())
+    else:
+        num_recomputed = sum(num_rows_at(case.ratio, length) for length in oracle.segments)
+        is_all = num_recomputed == len(oracle.brought_in)
+        num_late = num_recomputed if case.method.stage is Stage.QUESTION and not is_all else 0
+        begins_with_all = is_all or (num_recomputed > 0 and not num_late)
+        rows = oracle.missing | (set(oracle.brought_in) if begins_with_all else set())
+        chosen = {i: oracle.positions(i) if is_all else [] for i in oracle.hits}
     assert plan.row_positions.tolist() == sorted(rows)
-    assert plan.num_recomputed == len(rows) - num_gaps
-    assert (plan.method, plan.ratio) == (method.name, ratio)
+    assert (plan.num_recomputed, plan.num_late_rows) == (num_recomputed, num_late)
+    assert plan.selection == oracle.selection(num_recomputed)
+    for i, chunk in enumerate(plan.reply(explain=True)["chunks"]):  # type: ignore[arg-type, var-annotated]
+        assert chunk["recomputed_positions"] == chosen.get(i, [])
+        assert chunk.get("ranked_by") == (oracle.ranked_by(i) if i in oracle.hits else None)
 
 
-@given(cases())
+@given(cases() | cases(mostly_hits=True))
 def test_invariants(case: Case) -> None:
     plan = case.plan()
     for p in (plan, replan_without_load(plan, "memory")):
@@ -165,7 +286,9 @@ def test_invariants(case: Case) -> None:
         assert 0 <= p.num_recomputed <= p.num_reused
         assert p.load_len % case.page_size == 0
         assert p.load_end <= max(p.prefix_len, min(case.max_prefix_len, case.prompt_len - 1))
-        assert p.num_rows == p.num_computed + p.num_recomputed
+        is_cut_later = p.selection is not None and p.selection.stage is Stage.LAYER
+        assert p.num_rows == p.num_computed + (p.num_reused if is_cut_later else p.num_recomputed)
+        assert p.num_load_rows == len(p.row_positions) + p.num_late_rows <= p.load_len
         assert p.row_positions.dtype == np.int64
         assert not p.row_positions.flags.writeable
         assert np.all(np.diff(p.row_positions) > 0)
@@ -176,5 +299,31 @@ def test_invariants(case: Case) -> None:
             assert chunk.reason is None or chunk.reason in REASONS
             assert (chunk.reason is None) == (chunk.status in (Status.HIT, Status.PREFIX))
             assert (chunk.variant_id is None) == (chunk.status is not Status.HIT)
+            assert chunk.ranked_by is None or chunk.status is Status.HIT
         assert str(p)
     assert case.plan() == plan
+
+
+@given(cases(mostly_hits=True), st.integers(1, 80))
+def test_counts_of_a_selection_fit_its_plan(case: Case, num_layers: int) -> None:
+    plan = case.plan()
+    selection = plan.selection
+    assume(selection is not None and selection.stage is not Stage.BEFORE)
+    assert selection is not None
+    options = dict(selection.options)
+    num_layers += 12  # as many as the largest layer that options name
+    counts = selection.layer_counts(num_layers)
+    assert len(counts) == num_layers
+    assert all(len(per_segment) == len(selection.segment_lens) for per_segment in counts)
+    assert sum(selection.segment_lens) == plan.num_reused
+    if selection.stage is Stage.QUESTION:
+        assert set(map(sum, counts)) == {plan.num_late_rows}
+    else:
+        first = options.get("check_layer", 1)
+        assert isinstance(first, int)
+        assert set(map(sum, counts[:first])) <= {plan.num_reused}
+        mean = sum(map(sum, counts[first:])) / (num_layers - first)
+        # At each layer the budget of each segment is rounded up.
+        assert abs(mean - plan.num_recomputed) < len(selection.segment_lens) + 1e-6
+    for name in ("group_size", "group_threshold", "focus_window"):
+        assert getattr(selection, name) == METHODS[selection.method].option(selection.options, name)

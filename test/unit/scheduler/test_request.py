@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
 from chunk_cache.request import DEFAULT_PATH, KEYS, MODES, RequestOptions, dumps, loads, parse_request
+from unit.scheduler.method_suite import given_options
 
 
 @st.composite
@@ -26,7 +27,7 @@ def span_lists(draw: st.DrawFn) -> list[list[int]]:
 @st.composite
 def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
     method = draw(st.sampled_from(sorted(METHODS)))
-    options = {"seed": draw(st.integers(0, 2**63 - 1))} if method == "random" and draw(st.booleans()) else {}
+    options = draw(given_options(METHODS[method]))
     value = {
         "spans": draw(span_lists()),
         "mode": draw(st.sampled_from(MODES)),
@@ -80,6 +81,24 @@ def test_option_falls_back_to_the_default() -> None:
     assert parse_request({"method": "random"}).option("seed", 9) == 9
 
 
+@pytest.mark.parametrize(
+    ("method", "given_options", "checked"),
+    [
+        ("fusionrag", {"layers": [0, 3, 11]}, (("layers", (0, 3, 11)),)),
+        ("fusionrag", {"layers": "all", "top_k": "chunk"}, (("layers", "all"), ("top_k", "chunk"))),
+        ("cacheblend", {"filter_share": 1 / 3, "first_ratio": 2}, (("filter_share", 1 / 3), ("first_ratio", 2.0))),
+        ("epic", {"shift": 0, "focus_window": 3}, (("focus_window", 3), ("shift", 0))),
+        ("random", {"seed": 2**63 - 1}, (("seed", 2**63 - 1),)),
+    ],
+)
+def test_lists_numbers_and_words_come_through(method: str, given_options: dict[str, Any], checked: object) -> None:
+    opts = parse_request({"method": method, "options": given_options})
+    assert opts.options == checked
+    assert loads(dumps(opts)) == opts
+    assert [type(value) for _, value in loads(dumps(opts)).options] == [type(value) for _, value in opts.options]
+    assert {opts: 1}[loads(dumps(opts))] == 1
+
+
 def test_options_without_a_method_belong_to_the_default_method() -> None:
     opts = parse_request({"options": {"seed": 3}}, default_method="random")
     assert (opts.method, opts.options) == ("random", (("seed", 3),))
@@ -102,6 +121,7 @@ BAD = [
     ({"spans": [0, 4]}, f"{P}.spans[0]: 0 is not a [start, end] pair; "),
     ({"spans": [[0]]}, f"{P}.spans[0]: [0] is not a [start, end] pair; "),
     ({"spans": [[0, 1, 2]]}, f"{P}.spans[0]: [0, 1, 2] is not a [start, end] pair; "),
+    ({"spans": [[0, 1, 10**5000]]}, f"{P}.spans[0]: [0, 1, a huge integer] is not a [start, end] pair; "),
     ({"spans": [[0, 1], {}]}, f"{P}.spans[1]: {{}} is not a [start, end] pair; "),
     ({"spans": [[0, True]]}, f"{P}.spans[0][1]: True is not an integer; "),
     ({"spans": [[0, 1], [2.0, 3]]}, f"{P}.spans[1][0]: 2.0 is not an integer; "),
@@ -119,10 +139,8 @@ BAD = [
     ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off"),
     ({"mode": None}, f"{P}.mode: unknown mode None; "),
     ({"mode": []}, f"{P}.mode: unknown mode []; "),
-    (
-        {"method": "cacheblend"},
-        f"{P}.method: unknown method 'cacheblend'; known methods: full-reuse, random, epic, full",
-    ),
+    ({"method": "cacheclip"}, f"{P}.method: unknown method 'cacheclip'; known methods: {', '.join(METHODS)}"),
+    ({"method": "cache_blend"}, f"{P}.method: unknown method 'cache_blend'; known methods: full-reuse, "),
     ({"method": None}, f"{P}.method: unknown method None; "),
     ({"ratio": 1.01}, f"{P}.ratio: 1.01 is not a number in [0, 1]; "),
     ({"ratio": -0.1}, f"{P}.ratio: -0.1 is not a number in [0, 1]; "),
@@ -137,6 +155,10 @@ BAD = [
     ({"options": {"seed": 1}}, f"{P}.options: given without a method; "),
     ({"method": "epic", "options": {"k": 1}}, f"{P}.options: unknown key 'k' for method 'epic'; "),
     ({"method": "random", "options": {"seed": "x"}}, f"{P}.options.seed: 'x' is not an integer in [0, "),
+    ({"method": "a3", "options": {"check_layer": True}}, f"{P}.options.check_layer: True is not an integer in [0, "),
+    ({"method": "a3", "options": {"top_k": "all"}}, f"{P}.options.top_k: unknown value 'all'; known values: global, "),
+    ({"method": "fusionrag", "options": {"layers": [2, 1]}}, f"{P}.options.layers: [2, 1] does not ascend; "),
+    ({"method": "epic", "options": {"group_threshold": 3}}, f"{P}.options.group_threshold: given without group_size; "),
     ({"explain": 1}, f"{P}.explain: 1 is not a boolean; "),
     ({"explain": None}, f"{P}.explain: None is not a boolean; "),
 ]

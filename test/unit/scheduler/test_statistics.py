@@ -1,0 +1,66 @@
+"""Statistics of chunks: read-only arrays, and what an index does with them when a variant is computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+
+import numpy as np
+import pytest
+
+from chunk_cache.index import ChunkIndex
+from chunk_cache.methods import METHODS
+from chunk_cache.statistics import STATISTICS, ChunkStatistics
+from chunk_cache.variant import NodeHome, Variant
+
+
+def some(value: float) -> ChunkStatistics:
+    return ChunkStatistics(np.full(4, value, dtype=np.float32), np.full(4, value + 0.5, dtype=np.float32))
+
+
+def test_by_name() -> None:
+    statistics = some(1.0)
+    assert statistics.of("outside") is statistics.outside
+    assert statistics.of("received") is statistics.received
+    assert {name for name in STATISTICS} == {field.name for field in dataclasses.fields(ChunkStatistics)}
+    assert {method.statistic for method in METHODS.values()} == {None, *STATISTICS}
+
+
+def test_nobody_writes_to_them() -> None:
+    statistics = some(1.0)
+    for name in STATISTICS:
+        with pytest.raises(ValueError, match="read-only"):
+            statistics.of(name)[0] = 2.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        statistics.outside = statistics.received  # type: ignore[misc]
+
+
+def test_misuse_is_an_assertion() -> None:
+    with pytest.raises(AssertionError, match="unknown statistic 'inside'"):
+        some(1.0).of("inside")
+    with pytest.raises(AssertionError, match=r"\(4,\), \(3,\)"):
+        ChunkStatistics(np.zeros(4, dtype=np.float32), np.zeros(3, dtype=np.float32))
+
+
+def test_the_index_keeps_them_with_the_variant_until_newer_ones_come() -> None:
+    index = ChunkIndex(max_variants=10, max_variants_per_chunk=3, max_path_tokens=100)
+
+    def add(statistics: ChunkStatistics | None, generation: int = 1) -> Variant:
+        home = NodeHome(array("q", range(4)), "n")
+        variant = index.add(
+            b"a" * 16, length=4, start=0, generation=generation, context=(), home=home, statistics=statistics
+        )
+        assert variant is not None
+        index.check_integrity()
+        return variant
+
+    old, new = some(1.0), some(2.0)
+    assert add(None).statistics is None
+    variant = add(old)
+    assert variant.statistics is old
+    assert add(None) is variant
+    assert variant.statistics is old
+    assert add(new) is variant
+    assert variant.statistics is new
+    # Another KV takes its place: what the old one received says nothing about it.
+    assert add(None, generation=0).statistics is None

@@ -1,0 +1,151 @@
+"""Scorers: each method that chooses during the forward has one, and it is what its paper says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from chunk_cache.methods import METHODS, Stage
+from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
+from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of, sum_over_ranks
+
+KV_LEN, NUM_SLOTS = 40, 64
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 16
+QUESTION = [36, 37, 38, 39]
+POSITIONS = [2, 3, 7, 11, 12, 20, 33, *QUESTION]
+
+
+def make_rows(seed: int = 0) -> RowsAtLayer:
+    """Eleven rows, the last four of the question; slots scattered, those that nothing was written to hold NaN."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    slots = torch.randperm(NUM_SLOTS, generator=rng)[:KV_LEN]
+    k_buffer, v_buffer = (torch.full((NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM), float("nan")) for _ in range(2))
+    k_buffer[slots], v_buffer[slots] = normal(KV_LEN, NUM_KV_HEADS, HEAD_DIM), normal(KV_LEN, NUM_KV_HEADS, HEAD_DIM)
+    num_rows = len(POSITIONS)
+    return RowsAtLayer(
+        q=normal(num_rows, NUM_Q_HEADS, HEAD_DIM),
+        k=normal(num_rows, NUM_KV_HEADS, HEAD_DIM),
+        v=normal(num_rows, NUM_KV_HEADS, HEAD_DIM),
+        positions=torch.tensor(POSITIONS),
+        num_question=len(QUESTION),
+        kv_slots=slots,
+        k_buffer=k_buffer,
+        v_buffer=v_buffer,
+        sm_scale=HEAD_DIM**-0.5,
+        logit_cap=0.0,
+        tp_size=1,
+    )
+
+
+def received_of_question(rows: RowsAtLayer) -> torch.Tensor:
+    """[kv_len]: what the question gives to each position, keys of the rows as just computed."""
+    keys = torch.stack([rows.k_buffer[slot] for slot in rows.kv_slots.tolist()])
+    for row, position in enumerate(POSITIONS):
+        keys[position] = rows.k[row]
+    received, _ = attention_mass_reference(
+        rows.q[-len(QUESTION) :],
+        keys,
+        torch.tensor(QUESTION),
+        sm_scale=rows.sm_scale,
+        logit_cap=rows.logit_cap,
+    )
+    return received
+
+
+def expected(method: str, rows: RowsAtLayer) -> torch.Tensor:
+    if method == "cacheblend":
+        slots = rows.kv_slots[rows.positions]
+        return kv_deviation_reference(rows.k, rows.v, rows.k_buffer[slots], rows.v_buffer[slots])
+    received = received_of_question(rows)
+    return received[rows.positions] if method == "a3" else received
+
+
+SCORED = [name for name, method in METHODS.items() if method.stage is not Stage.BEFORE]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_score_have_a_scorer_and_the_others_none(name: str) -> None:
+    if METHODS[name].stage is Stage.BEFORE:
+        with pytest.raises((ImportError, AttributeError)):
+            scorer_of(name)
+        return
+    scorer = scorer_of(name)
+    assert scorer.__module__ == f"sglang_chunk_cache.selection.{name.replace('-', '_')}"
+    assert scorer.__doc__
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_shape_and_promises_of_a_scorer(name: str) -> None:
+    rows = make_rows()
+    before = {
+        field.name: getattr(rows, field.name).clone()
+        for field in dataclasses.fields(rows)
+        if isinstance(getattr(rows, field.name), torch.Tensor)
+    }
+    scores = scorer_of(name)(rows)
+    num_scores = len(POSITIONS) if METHODS[name].stage is Stage.LAYER else KV_LEN
+    assert (scores.dtype, scores.shape) == (torch.float32, (num_scores,))
+    assert scores.isfinite().all()
+    for field, tensor in before.items():
+        torch.testing.assert_close(getattr(rows, field), tensor, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("logit_cap", [0.0, 2.0])
+@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag"])
+def test_scores_equal_the_definition(name: str, logit_cap: float) -> None:
+    for seed in range(3):
+        rows = dataclasses.replace(make_rows(seed), logit_cap=logit_cap)
+        torch.testing.assert_close(scorer_of(name)(rows).double(), expected(name, rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_of_the_ranks_add_up_to_those_of_all_heads(name: str, tp_size: int) -> None:
+    rows = make_rows()
+    parts = []
+    for rank in range(tp_size):
+        q_heads = slice(rank * NUM_Q_HEADS // tp_size, (rank + 1) * NUM_Q_HEADS // tp_size)
+        kv_heads = slice(rank * NUM_KV_HEADS // tp_size, (rank + 1) * NUM_KV_HEADS // tp_size)
+        part = dataclasses.replace(
+            rows,
+            q=rows.q[:, q_heads],
+            k=rows.k[:, kv_heads],
+            v=rows.v[:, kv_heads],
+            k_buffer=rows.k_buffer[:, kv_heads],
+            v_buffer=rows.v_buffer[:, kv_heads],
+            tp_size=tp_size,
+        )
+        parts.append(scorer_of(name)(part))
+    torch.testing.assert_close(sum(parts), scorer_of(name)(rows), atol=1e-5, rtol=1e-5)
+
+
+def test_one_rank_has_nothing_to_add() -> None:
+    values = torch.arange(3.0)
+    assert sum_over_ranks(values, 1) is values
+
+
+def test_the_question_is_the_end_of_the_rows() -> None:
+    rows = make_rows()
+    assert rows.question_positions.tolist() == QUESTION
+    torch.testing.assert_close(rows.question_q, rows.q[-4:], rtol=0, atol=0)
+    assert len(dataclasses.replace(rows, num_question=0).question_q) == 0
+
+
+def test_keys_are_those_of_the_slots_but_of_rows_as_just_computed() -> None:
+    rows = make_rows()
+    keys = rows.keys()
+    expected_keys = [rows.k_buffer[slot] for slot in rows.kv_slots.tolist()]
+    for row, position in enumerate(POSITIONS):
+        expected_keys[position] = rows.k[row]
+    torch.testing.assert_close(keys, torch.stack(expected_keys), rtol=0, atol=0)
+    k_old, v_old = rows.reused()
+    for row, position in enumerate(POSITIONS):
+        torch.testing.assert_close(k_old[row], rows.k_buffer[rows.kv_slots[position]], rtol=0, atol=0)
+        torch.testing.assert_close(v_old[row], rows.v_buffer[rows.kv_slots[position]], rtol=0, atol=0)
