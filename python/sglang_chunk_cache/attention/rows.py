@@ -1,6 +1,7 @@
 """FusedRows: the rows of one fused forward, and the attention that serves them.
 
-Verbs: `FusedRows.build` (once per forward), `attend_rows` (scope of a forward), `backend_forward` (the handler).
+Verbs: `FusedRows.build` (once per forward), `with_rows` (the same requests with other rows), `attend` (one layer),
+`attending` (scope of a forward), `backend_forward` (the handler).
 
 Promises: inside the scope all requests of the batch, fused and plain, go through one call of `sparse_extend` per layer,
 in which a row attends to every position up to its own; outside of it, nothing is different from stock SGLang. K and V
@@ -10,10 +11,11 @@ of the rows are written before any row reads, as in every backend of SGLang.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_chunk_cache.statistics import StatisticsTaker
+
 
 @dataclass(frozen=True)
 class FusedRows:
@@ -37,6 +41,7 @@ class FusedRows:
         kv_indices: int64 slots of all positions of all requests, in order, on the device.
         row_indptr: `[num_reqs + 1]` into the rows, like `kv_indptr`.
         row_positions: `[num_rows]` int64, ascending within a request, on the device.
+        kv_lens, row_lens: `[num_reqs]`, on the host.
         kv_pool: SGLang's KV pool.
         kernel: backend of `sparse_extend`.
     """
@@ -45,8 +50,11 @@ class FusedRows:
     kv_indices: torch.Tensor
     row_indptr: list[int] | torch.Tensor
     row_positions: torch.Tensor
+    kv_lens: list[int]
+    row_lens: list[int]
     kv_pool: Any
     kernel: str
+    is_asking: ClassVar[bool] = False
 
     @classmethod
     def build(
@@ -67,9 +75,48 @@ class FusedRows:
             kv_indices=torch.cat(rows).to(torch.int64),
             row_indptr=_indptr(row_lens, row_positions.device),
             row_positions=row_positions,
+            kv_lens=kv_lens,
+            row_lens=row_lens,
             kv_pool=kv_pool,
             kernel="auto" if args is None else args.config.get("kernel", "auto"),
         )
+
+    def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
+        """The same requests with other rows; arguments as in `build`."""
+        row_indptr = _indptr(row_lens, row_positions.device)
+        return dataclasses.replace(self, row_indptr=row_indptr, row_positions=row_positions, row_lens=row_lens)
+
+    def slots_of(self, i: int) -> torch.Tensor:
+        """`[kv_len]` int64, the slots of request i."""
+        begin = sum(self.kv_lens[:i])
+        return self.kv_indices[begin : begin + self.kv_lens[i]]
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
+        pool = self.kv_pool
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+        out = sparse_extend(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.kv_indptr,
+            self.kv_indices,
+            self.row_indptr,
+            self.row_positions,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            backend=self.kernel,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
 def _indptr(lens: list[int], device: torch.device) -> list[int] | torch.Tensor:
@@ -77,19 +124,46 @@ def _indptr(lens: list[int], device: torch.device) -> list[int] | torch.Tensor:
     return indptr if device.type == "cpu" else torch.tensor(indptr, dtype=torch.int64, device=device)
 
 
-_current: FusedRows | None = None  # one forward at a time runs in a scheduler process
+class Attention(Protocol):
+    """What attends in the place of SGLang's backend: `FusedRows`, or a forward in which rows leave."""
+
+    @property
+    def row_positions(self) -> torch.Tensor: ...
+
+    @property
+    def row_lens(self) -> list[int]: ...
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether this pass only scores: what it computes is computed again."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor: ...
+
+
+# One forward at a time runs in a scheduler process.
+_current: Attention | None = None
+_observer: StatisticsTaker | None = None
 
 
 @contextlib.contextmanager
-def attend_rows(rows: FusedRows) -> Iterator[None]:
-    """Forwards inside the scope attend by `rows`."""
-    global _current
+def attending(attention: Attention | None, observer: StatisticsTaker | None) -> Iterator[None]:
+    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observer` looks on."""
+    global _current, _observer
     assert _current is None, "forwards do not nest"
-    _current = rows
+    assert _observer is None, "forwards do not nest"
+    _current, _observer = attention, observer
     try:
         yield
     finally:
-        _current = None
+        _current = _observer = None
 
 
 def backend_forward(
@@ -104,22 +178,15 @@ def backend_forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND `AttentionBackend.forward`."""
-    rows = _current
-    if rows is None:
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-    pool = rows.kv_pool
-    if save_kv_cache and k is not None:
-        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-    out = sparse_extend(
-        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        pool.get_key_buffer(layer.layer_id),
-        pool.get_value_buffer(layer.layer_id),
-        rows.kv_indptr,
-        rows.kv_indices,
-        rows.row_indptr,
-        rows.row_positions,
-        sm_scale=layer.scaling,
-        logit_cap=layer.logit_cap,
-        backend=rows.kernel,
-    )
-    return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+    is_observed = _observer is not None and _observer.observes(layer.layer_id)
+    if _current is None:
+        positions, row_lens = forward_batch.positions, forward_batch.extend_seq_lens_cpu
+        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    else:
+        is_observed = is_observed and not _current.is_asking
+        positions, row_lens = _current.row_positions, _current.row_lens  # rows may leave inside
+        out = _current.attend(q, k, v, layer, forward_batch, save_kv_cache)
+    if is_observed:
+        assert _observer is not None
+        _observer.observe(layer, q, positions, row_lens)
+    return out

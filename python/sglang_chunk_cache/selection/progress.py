@@ -130,6 +130,8 @@ class RequestProgress:
             self._question_scores: torch.Tensor | None = None
         if selection.focus_window:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, device)
+            self._bounds = torch.tensor([(chunk.start, chunk.end) for chunk in plan.chunks], device=device)
+            self._ordinals = torch.tensor([i for i, c in enumerate(plan.chunks) if c.num_reused], device=device)
         if not self.asks_first:
             self._begin(positions)
 
@@ -219,20 +221,17 @@ class RequestProgress:
     def observe(self, layer_id: int, rows: RowsAtLayer) -> None:
         """Adds what the question attends to at this layer."""
         assert self._focus is not None
-        assert self._plan is not None
         received, _ = attention_mass(
             rows.question_q, rows.keys(), rows.question_positions, sm_scale=rows.sm_scale, logit_cap=rows.logit_cap
         )
         received = sum_over_ranks(received / self._tp_size, self._tp_size)
         running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
-        bounds = torch.tensor([(c.start, c.end) for c in self._plan.chunks], device=received.device)
-        bounds = bounds.clamp(max=len(received))  # a prompt's end may come in a later step
+        bounds = self._bounds.clamp(max=len(received))  # a prompt's end may come in a later step
         found = self._focus.update(layer_id, (running[bounds[:, 1]] - running[bounds[:, 0]]).float())
         if found is None:
             return
         settled, is_focused = found
-        ordinals = torch.tensor([i for i, c in enumerate(self._plan.chunks) if c.num_reused], device=received.device)
-        stays = (self._chunk < 0) | is_focused[ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
+        stays = (self._chunk < 0) | is_focused[self._ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
         self._settled = settled
         self._stays = stays if self._stays is None else self._stays & stays
         if self.report is not None:
