@@ -12,7 +12,14 @@ from typing import TypeVar
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
-_SHORT = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers above 4300 digits.
+        return "a huge integer" if x.bit_length() > 256 else super().repr_int(x, level)
+
+
+_SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
 
 
@@ -31,6 +38,4 @@ def user_error(kind: type[ErrorT], path: str, problem: str, remedy: str) -> Erro
 
 def show(value: object) -> str:
     """`repr` of a value from outside, cut so that a message stays one readable sentence."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "a huge integer"  # Python refuses to print those above 4300 digits
     return _SHORT.repr(value)

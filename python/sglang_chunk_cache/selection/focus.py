@@ -25,8 +25,7 @@ def focused_chunks(mass: torch.Tensor) -> torch.Tensor:
     diff = ordered[:-1] - ordered[1:]
     total = diff.sum()
     p = diff / torch.where(total > 0, total, 1.0)
-    entropy = -torch.cumsum(torch.xlogy(p, p), dim=0)
-    gain = entropy.diff()
+    gain = -torch.xlogy(p, p)[1:]  # h_{i+1} - h_i, without the rounding of the sums
     # argmax leaves open which of equal maxima it returns
     ranks = torch.arange(len(gain), device=mass.device)
     first = torch.where(gain == gain.max(), ranks, len(gain)).min()

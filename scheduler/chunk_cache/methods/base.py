@@ -19,7 +19,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods.options import (
     COMMON_OPTIONS,
     ChoiceOption,
@@ -129,7 +129,7 @@ class Method:
 def need_layers(name: str, layer: int, num_layers: int, path: str) -> None:
     """Raises a `ChunkCacheRequestError` at `path` where a model has no layer of that number."""
     if layer >= num_layers:
-        problem = f"{name} names layer {layer}, but the model has layers 0 to {num_layers - 1}"
+        problem = f"{name} names layer {show(layer)}, but the model has layers 0 to {num_layers - 1}"
         raise user_error(ChunkCacheRequestError, path, problem, "name a layer of the model, or choose another method")
 
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 
 OptionValue: TypeAlias = int | float | str | tuple[int, ...]
+MAX_LAYER = 1023
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]
 """A method's parameters as (name, value), sorted by name; those left out have their default."""
 
@@ -94,7 +95,7 @@ class LayersOption:
         if isinstance(value, str) and value in ("last", "all"):
             return value
         layers = value if isinstance(value, (list, tuple)) else ()
-        if not layers or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in layers):
+        if not layers or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_LAYER for i in layers):
             problem = f'{show(value)} is neither "last", "all" nor a list of layer numbers'
             raise user_error(ChunkCacheRequestError, path, problem, "count layers from 0")
         if any(b <= a for a, b in pairwise(layers)):

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from chunk_cache.errors import ChunkCacheRequestError, user_error
 from chunk_cache.methods.base import TOP_K, Method, Stage, need_layers, num_rows_at
-from chunk_cache.methods.options import FloatOption, IntOption, LayersOption, Option, Options, layers_of
+from chunk_cache.methods.options import MAX_LAYER, FloatOption, IntOption, LayersOption, Option, Options, layers_of
 
-CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=1023)
+CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
 """The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
 
 
@@ -106,9 +106,11 @@ def gradual_ratios(
 ) -> tuple[float, ...]:
     """The share of rows at each layer from `check_layer` on: never growing, at most 1, with mean `ratio`."""
     num = num_layers - check_layer
+    if ratio == 0.0:
+        return (0.0,) * num
     num_filtering = min(num, max(1, round(share * num_layers)))
     step = (last - first) / (num_filtering - 1) if num_filtering > 1 else 0.0
-    weights = [first + i * step if i < num_filtering else last for i in range(num)]
+    weights = [max(last, first + i * step) if i < num_filtering else last for i in range(num)]
     # The scale at which the clipped shares have the wanted mean; the mean grows with it, so halving finds it.
     low, high = 0.0, 1.0 / min(weights)
     for _ in range(80):

@@ -60,7 +60,7 @@ def attention_mass(
     received = q.new_zeros(kv_len, dtype=torch.float32)
     bounds = None if segment_starts is None else _bounds(segment_starts, kv_len, q.device)
     by_segment = None if bounds is None else q.new_zeros(num_rows, len(bounds) - 1, dtype=torch.float32)
-    keys = k.to(q.dtype).permute(1, 2, 0)  # [num_kv_heads, head_dim, kv_len]
+    keys = k.float().permute(1, 2, 0)  # [num_kv_heads, head_dim, kv_len]
     key_positions = torch.arange(kv_len, device=q.device)
     block_rows = max(1, _BLOCK_ELEMENTS // (num_q_heads * kv_len))
     for start in range(0, num_rows, block_rows):
@@ -89,7 +89,7 @@ def _weights(
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-    scores = torch.bmm(grouped, keys).float().mul_(sm_scale).view(num_kv_heads, num_rows, -1, keys.shape[2])
+    scores = torch.bmm(grouped.float(), keys).mul_(sm_scale).view(num_kv_heads, num_rows, -1, keys.shape[2])
     if logit_cap > 0:
         scores = (scores / logit_cap).tanh_().mul_(logit_cap)
     scores.masked_fill_((key_positions > row_positions[:, None])[None, :, None], float("-inf"))

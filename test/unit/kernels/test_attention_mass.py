@@ -12,7 +12,7 @@ from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 
 # Bounds on the error of a weight; those of half precision allow for scores that were rounded to it.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from chunk_cache.errors import ChunkCacheRequestError
+from sglang_chunk_cache.explain.layout import lay_out, segments, text_width
+from sglang_chunk_cache.explain.prompt import (
+    CONTINUED,
+    PromptTokens,
+    load_tokenizer,
+    read_prompt,
+    token_texts,
+    visible,
+)
+
+SEP = "<|chunk|>"
+
+
+def test_the_texts_of_the_tokens_make_up_the_prompt(tokens):
+    assert tokens.texts[0] == "<|bos|>"
+    shown = "".join(text for text in tokens.texts[1:] if text != CONTINUED)
+    assert shown == "Read. Paris is in France.Rome costs $5 <now> & then.東京 is \u202ein\nJapan. Where?"
+    start, end = tokens.spans[0]
+    assert "".join(tokens.texts[start:end]) == "Paris is in France."
+
+
+def test_a_character_of_several_tokens_is_shown_once(tokenizer):
+    ids = tokenizer.encode("a東b", add_special_tokens=False)
+    assert token_texts(tokenizer, ids) == ["a", "東", CONTINUED, CONTINUED, "b"]
+
+
+def test_a_broken_character_is_shown_as_the_tokenizer_writes_it(tokenizer):
+    ids = tokenizer.encode("東", add_special_tokens=False)[:1] + tokenizer.encode("b", add_special_tokens=False)
+    assert token_texts(tokenizer, ids) == [tokenizer.convert_ids_to_tokens(ids[0]), "b"]
+    assert token_texts(tokenizer, ids[:1]) == [tokenizer.convert_ids_to_tokens(ids[0])]
+
+
+def test_the_spaces_of_sentencepiece_are_kept():
+    vocab = {"<unk>": 0, "\u2581Rome": 1, "\u2581is": 2, "!": 3, "\u2581": 4}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    assert token_texts(tokenizer, [1, 2, 3, 4]) == [" Rome", " is", "!", " "]
+
+
+def test_visible():
+    assert visible("a b\n\tc") == "a b\u21b5\u21e5c"
+    assert visible("\x00\u202e\ud800") == "\\x00\\u202e\\ud800"
+    assert visible("東京 $é") == "東京 $é"
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_a_prompt_is_read_without_the_last_line_break(tmp_path, monkeypatch, ending):
+    text = f"Read.{SEP}A\n{SEP} B{SEP}Who?\n"
+    path = tmp_path / "prompt.txt"
+    path.write_text(text + ending, encoding="utf-8")
+    expected = "Who?" if not ending else "Who?\n"
+    assert read_prompt(str(path), SEP).pieces == ("Read.", "A\n", " B", expected)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text + ending))
+    assert read_prompt("-", SEP).pieces[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b"no marks",
+            "no chunk is marked with '<|chunk|>'; put one before and one after each chunk, or name the server's",
+        ),
+        (b"one <|chunk|> mark", "only one separator"),
+        (b"a<|chunk|> <|chunk|>b", "chunk 0 between two separators '<|chunk|>' is empty"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_bad_prompt_is_named(tmp_path, content, words):
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ChunkCacheRequestError) as caught:
+        read_prompt(str(path), SEP)
+    assert str(caught.value).startswith(f"--prompt {path}: ")
+    assert words in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ChunkCacheRequestError, match=r"^--model-path: no tokenizer in .*; name a folder"):
+        load_tokenizer(str(tmp_path))
+
+
+# Layout.
+
+
+def test_segments_cover_the_prompt():
+    assert [(one.name, one.start, one.end) for one in segments([(2, 5), (5, 7), (9, 12)], 15)] == [
+        ("head", 0, 2),
+        ("chunk 0", 2, 5),
+        ("chunk 1", 5, 7),
+        ("text", 7, 9),
+        ("chunk 2", 9, 12),
+        ("question", 12, 15),
+    ]
+    assert [one.name for one in segments([(0, 5)], 5)] == ["chunk 0"]
+
+
+@pytest.mark.parametrize("max_width", [12, 40, 1000])
+@pytest.mark.parametrize("shown", [(0, None), (3, 30), (20, 21)])
+@pytest.mark.parametrize("cell_width", [None, 0.5])
+def test_every_token_stands_once_in_order_and_no_line_is_too_wide(tokens, max_width, shown, cell_width):
+    shown = (shown[0], shown[1] or len(tokens.texts))
+    lines = lay_out(tokens, shown, max_width, cell_width)
+    assert [cell.position for line in lines for cell in line.cells] == list(range(*shown))
+    for line in lines:
+        left = 0.0
+        for cell in line.cells:
+            assert cell.left == left
+            assert cell.width == cell_width or cell.width >= text_width(cell.text) + 1
+            left += cell.width
+        assert left <= max_width
+        assert all(line.segment.start <= cell.position < line.segment.end for cell in line.cells)
+    named = [line.segment.name for line in lines if line.is_first]
+    assert len(named) == len(set(named)) == len({line.segment.name for line in lines})
+
+
+def test_a_line_is_full_before_the_next_begins():
+    tokens = PromptTokens(("ab", " c", "東京", "x" * 99, "\n"), ((0, 4),))
+    lines = lay_out(tokens, (0, 5), 12)
+    assert [[cell.text for cell in line.cells] for line in lines] == [
+        ["ab", " c", "東京"],
+        ["x" * 39 + "\u2026"],  # too long for any line, but never lost
+        ["\u21b5"],
+    ]
+    assert [cell.width for cell in lines[0].cells] == [3, 3, 5]

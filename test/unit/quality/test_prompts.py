@@ -1,0 +1,82 @@
+"""Prompts: the marked text, its priming, chat templates, formats from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmark.quality.prompts import PLAIN, VERBATIM, PromptFormat, build_chat_prompt, build_prompt, read_format
+from benchmark.quality.question import DataError, Question
+
+QUESTION = Question("Read.", ("Paris is in France.", "Rome is in Italy.", "Paris is in France."), "Where?", ("x",))
+
+
+def test_marked_text_and_priming() -> None:
+    prompt = build_prompt(QUESTION, PLAIN)
+    france, italy = "Paris is in France.\n\n", "Rome is in Italy.\n\n"
+    assert prompt.text == "<|chunk|>".join(["Read.\n\n", france, italy, france, "Where?\nAnswer:"])
+    assert prompt.priming() == (f"Read.\n\n<|chunk|>{france}<|chunk|>", f"Read.\n\n<|chunk|>{italy}<|chunk|>")
+    assert prompt.priming(" x x")[1] == f"Read.\n\n<|chunk|>{italy}<|chunk|> x x"
+
+
+def test_prompts_share_a_partition_only_behind_the_same_system_prompt() -> None:
+    first = build_prompt(QUESTION)
+    same = build_prompt(Question("Read.", ("other",), "other?", ("x",)))
+    other = build_prompt(Question("Think.", QUESTION.chunks, QUESTION.question, ("x",)))
+    assert first.partition == same.partition != other.partition
+    assert len({first.key, same.key, other.key}) == 3
+
+
+def test_separators_in_the_data_are_removed() -> None:
+    prompt = build_prompt(Question("a<|chunk|>b", ("c<|chunk|>",), "{chunk}<|chunk|>d", ("x",)), VERBATIM)
+    assert prompt.text == "a b<|chunk|>c <|chunk|>{chunk} d"
+
+
+def test_no_system_prompt_leaves_nothing() -> None:
+    assert build_prompt(Question("", ("c",), "q", ("x",)), PLAIN).head == ""
+
+
+def test_chat_template_goes_around_the_chunks() -> None:
+    def render(messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}</{m['role']}>" for m in messages) + "<assistant>"
+
+    prompt = build_chat_prompt(QUESTION, render, VERBATIM)
+    assert prompt.head == "<system>Read.</system><user>"
+    assert prompt.chunks == QUESTION.chunks
+    assert prompt.tail == "Where?</user><assistant>"
+
+
+def test_a_chat_template_that_changes_chunks_is_refused() -> None:
+    with pytest.raises(DataError, match="chat template"):
+        build_chat_prompt(
+            QUESTION, lambda messages: messages[-1]["content"].upper().replace("CHUNK", "chunk"), VERBATIM
+        )
+
+
+def test_format_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "format.json"
+    path.write_text(json.dumps({"chunk": "[{chunk}]\n", "question": "Q: {question} {a}"}))
+    assert read_format(path) == PromptFormat(chunk="[{chunk}]\n", question="Q: {question} {a}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read"),
+        ('{\n"chunk": }', ":2: not JSON"),
+        ("[]", "give one object with any of the fields system, chunk, question"),
+        ('{"answer": "{answer}"}', "give one object with any of the fields"),
+        ('{"chunk": "chunk"}', '"chunk" must be a string that holds {chunk} once'),
+        ('{"chunk": "{chunk}{chunk}"}', "once"),
+        ('{"system": 3}', '"system" must be a string'),
+    ],
+)
+def test_a_broken_format_is_named(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "format.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError) as error:
+        read_format(path)
+    assert str(error.value).startswith(str(path))
+    assert problem in str(error.value)

@@ -1,0 +1,129 @@
+"""The reply log and the conditions: what a run that was cut off can go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmark.quality.conditions import (
+    REFERENCE,
+    Condition,
+    MethodSpec,
+    built_methods,
+    conditions_of,
+    parse_method,
+)
+from benchmark.quality.question import DataError
+from benchmark.quality.replies import Reply, ReplyLog
+
+from chunk_cache.methods import METHODS
+
+SETTINGS = {"model": "abc", "asking": {"max_new_tokens": 4, "stop": ()}}
+EPIC = Condition(MethodSpec("epic"), 0.3)
+
+
+def reply(prompt: str, condition: Condition = EPIC, text: str = "a") -> Reply:
+    top = ((3, -0.5), (4, -1.5)) if condition == REFERENCE else ()
+    return Reply(prompt, condition.label, condition.ratio, text, 3, 100, 60, 20, None if top else 0.25, top)
+
+
+def test_replies_come_back_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "needle.jsonl"
+    kept = [reply("p1", REFERENCE), reply("p1"), reply("p2")]
+    with ReplyLog(path, SETTINGS) as log:
+        log.append(kept[:1])
+        log.append(kept[1:])
+    with ReplyLog(path, SETTINGS, resume=True) as log:
+        assert list(log) == kept
+        assert log.find("p1", REFERENCE) == kept[0]
+        assert log.find("p2", REFERENCE) is None
+        assert log.find("p1", Condition(MethodSpec("epic"), 0.5)) is None
+        log.append([reply("p3")])
+    with ReplyLog(path, SETTINGS, resume=True) as log:
+        assert len(log) == 4
+
+
+def test_a_line_that_was_cut_off_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1"), reply("p2")])
+    path.write_text(path.read_text()[:-20])
+    with ReplyLog(path, SETTINGS, resume=True) as log:
+        assert [r.prompt for r in log] == ["p1"]
+
+
+def test_without_resume_nothing_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1")])
+    with ReplyLog(path, SETTINGS) as log:
+        assert len(log) == 0
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_dropped_methods_are_gone_for_good(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1", REFERENCE), reply("p1"), reply("p1", Condition(MethodSpec("random"), 0.3))])
+        log.drop(["epic"])
+        log.append([reply("p2")])
+    with ReplyLog(path, SETTINGS, resume=True) as log:
+        assert [(r.prompt, r.method) for r in log] == [("p1", "off"), ("p1", "random"), ("p2", "epic")]
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS):
+        pass
+    with pytest.raises(DataError, match=r"log\.jsonl: begun with other settings \(model\)"):
+        ReplyLog(path, {**SETTINGS, "model": "abd"}, resume=True)
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1")])
+    path.write_text(path.read_text() + '{"prompt": "p2"}\n')
+    with pytest.raises(DataError, match=r"log\.jsonl:3: not a reply"):
+        ReplyLog(path, SETTINGS, resume=True)
+
+
+def test_methods_are_read_as_they_are_written() -> None:
+    assert parse_method("epic") == MethodSpec("epic")
+    assert Condition(parse_method("random:seed=7"), 0.3).request["options"] == {"seed": 7}
+    assert parse_method("fusionrag:top_k=chunk,layers=[0,2]").label == "fusionrag:layers=[0,2],top_k=chunk"
+    specs = map(
+        parse_method, ("cacheblend:first_ratio=1.5,last_ratio=0.5", "a3:group_size=8", "fusionrag:layers=[0,2]")
+    )
+    for spec in (*built_methods(), *specs):
+        assert parse_method(spec.label) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("best", "unknown method 'best'"),
+        ("epic:seed=1", "unknown key"),
+        ("random:seed=-1", "-1 is not an integer in"),
+        ("random:seed", "'seed' in 'random:seed' is not OPTION=VALUE"),
+    ],
+)
+def test_a_wrong_method_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(DataError) as error:
+        parse_method(text)
+    assert str(error.value).startswith("--methods")
+    assert problem in str(error.value)
+
+
+def test_every_built_method_is_asked_at_every_ratio_once() -> None:
+    assert {spec.method for spec in built_methods()} == set(METHODS)
+    conditions = conditions_of([parse_method(name) for name in ("epic", "full-reuse", "full")], [0.0, 0.3, 1.0])
+    assert [(c.label, c.ratio) for c in conditions] == [
+        ("epic", 0.0),
+        ("epic", 0.3),
+        ("epic", 1.0),
+        ("full-reuse", 0.0),
+        ("full", 1.0),
+    ]
+    assert conditions[1].request == {"method": "epic", "ratio": 0.3}
+    assert REFERENCE.request == {"mode": "off"}
