@@ -4,11 +4,12 @@
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
 # make bench-ttft, make bench-index   the measurements behind the README's figures
+# make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench-ttft bench-index clean distclean
+.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-quality clean distclean
 
 BIN := .venv/bin
 PY := $(BIN)/python
@@ -48,6 +49,9 @@ bench-ttft: $(STAMP)
 
 bench-index: $(STAMP)
 	$(PY) benchmark/index/bench_lookup.py
+
+bench-quality: $(STAMP)
+	$(PY) benchmark/quality/evaluate.py
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -35,6 +35,7 @@ class Config:
     overlap: bool = True
     kind: str = "llama"
     rope: str | None = None
+    layers: int = 2
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
@@ -42,7 +43,12 @@ class Config:
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
         parts += ["overlap" if self.overlap else "normal", self.kind, *([self.rope] if self.rope else [])]
-        return "-".join(parts)
+        return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
+
+    @property
+    def model_dir(self) -> Path:
+        name = f"{self.kind}-{self.rope or 'default'}"
+        return MODEL_DIR / (name if self.layers == 2 else f"{name}-{self.layers}layers")
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         cases = importlib.import_module(module)
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
-        model = make_model(config.kind, MODEL_DIR / f"{config.kind}-{config.rope or 'default'}", rope=config.rope)
+        model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers)
         local = LocalScheduler(model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags)
         gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})

@@ -289,5 +289,5 @@ class RequestProgress:
 
     def _keep(self, layer_id: int, index: torch.Tensor, pieces: list[Piece]) -> None:
         self.positions, self._chunk, self._pieces = self.positions[index], self._chunk[index], pieces
-        if self.report is not None and self._is_selected:
+        if self.report is not None:
             self.report.record_left(layer_id, self.positions)

@@ -20,6 +20,7 @@ class SelectionReport:
         self._plan = plan
         self._num_layers = num_layers
         self._selected: torch.Tensor | None = None
+        self._unselected: list[tuple[int, torch.Tensor]] = []
         self._left: list[tuple[int, torch.Tensor]] = []
         self._scores: tuple[torch.Tensor, ...] | None = None
         self._scored_at: int | None = None
@@ -41,7 +42,10 @@ class SelectionReport:
 
     def record_left(self, layer_id: int, positions: torch.Tensor) -> None:
         """All rows that are left from the attention of this layer on."""
-        self._left.append((layer_id, positions))
+        if self._selected is None:
+            self._unselected.append((layer_id, positions))  # early termination came before the first choice
+        else:
+            self._left.append((layer_id, positions))
 
     def record_focus(self, layer_id: int, is_focused: torch.Tensor) -> None:
         """The newest focused set."""
@@ -55,6 +59,9 @@ class SelectionReport:
         """The object `selection` of the reply, and fields for each chunk of it; plain JSON values."""
         selection = self._plan.selection
         assert selection is not None
+        if self._selected is None:
+            # Early termination left fewer rows than the budget, so there was nothing to choose from.
+            self._selected = self._unselected[-1][1]
         focus: dict[str, Any] | None = None
         if selection.focus_window:
             chunks = (
@@ -92,7 +99,7 @@ class SelectionReport:
         assert selection is not None
         num_before = plan.num_reused if selection.stage is Stage.LAYER else plan.num_recomputed
         rows, num = [], num_before
-        left = {layer: self._count_reused(positions) for layer, positions in self._left}
+        left = {layer: self._count_reused(positions) for layer, positions in (*self._unselected, *self._left)}
         if self._scored_at is not None and self._selected is not None:
             left = {self._scored_at: self._count_reused(self._selected)} | left
         for layer in range(self._num_layers):

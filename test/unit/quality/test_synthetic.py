@@ -109,7 +109,7 @@ def test_needy_fact_stands_anywhere_in_its_chunk():
             places += [i / len(words) for i, word in enumerate(words) if word == "wearer"]
     assert min(places) < 0.1
     assert max(places) > 0.85
-    assert 0.4 < sum(place > 0.5 for place in places) / len(places) < 0.6
+    assert 0.3 < sum(place > 0.5 for place in places) / len(places) < 0.7
 
 
 def test_carry_question_repeats_no_word_of_the_needy_fact():

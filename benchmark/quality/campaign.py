@@ -1,0 +1,155 @@
+"""Campaign: all models, each with a server of its own, some at a time.
+
+- `ask_models` asks what is missing and returns the rows of all models. A server starts only where something is missing.
+- `Result` says how many replies were asked for, and how many earlier runs had left.
+- `prompt_builder` says how questions become prompts of a model.
+
+Servers start one after the other in the calling thread, so that an interruption always finds them; asking goes on in
+threads meanwhile. Whatever ends the campaign stops all servers, and what was asked stays in the reply logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmark.common.server import Server, offline_env
+from benchmark.quality.conditions import Condition
+from benchmark.quality.experiment import Experiment, fingerprint
+from benchmark.quality.prompts import Prompt, PromptFormat, build_chat_prompt, build_prompt
+from benchmark.quality.question import DataError, Question
+from benchmark.quality.replies import ReplyLog
+from benchmark.quality.table import Row
+from benchmark.quality.tasks import Task
+from rich.progress import Progress, TaskID
+
+PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every model, and how.
+
+    Attributes:
+        redo: labels of methods whose kept replies are dropped.
+        work: folder of reply logs and server logs.
+        flags: of `launch_server`, after the model.
+        jobs: models at a time.
+    """
+
+    tasks: Sequence[Task]
+    conditions: Sequence[Condition]
+    work: Path
+    chat: bool = False
+    resume: bool = False
+    redo: Sequence[str] = ()
+    flags: tuple[str, ...] = ("--chunk-cache",)
+    jobs: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of all models, in their order, and how many replies they were made of."""
+
+    rows: list[Row]
+    num_asked: int
+    num_kept: int
+
+
+def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Result:
+    """Asks all models and tabulates.
+
+    Args:
+        models: path by name.
+
+    Raises:
+        SetupError, ServerError, httpx.HTTPError: a server did not do what the experiment needs.
+    """
+    with ExitStack() as stack:
+        experiments = {name: _open(name, path, plan, stack) for name, path in models.items()}
+        missing = {n: sum(e.num_missing(plan.conditions) for e in mine) for n, mine in experiments.items()}
+        running: dict[Future[None], Server] = {}
+        threads = stack.enter_context(ThreadPoolExecutor(plan.jobs))
+        stack.callback(lambda: [server.stop() for server in running.values()])  # before the threads are waited for
+        for name in filter(missing.get, models):
+            _finish(running, at_most=plan.jobs - 1)
+            bar = progress.add_task(f"{name}: starting a server", total=missing[name])
+            server = _server(name, models[name], plan)
+            server.start()
+            running[threads.submit(_ask, server, experiments[name], plan, progress, bar)] = server
+        _finish(running, at_most=0)
+        done = [experiment for mine in experiments.values() for experiment in mine]
+        num_asked = sum(missing.values())
+        return Result(
+            rows=[row for experiment in done for row in experiment.rows()],
+            num_asked=num_asked,
+            num_kept=sum(len(experiment.log) for experiment in done) - num_asked,
+        )
+
+
+def prompt_builder(model: str, *, chat: bool) -> Callable[[Question, PromptFormat], Prompt]:
+    """How questions become prompts of this model.
+
+    Raises:
+        DataError: its tokenizer has no chat template.
+    """
+    if not chat:
+        return build_prompt
+    from transformers import AutoTokenizer  # seconds of imports, so only where it is needed
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.chat_template is None:
+        raise DataError(f"--chat: {model} has no chat template; run without --chat.")
+    # The server adds BOS where the tokenizer does; a template that writes it too would give two.
+    adds_bos = tokenizer.bos_token is not None and tokenizer("x").input_ids[0] == tokenizer.bos_token_id
+    bos = tokenizer.bos_token if adds_bos else ""
+
+    def render(messages: list[dict[str, str]]) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).removeprefix(bos)
+
+    return lambda question, style: build_chat_prompt(question, render, style)
+
+
+def _open(name: str, path: str, plan: Plan, stack: ExitStack) -> list[Experiment]:
+    """One experiment per task, with its log."""
+    build = prompt_builder(path, chat=plan.chat)
+    model = fingerprint(path)
+    experiments = []
+    for task in plan.tasks:
+        settings = {"model": model, "flags": plan.flags, "asking": asdict(task.asking)}
+        log = ReplyLog(plan.work / name / f"{task.family}.jsonl", settings, resume=plan.resume)
+        stack.enter_context(log)
+        if plan.redo:
+            log.drop(plan.redo)
+        experiments.append(Experiment(name, task, task.prompts(build), log))
+    return experiments
+
+
+def _server(name: str, path: str, plan: Plan) -> Server:
+    env = offline_env() if Path(path).is_dir() else {}
+    if plan.jobs > 1:
+        env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // plan.jobs))
+    log_path = plan.work / name / "server.log"
+    patience = {"start_deadline_s": PATIENCE_S, "request_timeout_s": PATIENCE_S}
+    return Server(path, *plan.flags, env=env, log_path=log_path, **patience)
+
+
+def _ask(server: Server, experiments: Sequence[Experiment], plan: Plan, progress: Progress, bar: TaskID) -> None:
+    for experiment in experiments:
+        if experiment.num_missing(plan.conditions):
+            progress.update(bar, description=f"{experiment.model}: {experiment.task.family}")
+            experiment.ask(server, plan.conditions, lambda num: progress.advance(bar, num))
+    progress.update(bar, description=f"{experiments[0].model}: done")
+
+
+def _finish(running: dict[Future[None], Server], *, at_most: int) -> None:
+    """Waits until `at_most` models are left, and stops the servers of the others; raises what their asking raised."""
+    while len(running) > at_most:
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+            running.pop(future).stop()

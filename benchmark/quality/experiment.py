@@ -1,0 +1,94 @@
+"""Experiment: one model and one task, from prompts to table rows.
+
+- `Experiment.ask` asks what is missing in the reply log, the reference first.
+- `Experiment.num_missing` says how much that is, `Experiment.rows` tabulates what is complete.
+- `fingerprint` tells one model from another for the reply log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.common.server import Server
+from benchmark.quality.conditions import REFERENCE, Condition, parse_method
+from benchmark.quality.prompts import Prompt
+from benchmark.quality.replies import Reply, ReplyLog
+from benchmark.quality.session import Session
+from benchmark.quality.table import Row, tabulate
+from benchmark.quality.tasks import Task
+
+HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task asked of one model; `prompts` has one prompt per question of the task."""
+
+    model: str
+    task: Task
+    prompts: Sequence[Prompt]
+    log: ReplyLog
+
+    def num_missing(self, conditions: Iterable[Condition]) -> int:
+        """Replies that are not in the log, the reference's included."""
+        prompts = self._distinct()
+        return sum(self.log.find(p.key, c) is None for c in (REFERENCE, *conditions) for p in prompts)
+
+    def ask(self, server: Server, conditions: Sequence[Condition], tick: Callable[[int], None]) -> None:
+        """Asks what is missing; `tick` hears how many replies have come in.
+
+        Raises:
+            SetupError: a reply was not computed as wanted.
+        """
+        session = Session(server, self.task.asking)
+        missing = [prompt for prompt in self._distinct() if self.log.find(prompt.key, REFERENCE) is None]
+        if missing:
+            for replies in session.ask_reference(missing):
+                self._keep(replies, tick)
+        references = {prompt.key: self._found(prompt.key, REFERENCE) for prompt in self.prompts}
+        lengths = {key: reply.prompt_len for key, reply in references.items()}
+        for block in session.blocks(self._distinct(), lengths):
+            asks = [(p, c) for c in conditions for p in block if self.log.find(p.key, c) is None]
+            if asks:
+                session.prime(block)
+                for replies in session.ask(asks, references):
+                    self._keep(replies, tick)
+
+    def rows(self) -> list[Row]:
+        """All conditions for which every prompt has a reply, this run's and those of earlier ones."""
+        conditions = self._complete()
+        replies = {c: {p.key: self._found(p.key, c) for p in self.prompts} for c in (REFERENCE, *conditions)}
+        asked = [(question, prompt.key) for question, prompt in zip(self.task.questions, self.prompts, strict=True)]
+        return tabulate(self.model, self.task.family, self.task.metric, asked, replies, conditions)
+
+    def _complete(self) -> list[Condition]:
+        known = dict.fromkeys((reply.method, reply.ratio) for reply in self.log if reply.method != REFERENCE.label)
+        conditions = [Condition(parse_method(label), ratio) for label, ratio in known]
+        return [c for c in conditions if all(self.log.find(p.key, c) is not None for p in self.prompts)]
+
+    def _distinct(self) -> list[Prompt]:
+        return list({prompt.key: prompt for prompt in self.prompts}.values())
+
+    def _keep(self, replies: list[Reply], tick: Callable[[int], None]) -> None:
+        self.log.append(replies)
+        tick(len(replies))
+
+    def _found(self, prompt_key: str, condition: Condition) -> Reply:
+        reply = self.log.find(prompt_key, condition)
+        assert reply is not None, f"{condition.label} at {condition.ratio} of {prompt_key} was not asked"
+        return reply
+
+
+def fingerprint(model: str | Path) -> str:
+    """Differs when the weights or the configuration of a local model do; the name of one that is not local."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return str(model)
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(HASHED_BYTES))
+    return digest.hexdigest()

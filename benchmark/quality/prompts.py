@@ -1,0 +1,123 @@
+"""Prompts: from a question to the marked text that a user of the server would send.
+
+- `PromptFormat` says how system prompt, chunks and question become text; `read_format` reads one from a file.
+- `build_prompt` applies it, `build_chat_prompt` puts the result through a model's chat template as well.
+- `Prompt.text` is the whole prompt, `Prompt.priming()` the short ones that compute each chunk behind the system prompt.
+
+A chunk is written the same way wherever it stands, so its format must not depend on its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from benchmark.quality.question import DataError, Question
+
+SEPARATOR = "<|chunk|>"
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the parts of a question are written; each field holds its own name in braces once.
+
+    An empty system prompt stays empty.
+    """
+
+    system: str = "{system}\n\n"
+    chunk: str = "{chunk}\n\n"
+    question: str = "{question}\nAnswer:"
+
+
+PLAIN = PromptFormat()
+VERBATIM = PromptFormat("{system}", "{chunk}", "{question}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A marked prompt: what stands before the chunks, the chunks, and what stands behind them."""
+
+    head: str
+    chunks: tuple[str, ...]
+    tail: str
+
+    @property
+    def text(self) -> str:
+        """The prompt with its separators."""
+        return SEPARATOR.join((self.head, *self.chunks, self.tail))
+
+    def priming(self, tail: str = "") -> tuple[str, ...]:
+        """One marked prompt per different chunk: the chunk alone behind the head, and `tail` behind it."""
+        return tuple(SEPARATOR.join((self.head, chunk, tail)) for chunk in dict.fromkeys(self.chunks))
+
+    @property
+    def partition(self) -> str:
+        """Chunks are reused only behind the head that they were computed behind: one `extra_key` per head."""
+        return _digest(self.head)
+
+    @property
+    def key(self) -> str:
+        """Names this prompt in result files."""
+        return _digest(self.text)
+
+
+def build_prompt(question: Question, style: PromptFormat = PLAIN) -> Prompt:
+    """The prompt of a question; separators that its texts hold are replaced by a space."""
+    system, question_text = _clean(question.system), _clean(question.question)
+    return Prompt(
+        head=style.system.replace("{system}", system) if system else "",
+        chunks=tuple(style.chunk.replace("{chunk}", _clean(chunk)) for chunk in question.chunks),
+        tail=style.question.replace("{question}", question_text),
+    )
+
+
+def build_chat_prompt(
+    question: Question, render: Callable[[list[dict[str, str]]], str], style: PromptFormat = PLAIN
+) -> Prompt:
+    """As `build_prompt`, with the system prompt as system message and the rest as the user's.
+
+    Args:
+        render: messages -> text, a chat template with its generation prompt.
+
+    Raises:
+        DataError: the template changes or moves a part, so that the chunks cannot be told apart any more.
+    """
+    prompt = build_prompt(question, style)
+    system = [{"role": "system", "content": prompt.head.strip()}] if prompt.head.strip() else []
+    body = SEPARATOR.join(("", *prompt.chunks, prompt.tail))
+    head, *chunks, tail = render([*system, {"role": "user", "content": body}]).split(SEPARATOR)
+    if tuple(chunks) != prompt.chunks:
+        raise DataError("The chat template of the model changes the chunks of a prompt; run without --chat.")
+    return Prompt(head, prompt.chunks, tail)
+
+
+def read_format(path: str | Path) -> PromptFormat:
+    """A format from a JSON file such as `{"chunk": "{chunk}\\n", "question": "Q: {question}\\nA:"}`.
+
+    Raises:
+        DataError: the file cannot be read, or a field is unknown or lacks its part.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); give the path of a JSON file.") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from error
+    known = [field.name for field in fields(PromptFormat)]
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise DataError(f"{path}: give one object with any of the fields {', '.join(known)}.")
+    for name, text in value.items():
+        if not isinstance(text, str) or text.count(f"{{{name}}}") != 1:
+            raise DataError(f'{path}: "{name}" must be a string that holds {{{name}}} once.')
+    return PromptFormat(**value)
+
+
+def _clean(text: str) -> str:
+    return text.replace(SEPARATOR, " ")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,180 @@
+"""Report: `write_report` turns table rows into CSV, plots and a Markdown page; nothing in them is typed by hand.
+
+python benchmark/quality/report.py FOLDER      # page and plots again, from FOLDER/quality.csv and quality.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.common.results import markdown_table, run_markdown, write_result
+from benchmark.quality.checks import check_rows
+from benchmark.quality.conditions import REFERENCE
+from benchmark.quality.plots import draw_family
+from benchmark.quality.question import DataError
+from benchmark.quality.spread import MethodCurve, Point, curves_of, reference_of
+from benchmark.quality.table import MASTERED, Row, read_table, write_table
+
+NAME = "quality"
+METRIC_NAMES = {
+    "exact_match": "exact match",
+    "token_f1": "token F1",
+    "rouge_l": "ROUGE-L",
+    "substring": "answers contained",
+}
+
+
+def write_report(folder: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> list[Path]:
+    """Writes `quality.csv`, `quality.json`, `quality.md` and a PNG per family; returns their paths.
+
+    Args:
+        about: how the rows came about, as `describe_run` gives it, with `settings` (name -> text) of the evaluation.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / f"{NAME}.csv"
+    write_table(table, rows)
+    plots = [_draw(folder, rows, family) for family in _families(rows)]
+    return [table, *write_result(folder, NAME, about, to_markdown(rows, about)), *plots]
+
+
+def to_markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> list[str]:
+    """Lines of the page."""
+    lines = ["# Answer quality with reused chunks", "", *run_markdown(about)]
+    lines += [f"- {name}: {text}" for name, text in about["settings"].items()]
+    lines += [
+        "",
+        "What these numbers allow to conclude, and what not, stands in docs/quality.md. In short: they show whether an",
+        "implementation does what it says. The order of methods differs between equally good small models, so it is no",
+        "result, and cost cannot be read from models of this size.",
+        "",
+        "## Full prefill",
+        "",
+        *_full_table(rows),
+    ]
+    if checks := check_rows(rows):
+        lines += ["", "## Checks of the implementation", ""]
+        lines += [f"- {_verdict(check.holds)}, {check.model}: {check.statement} ({check.numbers})" for check in checks]
+    for family in _families(rows):
+        lines += ["", f"## {family}", "", *_family_section(rows, family)]
+    return lines
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "**does not hold**"
+
+
+def _full_table(rows: Sequence[Row]) -> list[str]:
+    """Families x models."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    cells = []
+    for family in _families(rows):
+        full = {row.model: row for row in rows if row.family == family and row.method == REFERENCE.label}
+        shown = [_full_cell(full.get(model)) for model in models]
+        row = next(iter(full.values()))
+        cells.append((family, METRIC_NAMES[row.metric], row.num_asked, f"{row.prompt_len:.0f}", *shown))
+    return [
+        f"Score of stock SGLang's full prefill on all prompts, %. Not mastered: under {MASTERED:.0%}; where answers",
+        "are right or wrong, only prompts that the full prefill answers right are scored below.",
+        "",
+        *markdown_table(("family", "score", "prompts", "tokens per prompt", *models), cells),
+    ]
+
+
+def _full_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{100 * row.score_all:.1f}" + ("" if row.mastered else " (not mastered)")
+
+
+def _family_section(rows: Sequence[Row], family: str) -> list[str]:
+    mine = [row for row in rows if row.family == family]
+    curves = curves_of(mine, family)
+    num_models = len({row.model for row in mine})
+    spread = f"mean of {num_models} models (smallest-largest)" if num_models > 1 else "one model"
+    scored = sorted({row.num_scored for row in mine})
+    prompts = f"{scored[0]}" if len(scored) == 1 else f"{scored[0]}-{scored[-1]}"
+    lines = [f"![{family}]({_plot_name(family)})", ""]
+    if any(row.scored != "all" for row in mine):
+        lines += ["Scored are only prompts that the full prefill of the same model answers right.", ""]
+    lines += [f"{METRIC_NAMES[mine[0].metric].capitalize()}, %, {prompts} prompts scored per model, {spread}:", ""]
+    lines += _curve_table(curves, [[_percent(point) for point in curve.scores] for curve in curves])
+    ends = "outermost ends over the models" if num_models > 1 else "from resampling the prompts"
+    lines += ["", f"Difference to full prefill on the same prompts, percentage points [95 % interval, {ends}]:", ""]
+    lines += _curve_table(curves, [[_interval(point) for point in curve.diffs] for curve in curves])
+    lines += ["", f"KL of the first token's distribution to that of full prefill, nats, all prompts, {spread}:", ""]
+    return lines + _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
+
+
+def _curve_table(curves: Sequence[MethodCurve], texts: Sequence[Sequence[str]]) -> list[str]:
+    """Methods x ratios."""
+    ratios = sorted({ratio for curve in curves for ratio in curve.ratios})
+    cells = []
+    for curve, row in zip(curves, texts, strict=True):
+        at = dict(zip(curve.ratios, row, strict=True))
+        cells.append((f"`{curve.label}`", *(at.get(ratio, "") for ratio in ratios)))
+    return markdown_table(("method", *(f"{ratio:g}" for ratio in ratios)), cells)
+
+
+def _percent(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    spread = f" ({100 * point.low:.0f}-{100 * point.high:.0f})" if point.low != point.high else ""
+    return f"{100 * point.mean:.1f}{spread}"
+
+
+def _interval(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    return f"{100 * point.mean:+.1f} [{100 * point.low:+.1f}, {100 * point.high:+.1f}]"
+
+
+def _nats(point: Point | None) -> str:
+    if point is None:
+        return "-"
+    spread = f" ({point.low:.2g}-{point.high:.2g})" if point.low != point.high else ""
+    return f"{point.mean:.2g}{spread}"
+
+
+def _draw(folder: Path, rows: Sequence[Row], family: str) -> Path:
+    mine = [row for row in rows if row.family == family]
+    path = folder / _plot_name(family)
+    num_models = len({row.model for row in mine})
+    title = f"{family}: {num_models} model{'s' * (num_models > 1)}, {mine[0].num_asked} prompts each" + (
+        "; line: mean, band: smallest to largest" if num_models > 1 else ""
+    )
+    draw_family(path, title, METRIC_NAMES[mine[0].metric], reference_of(mine, family), curves_of(mine, family))
+    return path
+
+
+def _plot_name(family: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in family) + ".png"
+
+
+def _families(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.family for row in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="holds quality.csv and quality.json")
+    folder = parser.parse_args(argv).folder
+    try:
+        rows = read_table(folder / f"{NAME}.csv")
+        about = json.loads((folder / f"{NAME}.json").read_text(encoding="utf-8"))
+    except (DataError, OSError, json.JSONDecodeError) as error:
+        print(f"{folder}: no result of evaluate.py ({error})", file=sys.stderr)
+        return 1
+    for path in write_report(folder, rows, about):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Session: asks one server, and makes sure that what comes back is what was asked for.
+
+- `ask_reference` asks for full prefills by stock SGLang, in a cache of their own.
+- `prime` stores the chunks of some prompts; `ask` then asks these prompts under all conditions.
+- `blocks` cuts prompts into groups whose chunks the KV pool holds at once.
+
+    flush | off, off, off ... | flush | [system, chunk] ... | condition 1: all prompts | condition 2 ... | flush | ...
+            ask_reference               prime                 ask                        ask
+
+A reference prompt enters the exact cache, where the same prompt would later find all of itself; so references come
+first and the cache is emptied behind them. Fused prompts leave nothing behind. Every reply must say that each chunk
+was taken from the store (`hit`), or lay in the exact prefix (`prefix`); anything else is a `SetupError`, because the
+numbers would not mean what they are said to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from benchmark.common.server import Server
+from benchmark.quality.conditions import REFERENCE, Condition
+from benchmark.quality.metrics import first_token_kl
+from benchmark.quality.prompts import Prompt
+from benchmark.quality.replies import Reply
+
+NUM_CALLS = 2  # HTTP calls at a time: while the server answers one, it tokenizes the next
+MAX_BATCH = 64  # prompts in one call
+# Shares of the KV pool: what is primed at once, and what runs at once. Together with what a scheduler keeps free for
+# decoding they stay below one, so nothing that was primed is evicted.
+PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
+MIN_LOGPROB = -1e4  # stands for a probability of zero
+
+Ask: TypeAlias = tuple[Prompt, Condition]
+Extra: TypeAlias = Mapping[str, Any]
+
+
+class SetupError(RuntimeError):
+    """A reply was not computed the way the experiment says."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How all prompts of a task are asked, greedily.
+
+    Attributes:
+        max_new_tokens: an answer ends there at the latest.
+        stop: strings that end an answer; the end-of-sequence token always does.
+        num_top: tokens of the reference's first distribution that are compared.
+    """
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    num_top: int = 20
+
+
+class Session:
+    """Asks one server. Not for several threads."""
+
+    def __init__(self, server: Server, asking: Asking) -> None:
+        self._server = server
+        self._asking = asking
+        self._pool_len = int(server.get("/v1/loads").json()["loads"][0]["max_total_num_tokens"])
+        # The last page of a path is stored only when it is full, so a chunk must not end there.
+        page_size = int(server.get("/server_info").json()["page_size"])
+        self._priming_tail = " x" * page_size if page_size > 1 else ""
+
+    def ask_reference(self, prompts: Sequence[Prompt]) -> Iterator[list[Reply]]:
+        """Full prefills of stock SGLang, some replies at a time; the caches are empty before and after."""
+        self._server.flush()
+        for asks, outs in self._post([(prompt, REFERENCE) for prompt in prompts], self._ask_for_top):
+            yield [_reference_reply(prompt, out) for (prompt, _), out in zip(asks, outs, strict=True)]
+        self._server.flush()
+
+    def blocks(self, prompts: Sequence[Prompt], lengths: Mapping[str, int]) -> Iterator[list[Prompt]]:
+        """Groups of consecutive prompts that fit into the pool.
+
+        Args:
+            lengths: tokens of each prompt, by its key.
+
+        Raises:
+            SetupError: one prompt alone does not fit.
+        """
+        room = int(PRIMED_SHARE * self._pool_len)
+        block: list[Prompt] = []
+        block_len = 0
+        for prompt in prompts:
+            length = lengths[prompt.key]
+            if length > min(room, int(RUNNING_SHARE * self._pool_len)):
+                raise SetupError(
+                    f"A prompt of {length} tokens is too long for a KV pool of {self._pool_len}; give the server more "
+                    f"with --server-flags='--max-total-tokens {length * 5}'."
+                )
+            if block and block_len + length > room:
+                yield block
+                block, block_len = [], 0
+            block.append(prompt)
+            block_len += length
+        if block:
+            yield block
+
+    def prime(self, prompts: Sequence[Prompt]) -> None:
+        """Empties the caches and stores every chunk of these prompts, computed alone behind its system prompt."""
+        self._server.flush()
+        tail = self._priming_tail
+        wanted = dict.fromkeys((text, prompt.partition) for prompt in prompts for text in prompt.priming(tail))
+        texts = list(wanted)
+        batches = [texts[i : i + MAX_BATCH] for i in range(0, len(texts), MAX_BATCH)]
+        with ThreadPoolExecutor(NUM_CALLS) as calls:
+            for _ in calls.map(self._prime_batch, batches):
+                pass
+
+    def ask(self, asks: Sequence[Ask], references: Mapping[str, Reply]) -> Iterator[list[Reply]]:
+        """Asks primed prompts, each under its condition, some replies at a time.
+
+        Args:
+            references: reply of `ask_reference` by the prompt's key.
+
+        Raises:
+            SetupError: a chunk was not reused, or another method or ratio was used.
+        """
+
+        def ask_for_ids(prompt: Prompt) -> Extra:
+            return {"token_ids_logprob": [token for token, _ in references[prompt.key].top]}
+
+        for batch, outs in self._post(asks, ask_for_ids):
+            yield [
+                _reply(prompt, out, condition, references[prompt.key])
+                for (prompt, condition), out in zip(batch, outs, strict=True)
+            ]
+
+    def _prime_batch(self, batch: Sequence[tuple[str, str]]) -> None:
+        body = {
+            "text": [text for text, _ in batch],
+            "extra_key": [partition for _, partition in batch],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        }
+        self._server.post("/generate", body)
+
+    def _ask_for_top(self, prompt: Prompt) -> Extra:
+        return {"top_logprobs_num": self._asking.num_top}
+
+    def _post(
+        self, asks: Sequence[Ask], extra: Callable[[Prompt], Extra]
+    ) -> Iterator[tuple[Sequence[Ask], list[dict[str, Any]]]]:
+        """(what was asked, outputs) of one call after the other; `extra` are further fields of a prompt's request."""
+        size = self._batch_size(asks)
+        calls = ThreadPoolExecutor(NUM_CALLS)
+        pending: deque[tuple[Sequence[Ask], Future[list[dict[str, Any]]]]] = deque()
+        try:
+            for start in range(0, len(asks), size):
+                batch = asks[start : start + size]
+                pending.append((batch, calls.submit(self._call, batch, extra)))
+                if len(pending) > NUM_CALLS:
+                    done, future = pending.popleft()
+                    yield done, future.result()
+            while pending:
+                done, future = pending.popleft()
+                yield done, future.result()
+        finally:
+            calls.shutdown(cancel_futures=True)
+
+    def _call(self, asks: Sequence[Ask], extra: Callable[[Prompt], Extra]) -> list[dict[str, Any]]:
+        extras = [extra(prompt) for prompt, _ in asks]
+        body = {
+            "text": [prompt.text for prompt, _ in asks],
+            "extra_key": [prompt.partition for prompt, _ in asks],
+            "sampling_params": [self._sampling_params(condition) for _, condition in asks],
+            "return_logprob": True,
+            **{name: [each[name] for each in extras] for name in extras[0]},
+        }
+        return self._server.post("/generate", body).json()
+
+    def _sampling_params(self, condition: Condition) -> dict[str, Any]:
+        return {
+            "temperature": 0.0,
+            "max_new_tokens": self._asking.max_new_tokens,
+            "stop": list(self._asking.stop),
+            "custom_params": {"chunk_cache": condition.request},
+        }
+
+    def _batch_size(self, asks: Sequence[Ask]) -> int:
+        # A token is seldom shorter than a character: good enough, as a wrong guess only costs speed.
+        longest = max((len(prompt.text) for prompt, _ in asks), default=1)
+        return max(1, min(MAX_BATCH, int(RUNNING_SHARE * self._pool_len / NUM_CALLS / longest)))
+
+
+def _reference_reply(prompt: Prompt, out: Mapping[str, Any]) -> Reply:
+    meta = out["meta_info"]
+    if meta["chunk_cache"]["reused_tokens"]:
+        raise SetupError(f"The reference of prompt {prompt.key} reused chunks; this is a bug.")
+    top = tuple((token, _finite(logprob)) for logprob, token, _ in meta["output_top_logprobs"][0])
+    return Reply(**_common(prompt, REFERENCE, out), kl=None, top=top)
+
+
+def _reply(prompt: Prompt, out: Mapping[str, Any], condition: Condition, reference: Reply) -> Reply:
+    meta = out["meta_info"]
+    _check_reuse(prompt, meta["chunk_cache"], condition)
+    found = {token: _finite(logprob) for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
+    kl = first_token_kl([p for _, p in reference.top], [found[token] for token, _ in reference.top])
+    return Reply(**_common(prompt, condition, out), kl=kl)
+
+
+def _common(prompt: Prompt, condition: Condition, out: Mapping[str, Any]) -> dict[str, Any]:
+    chunk_cache, meta = out["meta_info"]["chunk_cache"], out["meta_info"]
+    return {
+        "prompt": prompt.key,
+        "method": condition.label,
+        "ratio": condition.ratio,
+        "text": out["text"],
+        "first_id": meta["output_token_logprobs"][0][1],
+        "prompt_len": meta["prompt_tokens"],
+        "reused_len": chunk_cache["reused_tokens"],
+        "recomputed_len": chunk_cache["recomputed_tokens"],
+    }
+
+
+def _check_reuse(prompt: Prompt, chunk_cache: Mapping[str, Any], condition: Condition) -> None:
+    assert condition.method is not None
+    assert condition.ratio is not None
+    used, wanted = (chunk_cache["method"], chunk_cache["ratio"]), (condition.method.method, condition.ratio)
+    if used != wanted:
+        raise SetupError(f"Prompt {prompt.key} was asked with {wanted} and answered with {used}.")
+    for number, chunk in enumerate(chunk_cache["chunks"], 1):
+        if chunk["status"] not in ("hit", "prefix"):
+            raise SetupError(
+                f"Chunk {number} of prompt {prompt.key} was not reused but {chunk['status']} ({chunk['reason']}) with "
+                f"{condition.label}, ratio {condition.ratio:g}; where it says evicted or memory, give the server a "
+                "larger --max-total-tokens in --server-flags."
+            )
+        if chunk.get("ranked_by") == "position" and 0 < condition.ratio < 1:
+            raise SetupError(
+                f"No statistics were stored with chunk {number} of prompt {prompt.key}, so {condition.label} would "
+                "rank by position; let the server take them, see docs/methods.md."
+            )
+
+
+def _finite(logprob: float | None) -> float:
+    return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)

@@ -1,0 +1,77 @@
+"""Spread: rows of several models put together.
+
+`curves_of` gives one curve per method of a family, `reference_of` the score of its full prefill.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmark.quality.conditions import REFERENCE
+from benchmark.quality.table import Row
+
+from chunk_cache.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Point:
+    """Mean over the models, smallest and largest of them."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Point | None:
+        """None where no model has a value."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.fmean(known), min(known), max(known)) if known else None
+
+
+@dataclass(frozen=True)
+class MethodCurve:
+    """One method over its ratios, ascending; the lists have one entry per ratio.
+
+    Attributes:
+        scores, diffs: over the models; None where no prompt of any model was scored. The `low` and `high` of a
+            difference to full are the outermost ends of the models' intervals.
+        kls: over the models.
+    """
+
+    label: str
+    ratios: list[float]
+    scores: list[Point | None]
+    diffs: list[Point | None]
+    kls: list[Point | None]
+
+
+def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
+    """In the order of the registry, options behind defaults."""
+    mine = [row for row in rows if row.family == family and row.ratio is not None]
+    labels = sorted({row.method for row in mine}, key=_rank)
+    return [_curve(label, [row for row in mine if row.method == label]) for label in labels]
+
+
+def reference_of(rows: Iterable[Row], family: str) -> Point | None:
+    """Score of the full prefill over the models."""
+    return Point.of(row.score for row in rows if row.family == family and row.method == REFERENCE.label)
+
+
+def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
+    ratios = sorted({row.ratio for row in rows if row.ratio is not None})
+    curve = MethodCurve(label, ratios, [], [], [])
+    for ratio in ratios:
+        cell = [row for row in rows if row.ratio == ratio]
+        curve.scores.append(Point.of(row.score for row in cell))
+        curve.kls.append(Point.of(row.kl for row in cell))
+        diff = Point.of(row.diff for row in cell)
+        lows, highs = Point.of(row.diff_low for row in cell), Point.of(row.diff_high for row in cell)
+        curve.diffs.append(Point(diff.mean, lows.low, highs.high) if diff and lows and highs else diff)
+    return curve
+
+
+def _rank(label: str) -> tuple[int, str]:
+    name = label.partition(":")[0]
+    return (list(METHODS).index(name) if name in METHODS else len(METHODS), label)

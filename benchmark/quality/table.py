@@ -1,0 +1,218 @@
+"""Table: from replies to one row per model, family, method and ratio.
+
+- `tabulate` scores the replies of one model to one task and compares each condition with the reference.
+- `write_table`, `read_table`: the CSV that the report and everybody else reads.
+
+Comparisons are paired: the same prompts under both conditions. Where the reference answers fewer than `MASTERED` of the
+prompts right, only those that it answers right are scored; the column `scored` says so. That choice makes the reference
+perfect by construction, so that a method can only lose there.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+from benchmark.quality.conditions import REFERENCE, Condition
+from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
+from benchmark.quality.question import DataError, Question
+from benchmark.quality.replies import Reply
+from scipy.stats import bootstrap
+
+MASTERED = 0.95
+NUM_RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the experiment. Shares and scores are from 0 to 1; None where there is nothing to say.
+
+    Attributes:
+        ratio: effective; None for the reference (method `off`).
+        metric: what `score` counts.
+        num_asked, num_scored: prompts; `scored` is `all` or `full-right`.
+        mastered: whether the reference reaches 95 % on all prompts.
+        score, score_se: mean over the scored prompts and its standard error.
+        score_all: mean over all prompts.
+        diff: `score` minus the reference's; `diff_low`, `diff_high` its 95 % interval, from resampling the prompts.
+        kl, kl_se: mean KL of the first token's distribution to the reference's, nats, over all prompts.
+        first_same, text_same: share of all prompts whose first token, whose whole answer is the reference's.
+        recomputed: recomputed tokens / reused tokens, as the server counts them.
+        prompt_len, reused_len: mean tokens.
+        exact_match, token_f1, rouge_l, substring: means over the scored prompts.
+    """
+
+    model: str
+    family: str
+    method: str
+    ratio: float | None
+    metric: str
+    num_asked: int
+    num_scored: int
+    scored: str
+    mastered: bool
+    score: float | None
+    score_se: float | None
+    score_all: float
+    diff: float | None
+    diff_low: float | None
+    diff_high: float | None
+    kl: float | None
+    kl_se: float | None
+    first_same: float
+    text_same: float
+    recomputed: float | None
+    prompt_len: float
+    reused_len: float
+    exact_match: float | None
+    token_f1: float | None
+    rouge_l: float | None
+    substring: float | None
+
+
+def tabulate(
+    model: str,
+    family: str,
+    metric: str,
+    asked: Sequence[tuple[Question, str]],
+    replies: Mapping[Condition, Mapping[str, Reply]],
+    conditions: Sequence[Condition],
+) -> list[Row]:
+    """Rows of the reference and of `conditions`.
+
+    Args:
+        asked: questions with the keys of their prompts.
+        replies: by condition and prompt key; the reference's too.
+    """
+    reference = [replies[REFERENCE][key] for _, key in asked]
+    full = _scores(metric, asked, reference)
+    mastered = bool(full.mean() >= MASTERED)
+    chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0
+    rows = []
+    for condition in (REFERENCE, *conditions):
+        current = [replies[condition][key] for _, key in asked]
+        scores = {name: _scores(name, asked, current) for name in METRICS}
+        rows.append(
+            Row(
+                model=model,
+                family=family,
+                method=condition.label,
+                ratio=condition.ratio,
+                metric=metric,
+                num_asked=len(asked),
+                num_scored=int(chosen.sum()),
+                scored="all" if chosen.all() else "full-right",
+                mastered=mastered,
+                score=_mean(scores[metric][chosen]),
+                score_se=_standard_error(scores[metric][chosen]),
+                score_all=float(scores[metric].mean()),
+                **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
+                **_agreement(current, reference),
+                **_lengths(current),
+                **{name: _mean(values[chosen]) for name, values in scores.items()},
+            )
+        )
+    return rows
+
+
+def write_table(path: str | Path, rows: Iterable[Row]) -> None:
+    """CSV with a header; numbers with six significant digits, nothing for None."""
+    with Path(path).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _format(value) for name, value in asdict(row).items()} for row in rows)
+
+
+def read_table(path: str | Path) -> list[Row]:
+    """The rows of a CSV that `write_table` wrote.
+
+    Raises:
+        DataError: the file is missing, or a line is not such a row.
+    """
+    types = get_type_hints(Row)
+    rows = []
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            for number, line in enumerate(csv.DictReader(file), 2):
+                try:
+                    rows.append(Row(**{name: _parse(line[name], kind) for name, kind in types.items()}))
+                except (KeyError, ValueError, TypeError, AttributeError) as error:
+                    raise DataError(f"{path}:{number}: not a row of this table ({error}).") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    return rows
+
+
+def _scores(metric: str, asked: Sequence[tuple[Question, str]], replies: Sequence[Reply]) -> Floats:
+    return np.array([score(metric, reply.text, question) for (question, _), reply in zip(asked, replies, strict=True)])
+
+
+def _differences(values: Floats, *, is_reference: bool) -> dict[str, Any]:
+    if is_reference:
+        return dict.fromkeys(("diff", "diff_low", "diff_high"))
+    low, high = _interval(values)
+    return {"diff": _mean(values), "diff_low": low, "diff_high": high}
+
+
+def _agreement(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, Any]:
+    kls = np.array([reply.kl for reply in current if reply.kl is not None])
+    pairs = list(zip(current, reference, strict=True))
+    return {
+        "kl": _mean(kls),
+        "kl_se": _standard_error(kls),
+        "first_same": float(np.mean([a.first_id == b.first_id for a, b in pairs])),
+        "text_same": float(np.mean([a.text == b.text for a, b in pairs])),
+    }
+
+
+def _lengths(current: Sequence[Reply]) -> dict[str, Any]:
+    num_reused = sum(reply.reused_len for reply in current)
+    return {
+        "recomputed": sum(reply.recomputed_len for reply in current) / num_reused if num_reused else None,
+        "prompt_len": float(np.mean([reply.prompt_len for reply in current])),
+        "reused_len": num_reused / len(current),
+    }
+
+
+def _mean(values: Floats) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _standard_error(values: Floats) -> float | None:
+    return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else None
+
+
+def _interval(differences: Floats) -> tuple[float | None, float | None]:
+    """Percentile bootstrap of the mean. All differences equal: that value twice, which does not prove them equal."""
+    if differences.size < 2:
+        return None, None
+    if (differences == differences[0]).all():
+        return float(differences[0]), float(differences[0])
+    found = bootstrap(
+        (differences,), np.mean, n_resamples=NUM_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def _format(value: object) -> object:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else value
+
+
+def _parse(text: str, kind: object) -> object:
+    if kind is bool:
+        return {"yes": True, "no": False}[text]
+    if kind in (int, str):
+        return int(text) if kind is int else text
+    return float(text) if text or kind is float else None

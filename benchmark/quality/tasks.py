@@ -1,0 +1,117 @@
+"""Tasks: questions of one family with all that it takes to ask and to score them.
+
+`load_tasks` reads what the command line names: `synthetic`, `ruler`, `longbench:FILE` or `jsonl:FILE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmark.quality.loaders.longbench import SUMMARY_DATASETS, read_longbench
+from benchmark.quality.loaders.ruler import RULER_FAMILIES, Size, make_ruler
+from benchmark.quality.prompts import PLAIN, VERBATIM, Prompt, PromptFormat, build_prompt
+from benchmark.quality.question import DataError, Question, read_questions
+from benchmark.quality.session import Asking
+from benchmark.quality.synthetic.notes import FAMILIES
+from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
+
+KINDS = "synthetic, ruler, longbench:FILE or jsonl:FILE"
+_NEWLINE = ("\n",)
+TRAINED = ("needle", "number", "multi", "carry")
+"""Synthetic families that the models of this repository are trained on; the others are asked only by name."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One family; `build` makes a prompt of a question."""
+
+    family: str
+    questions: tuple[Question, ...]
+    metric: str
+    asking: Asking
+    style: PromptFormat = PLAIN
+
+    def prompts(self, build: Callable[[Question, PromptFormat], Prompt] = build_prompt) -> list[Prompt]:
+        """One per question, in their order."""
+        return [build(question, self.style) for question in self.questions]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the command line may change about tasks.
+
+    Attributes:
+        num: questions per family, at most.
+        seed: of generated questions.
+        size: of generated haystacks; `passage_words` is also how LongBench's contexts are cut.
+    """
+
+    num: int = 300
+    seed: int = HELD_OUT_SEEDS[0]
+    size: Size = field(default_factory=Size)
+
+
+def load_tasks(kinds: Sequence[str], families: Sequence[str] | None, options: TaskOptions) -> list[Task]:
+    """The tasks of all kinds, without synthetic families that are not trained, or those of `families` only.
+
+    Raises:
+        DataError: an unknown kind or family, one family twice, or a file that is missing or broken.
+    """
+    makers: dict[str, Callable[[], Task]] = {}
+    for kind in kinds:
+        for family, maker in _makers(kind, options).items():
+            if family in makers:
+                raise DataError(f"--tasks: the family {family!r} is there twice; evaluate the files one by one.")
+            makers[family] = maker
+    unknown = sorted(set(families or ()) - set(makers))
+    if unknown:
+        raise DataError(f"--families: no family {unknown[0]!r}; choose from {', '.join(makers)}.")
+    untrained = set(FAMILIES) - set(TRAINED) if "synthetic" in kinds else set()
+    return [makers[family]() for family in families or [name for name in makers if name not in untrained]]
+
+
+def _makers(kind: str, options: TaskOptions) -> dict[str, Callable[[], Task]]:
+    name, _, path = kind.partition(":")
+    if kind == "synthetic":
+        return {family: partial(synthetic_task, family, options) for family in FAMILIES}
+    if kind == "ruler":
+        return {family: partial(_ruler_task, family, options) for family in RULER_FAMILIES}
+    if name == "longbench" and path:
+        questions = read_longbench(path, passage_words=options.size.passage_words, num=options.num)
+        return _by_family(questions, _longbench_task)
+    if name == "jsonl" and path:
+        return _by_family(read_questions(path), partial(_own_task, num=options.num))
+    raise DataError(f"--tasks: {kind!r} is not one of {KINDS}.")
+
+
+def synthetic_task(family: str, options: TaskOptions) -> Task:
+    """Questions in the language of the models that this repository trains; answers end by themselves."""
+    questions = make_questions(family, num=options.num, seed=options.seed)
+    longest = max(len(answer.split()) for question in questions for answer in question.answers)
+    return Task(family, tuple(questions), "exact_match", Asking(max_new_tokens=longest + 1), VERBATIM)
+
+
+def _ruler_task(family: str, options: TaskOptions) -> Task:
+    questions = make_ruler(family, num=options.num, seed=options.seed, size=options.size)
+    return Task(family, tuple(questions), "substring", Asking(max_new_tokens=64, stop=_NEWLINE))
+
+
+def _longbench_task(family: str, questions: Sequence[Question]) -> Task:
+    if family in SUMMARY_DATASETS:
+        return Task(family, tuple(questions), "rouge_l", Asking(max_new_tokens=512))
+    return Task(family, tuple(questions), "token_f1", Asking(max_new_tokens=64, stop=_NEWLINE))
+
+
+def _own_task(family: str, questions: Sequence[Question], num: int) -> Task:
+    return Task(family, tuple(questions[:num]), "token_f1", Asking(max_new_tokens=64, stop=_NEWLINE))
+
+
+def _by_family(
+    questions: Iterable[Question], make: Callable[[str, Sequence[Question]], Task]
+) -> dict[str, Callable[[], Task]]:
+    grouped: dict[str, list[Question]] = {}
+    for question in questions:
+        grouped.setdefault(question.family, []).append(question)
+    return {family: partial(make, family, members) for family, members in grouped.items()}

@@ -1,0 +1,245 @@
+"""Requests of every method, as scenarios for `exactness.runner`; `exactness.selection_reference` says what they give.
+
+A case returns all that it sent, in order, as `Run`s, so that the reference can follow what the server had stored. Every
+request asks to be explained. Nothing here knows what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exactness.cases import Prompt, Session
+from local_scheduler import Reply, Request
+
+__all__ = ["CASES", "Recipe", "Run", "Session"]
+
+PRIME_QUESTION_LEN = 20
+"""Behind a chunk that is to be stored whole: more than a page."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to choose rows; the options are those of the method."""
+
+    method: str
+    ratio: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request that was sent."""
+
+    ids: list[int]
+    chunk_cache: dict[str, Any]
+    reply: Reply
+
+
+def recipe(method: str, ratio: float, **options: Any) -> Recipe:
+    return Recipe(method, ratio, options)
+
+
+GROUPING = {"group_size": 4, "group_threshold": 1}
+RECIPES = [
+    recipe("full-reuse", 0.3),
+    recipe("epic", 0.2),
+    recipe("epic", 0.3, shift=0),
+    recipe("epic", 0.34, **GROUPING),
+    recipe("epic", 0.34, group_size=8, group_threshold=5),
+    recipe("epic", 0.5, focus_window=2),
+    recipe("random", 0.3, seed=7),
+    recipe("random", 0.4, **GROUPING),
+    recipe("random", 0.5, focus_window=1),
+    recipe("h2o", 0.2),
+    recipe("h2o", 0.4, **GROUPING),
+    recipe("h2o", 0.4, focus_window=2),
+    recipe("cache-craft", 0.2),
+    recipe("cache-craft", 0.4, **GROUPING),
+    recipe("cache-craft", 0.4, focus_window=3),
+    recipe("cacheblend", 0.15),
+    recipe("cacheblend", 0.5),
+    recipe("cacheblend", 0.95),
+    recipe("cacheblend", 0.3, top_k="chunk"),
+    recipe("cacheblend", 0.2, shift=0),
+    recipe("cacheblend", 0.3, first_ratio=3.0, last_ratio=0.5, filter_share=1.0),
+    recipe("cacheblend", 0.3, first_ratio=3.0, last_ratio=0.5, filter_share=1.0, check_layer=2, top_k="chunk"),
+    recipe("cacheblend", 0.4, **GROUPING),
+    recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, group_size=8, group_threshold=5),
+    recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, focus_window=2),
+    recipe("cacheblend", 0.4, focus_window=1, check_layer=2),
+    recipe("cacheblend", 0.4, focus_window=2, **GROUPING),
+    recipe("a3", 0.15),
+    recipe("a3", 0.5),
+    recipe("a3", 0.3, top_k="chunk"),
+    recipe("a3", 0.3, check_layer=0),
+    recipe("a3", 0.3, check_layer=3),
+    recipe("a3", 0.4, **GROUPING),
+    recipe("a3", 0.4, top_k="chunk", group_size=8, group_threshold=5),
+    recipe("a3", 0.4, focus_window=1),
+    recipe("a3", 0.4, focus_window=2, **GROUPING),
+    recipe("a3", 0.4, focus_window=1, check_layer=2),
+    recipe("fusionrag", 0.15),
+    recipe("fusionrag", 0.5),
+    recipe("fusionrag", 0.3, layers="all"),
+    recipe("fusionrag", 0.3, layers=[0, 2]),
+    recipe("fusionrag", 0.3, top_k="chunk"),
+    recipe("fusionrag", 0.4, **GROUPING),
+    recipe("fusionrag", 0.4, focus_window=2),
+    recipe("fusionrag", 0.4, layers="all", focus_window=1, top_k="chunk", **GROUPING),
+]
+"""For models of at least four layers."""
+
+SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag"]
+
+
+class Recorder:
+    """Sends requests and remembers them."""
+
+    def __init__(self, session: Session, seed: int) -> None:
+        self.s = session
+        session.rng.seed(seed)
+        self.runs: list[Run] = []
+        self.library: list[list[int]] = []
+
+    def send(self, *requests: tuple[Prompt, Recipe]) -> list[Run]:
+        """All in one batch."""
+        messages = [
+            Request(
+                prompt.ids,
+                {
+                    "spans": prompt.spans,
+                    "method": one.method,
+                    "ratio": one.ratio,
+                    "options": one.options,
+                    "explain": True,
+                },
+                max_new_tokens=1,
+            )
+            for prompt, one in requests
+        ]
+        replies = self.s.local.generate(messages)
+        sent = [Run(list(m.ids), m.chunk_cache or {}, reply) for m, reply in zip(messages, replies, strict=True)]
+        self.runs += sent
+        return sent
+
+    def prime(self, num_chunks: int) -> None:
+        """Stores chunks: most behind the system prompt alone, some behind other chunks."""
+        rng = self.s.rng
+        while len(self.library) < num_chunks:
+            chunks = self.s.chunks(*(rng.randrange(2, 45) for _ in range(rng.choice([1, 1, 1, 3]))))
+            self.send((self.s.prompt(chunks, question=PRIME_QUESTION_LEN), Recipe("full", 1.0, {})))
+            self.library += chunks
+
+    def prompt(self, *, has_misses: bool) -> Prompt:
+        """Stored chunks in any order; perhaps new ones, and text that no chunk covers, between them."""
+        rng, s = self.s.rng, self.s
+        prompt = Prompt().text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(1, 30)))
+        pieces = rng.sample(self.library, rng.randrange(1, 6))
+        if rng.random() < 0.15:
+            pieces.append(rng.choice(pieces))
+        for i, piece in enumerate(pieces):
+            if has_misses and rng.random() < 0.15:
+                prompt.chunk(s.tokens(rng.randrange(1, 30)))
+                if rng.random() < 0.3:
+                    self.library.append(prompt.ids[slice(*prompt.spans[-1])])
+            if rng.random() < (0.5 if i == 0 else 0.1):  # a first chunk right behind the system prompt is exact
+                prompt.text(s.tokens(rng.randrange(1, 8)))
+            prompt.chunk(piece)
+        return prompt.text(s.tokens(rng.randrange(1, 12) if rng.random() < 0.9 else 0))
+
+
+def case_methods(s: Session) -> list[Run]:
+    """Every recipe, one by one."""
+    recorder = Recorder(s, seed=1)
+    recorder.prime(14)
+    for one in RECIPES:
+        for _ in range(2):
+            recorder.send((recorder.prompt(has_misses=True), one))
+    return recorder.runs
+
+
+def case_many_prompts(s: Session) -> list[Run]:
+    """Many prompts for the methods that choose in the forward, at any ratio and with any options."""
+    recorder = Recorder(s, seed=2)
+    recorder.prime(20)
+    rng = s.rng
+    for _ in range(120):
+        method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"])
+        recorder.send((recorder.prompt(has_misses=True), random_recipe(rng, method, s.local)))
+    return recorder.runs
+
+
+def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
+    """Other methods in one forward; then each request alone. Also the pairs of them by their place in the list."""
+    recorder = Recorder(s, seed=3)
+    recorder.prime(14)
+    pairs = []
+    for num in (3, 6, 10):
+        batch = [(recorder.prompt(has_misses=False), one) for one in s.rng.sample(RECIPES, num)]
+        first = len(recorder.runs)
+        recorder.send(*batch)
+        for i, request in enumerate(batch):
+            pairs.append((first + i, len(recorder.runs)))
+            recorder.send(request)
+    for _ in range(3):
+        recorder.send(*((recorder.prompt(has_misses=True), one) for one in s.rng.sample(RECIPES, 8)))
+    return recorder.runs, pairs
+
+
+def case_ends_of_the_ratio(s: Session) -> list[dict[str, Run]]:
+    """The same prompt at ratio 1 and 0 of every method, with grouping and focus on; and in full, and reused in full."""
+    recorder = Recorder(s, seed=4)
+    recorder.prime(10)
+    outcomes = []
+    for _ in range(3):
+        prompt = recorder.prompt(has_misses=False)
+        recipes = {f"{method} {ratio}": recipe(method, ratio) for method in SELECTING for ratio in (0.0, 1.0)}
+        for method in SELECTING:
+            recipes[f"{method} 1.0 with options"] = recipe(method, 1.0, focus_window=1, **GROUPING)
+        recipes |= {"full": recipe("full", 0.5), "full-reuse": recipe("full-reuse", 0.5)}
+        outcomes.append({name: recorder.send((prompt, one))[0] for name, one in recipes.items()})
+        (off,) = s.local.generate([s.request(prompt, options={"mode": "off"}, max_new_tokens=1)])
+        outcomes[-1]["off"] = Run(prompt.ids, {}, off)
+        s.local.flush()  # that prompt is exact now
+        recorder.library.clear()
+        recorder.prime(10)
+    return outcomes
+
+
+def case_deviation_at_layer_0(s: Session) -> list[Run]:
+    """CacheBlend that compares K and V of layer 0, which depend on token and position only."""
+    recorder = Recorder(s, seed=5)
+    recorder.prime(10)
+    for _ in range(5):
+        recorder.send((recorder.prompt(has_misses=True), recipe("cacheblend", 0.3, check_layer=0)))
+    return recorder.runs
+
+
+def random_recipe(rng: Any, method: str, local: Any) -> Recipe:
+    """Any legal options of a method, at any ratio."""
+    num_layers = local.scheduler.model_config.num_hidden_layers
+    options: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        options |= rng.choice(
+            [GROUPING, {"group_size": 8, "group_threshold": 3}, {"group_size": 3, "group_threshold": 1}]
+        )
+    if rng.random() < 0.3:
+        options["focus_window"] = rng.choice([1, 2, 3])
+    if method in ("cacheblend", "a3", "fusionrag") and rng.random() < 0.3:
+        options["top_k"] = "chunk"
+    if method in ("cacheblend", "a3") and rng.random() < 0.4:
+        # At layer 0 nothing deviates, so CacheBlend would choose by rounding.
+        options["check_layer"] = rng.randrange(1 if method == "cacheblend" else 0, num_layers)
+    if method == "cacheblend" and rng.random() < 0.5:
+        options |= {"first_ratio": rng.uniform(1, 4), "last_ratio": rng.uniform(0.2, 1), "filter_share": rng.random()}
+    if method == "fusionrag" and rng.random() < 0.5:
+        layers: Sequence[int] = sorted(rng.sample(range(num_layers), rng.randrange(1, num_layers)))
+        options["layers"] = rng.choice(["all", list(layers)])
+    return Recipe(method, rng.choice([0.02, 0.1, 0.15, 0.3, 0.5, 0.8]), options)
+
+
+CASES: dict[str, Callable[[Session], Any]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}

@@ -1,0 +1,520 @@
+"""Selective recomputation, slow and obvious: what every method should give, in numpy fp64 from the papers' formulas.
+
+- `Decoder` reads a model folder and computes one layer of some rows.
+- `Forward` takes rows through the layers over a cache, and lets rows leave between two layers.
+- `Store` replays requests in the order in which a server got them: it keeps every chunk that was computed, and
+  `execute` gives the next token's log-probabilities, what was selected, and what was dropped where.
+
+Shares nothing with the server but the decisions of the host: which tokens were brought in, and how many rows run at a
+layer (`chunk_cache`). Positions are prompt positions everywhere; ties go to the earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.methods import METHODS, Stage, num_rows_at
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Scores: TypeAlias = dict[int, float]
+"""Score of each candidate by its prompt position."""
+Choose: TypeAlias = Callable[[int, Scores, int], frozenset[int]]
+"""(layer, scores, count) -> the positions that stay."""
+
+BEFORE_LAYERS = -1
+"""The layer that a choice names which was made before layer 0, on the host or by a first pass of the question."""
+
+
+class Decoder:
+    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._weights = {
+            name: value.astype(np.float64) for name, value in load_file(folder / "model.safetensors").items()
+        }
+        self.num_layers: int = config["num_hidden_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self._eps: float = config["rms_norm_eps"]
+        self._inv_freq, self._magnitude = _rope(folder, config["rope_parameters"], self.head_dim)
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        return self._weights["model.embed_tokens.weight"][np.asarray(ids)]
+
+    def project(self, layer: int, x: Array, positions: npt.NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Q, K (both rotated) and V of rows: `[num_rows, num_heads or num_kv_heads, head_dim]`."""
+        normed = self._norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            self._linear(normed, f"model.layers.{layer}.self_attn.{name}_proj").reshape(len(x), -1, self.head_dim)
+            for name in "qkv"
+        )
+        if f"model.layers.{layer}.self_attn.q_norm.weight" in self._weights:
+            q = self._norm(q, f"model.layers.{layer}.self_attn.q_norm")
+            k = self._norm(k, f"model.layers.{layer}.self_attn.k_norm")
+        return self.rotate(q, positions) * self._magnitude, self.rotate(k, positions) * self._magnitude, v
+
+    def rotate(self, values: Array, positions: npt.NDArray[np.int64]) -> Array:
+        """Rotary embedding: dimension i and i + head_dim / 2 turn by position * inv_freq_i."""
+        angles = positions[:, None, None] * self._inv_freq
+        first, second = np.split(values, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
+        """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`."""
+        k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
+        logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
+        is_seen = np.arange(len(k)) <= positions[:, None]
+        logits = np.where(is_seen[:, None, :], logits, -np.inf)
+        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exp / exp.sum(axis=-1, keepdims=True)
+
+    def finish(self, layer: int, x: Array, weights: Array, v: Array) -> Array:
+        """The rows behind this layer."""
+        v = np.repeat(v, self.num_heads // self.num_kv_heads, axis=1)
+        attended = np.einsum("rhk,khd->rhd", weights, v).reshape(len(x), -1)
+        x = x + self._linear(attended, f"model.layers.{layer}.self_attn.o_proj")
+        normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        gate, up = (self._linear(normed, f"model.layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{layer}.mlp.down_proj")
+
+    def log_probs(self, x: Array) -> Array:
+        """`[vocabulary]` for one row behind the last layer."""
+        logits = self._norm(x, "model.norm") @ self._weights["lm_head.weight"].T
+        shifted = logits - logits.max()
+        return shifted - np.log(np.exp(shifted).sum())
+
+    def _linear(self, x: Array, name: str) -> Array:
+        return x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self._eps) * self._weights[f"{name}.weight"]
+
+
+def _rope(folder: Path, parameters: dict[str, Any], head_dim: int) -> tuple[Array, float]:
+    """Inverse frequencies, and the factor on Q and K; scaled types by Hugging Face's own functions."""
+    if parameters["rope_type"] == "default":
+        return parameters["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim), 1.0
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](AutoConfig.from_pretrained(folder), "cpu")
+    return inv_freq.double().numpy(), float(magnitude)
+
+
+class Forward:
+    """Rows of one prompt on their way through the layers; the cache holds every other position that they see."""
+
+    def __init__(self, model: Decoder, ids: Sequence[int], k: Array, v: Array, rows: Sequence[int]) -> None:
+        """
+        Args:
+            k, v: `[num_layers, prompt_len, num_kv_heads, head_dim]`, overwritten at the rows; NaN where nothing is.
+            rows: prompt positions, ascending, with the last one.
+        """
+        self.model, self.k, self.v = model, k, v
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.layer = 0
+        self._x = model.embed(np.asarray(ids)[self.rows])
+
+    def project(self) -> tuple[Array, Array, Array]:
+        """Q, K, V of the current rows at the current layer."""
+        return self.model.project(self.layer, self._x, self.rows)
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """The current rows."""
+        return frozenset(self.rows.tolist())
+
+    def drop(self, positions: frozenset[int]) -> None:
+        """These rows leave; from this layer on the cache keeps what it holds of them."""
+        is_kept = ~np.isin(self.rows, list(positions))
+        self.rows, self._x = self.rows[is_kept], self._x[is_kept]
+
+    def attend(self) -> Array:
+        """Runs the current layer and goes to the next one; returns the weights `[num_rows, num_heads, prompt_len]`."""
+        q, k, v = self.project()
+        self.k[self.layer, self.rows], self.v[self.layer, self.rows] = k, v
+        weights = self.model.weights(q, self.rows, self.k[self.layer])
+        self._x = self.model.finish(self.layer, self._x, weights, self.v[self.layer])
+        self.layer += 1
+        return weights
+
+    def log_probs(self) -> Array:
+        return self.model.log_probs(self._x[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A chunk as it was computed: at `start`, behind whatever stood there, in an exact prompt or not."""
+
+    start: int
+    is_exact: bool
+    k: Array  # [num_layers, chunk_len, num_kv_heads, head_dim], rotated at the positions it was computed at
+    v: Array
+    outside: Array  # [chunk_len]
+    received: Array
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The reused part `[dst_start, dst_end)` of the chunk at `[start, end)`."""
+
+    start: int
+    end: int
+    dst_start: int
+    dst_end: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.dst_start, self.dst_end)
+
+
+@dataclass
+class Result:
+    """What one request gives."""
+
+    log_probs: Array
+    """Of the token behind the prompt."""
+    is_filtering: bool = False
+    """Whether anything is chosen or dropped in the forward."""
+    selected: frozenset[int] = frozenset()
+    """Reused positions that were chosen, by the first choice where there are several."""
+    rows_at: list[frozenset[int]] = field(default_factory=list)
+    """Reused positions whose attention runs, by layer."""
+    scores_at: dict[int, Scores] = field(default_factory=dict)
+    """What a choice at a layer was made from."""
+    settled_at: int | None = None
+    """The layer after which the focus settled, and on which chunks."""
+    focused: frozenset[int] | None = None
+    chunk_mass_at: list[Array] = field(default_factory=list)
+    """Per layer the mass of the question on each chunk of the prompt, summed up to that layer."""
+
+    def dropped_at(self) -> dict[int, frozenset[int]]:
+        """Selected positions that leave before the attention of a layer."""
+        dropped, running = {}, self.selected
+        for layer, rows in enumerate(self.rows_at):
+            if running - rows and not rows - running:
+                dropped[layer] = running - rows
+                running = rows
+        return dropped
+
+
+def best(layer: int, scores: Scores, count: int) -> frozenset[int]:
+    """The `count` best; ties go to the earlier position."""
+    return frozenset(sorted(scores, key=lambda position: (-scores[position], position))[:count])
+
+
+class Store:
+    """Chunks as a server has computed them, and what it should answer."""
+
+    def __init__(self, model: Decoder, *, statistics_layers: Sequence[int] | None = None) -> None:
+        self.model = model
+        self._statistics_layers = range(model.num_layers) if statistics_layers is None else statistics_layers
+        self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
+
+    def execute(
+        self, ids: Sequence[int], request: dict[str, Any], info: dict[str, Any], choose: Choose = best
+    ) -> Result:
+        """What one request gives; the chunks that it computes are kept.
+
+        Args:
+            ids: the prompt.
+            request: the object of `custom_params.chunk_cache`; method and ratio are given.
+            info: the server's reply object with `explain`, of which only the layout is read: exact prefix, and per
+                chunk what was brought in from where.
+            choose: replaces `best`, so that a near tie can be followed either way.
+        """
+        return _Execution(self, ids, request, info, choose).run()
+
+    def full(self, ids: Sequence[int]) -> Array:
+        """Log-probabilities after a full prefill."""
+        forward = Forward(self.model, ids, *self.empty(len(ids)), range(len(ids)))
+        for _ in range(self.model.num_layers):
+            forward.attend()
+        return forward.log_probs()
+
+    def empty(self, length: int) -> tuple[Array, Array]:
+        """K and V with nothing in them: reading what was never written shows as NaN."""
+        shape = (self.model.num_layers, length, self.model.num_kv_heads, self.model.head_dim)
+        return np.full(shape, np.nan), np.full(shape, np.nan)
+
+    def find(self, ids: Sequence[int], start: int | None, *, is_exact: bool) -> Chunk:
+        """The chunk as computed at `start`; None = wherever it was computed first."""
+        stored = self._chunks[tuple(ids)]
+        return next(c for c in stored if c.is_exact == is_exact and start in (c.start, None))
+
+    def keep(self, ids: Sequence[int], span: Sequence[int], spans: Sequence[Sequence[int]], run: _Execution) -> None:
+        """Keeps the chunk at `span` of a prompt that was computed now; tokens in the exact prefix get no statistics."""
+        start, end = span
+        mean = np.mean([run.mean_weights[layer] for layer in self._statistics_layers], axis=0)
+        rows = mean[start:end]
+        earlier = [other for other in spans if other[1] <= start]
+        outside = sum((rows[:, a:b].sum(axis=1) for a, b in earlier or [[0, start]]), np.zeros(end - start))
+        received = np.where(np.isnan(outside), np.nan, np.tril(rows[:, start:end], k=-1).sum(axis=0))
+        k, v = run.k[:, start:end].copy(), run.v[:, start:end].copy()
+        chunk = Chunk(start, not run.hits, k, v, outside, received)
+        stored = self._chunks.setdefault(tuple(ids[start:end]), [])
+        if not any((other.start, other.is_exact) == (start, chunk.is_exact) for other in stored):
+            stored.append(chunk)
+
+
+class _Execution:
+    """One request."""
+
+    def __init__(
+        self, store: Store, ids: Sequence[int], request: dict[str, Any], info: dict[str, Any], choose: Choose
+    ) -> None:
+        self.store, self.model, self.ids = store, store.model, list(ids)
+        self.method = METHODS[request["method"]]
+        self.options = self.method.check_options(request.get("options", {}), "options")
+        self.ratio = self.method.effective_ratio(request["ratio"], 0.0)
+        self.spans: list[list[int]] = request["spans"]
+        self.infos: list[dict[str, Any]] = info["chunks"]
+        self.prefix_len: int = info["prefix_tokens"]
+        self.choose = choose
+        self.hits = [
+            Hit(c["start"], c["end"], first, first + c["reused_tokens"])
+            for c in self.infos
+            if c["reused_tokens"]
+            for first in [max(c["start"], self.prefix_len)]
+        ]
+        self.reused = frozenset(p for hit in self.hits for p in hit.positions)
+        # Rows that no method may drop: missing chunks, unmarked text, the question.
+        self.always = frozenset(range(self.prefix_len, len(ids))) - self.reused
+        self.question = range(min(self.spans[-1][1] if self.spans else 0, len(ids) - 1), len(ids))
+        self.k, self.v = store.empty(len(ids))
+        self.mean_weights = np.full((self.model.num_layers, len(ids), len(ids)), np.nan)
+        self.result = Result(np.empty(0))
+        self._leaving: dict[int, frozenset[int]] = {}
+        self._focused_sets: list[frozenset[int]] = []
+        self._chunk_mass = np.zeros(len(self.spans))
+
+    def run(self) -> Result:
+        self._assemble()
+        segments = self._segments()
+        budgets = [num_rows_at(self.ratio, len(segment)) for segment in segments]
+        stage = self.method.stage
+        if stage is Stage.BEFORE:
+            rows = self.result.selected = self._ranked()
+            is_filtering = 0.0 < self.ratio < 1.0 and bool(rows)
+        else:
+            rows = self.reused if sum(budgets) else frozenset()
+            is_filtering = 0 < sum(budgets) < len(self.reused)
+            if not is_filtering:
+                self.result.selected = rows
+            elif stage is Stage.QUESTION:
+                rows = self._ask(segments, budgets)
+        self.result.is_filtering = is_filtering and (stage is not Stage.BEFORE or self._option("focus_window") > 0)
+        forward = Forward(self.model, self.ids, self.k, self.v, sorted(rows | self.always))
+        for layer in range(self.model.num_layers):
+            forward.drop(self._leaving.pop(layer, frozenset()))
+            if is_filtering and stage is Stage.LAYER:
+                self._filter(forward, segments)
+            self.result.rows_at.append(forward.positions & self.reused)
+            weights = forward.attend().mean(axis=1)
+            self.mean_weights[layer][forward.rows] = weights
+            if is_filtering and self._option("focus_window"):
+                self._focus(forward, weights)
+        if is_filtering and not self.result.selected:  # fewer were left at the check layer than it wants to keep
+            self.result.selected = self.result.rows_at[self._option("check_layer")]
+        self.result.log_probs = forward.log_probs()
+        for span, info in zip(self.spans, self.infos, strict=True):
+            # A prompt with nothing brought in is exact: all its chunks are kept as they stand there.
+            if info["status"] == "miss" or (not self.hits and span[1] > self.prefix_len):
+                self.store.keep(self.ids, span, self.spans, self)
+        return self.result
+
+    def _option(self, name: str) -> Any:
+        return self.method.option(self.options, name)
+
+    def _assemble(self) -> None:
+        """The exact prefix, and the reused part of every hit with K turned to its new positions."""
+        prefix = self.ids[: self.prefix_len]
+        if prefix:
+            exact = Forward(self.model, prefix, *self.store.empty(len(prefix)), range(len(prefix)))
+            for _ in range(self.model.num_layers):
+                exact.attend()
+            self.k[:, : len(prefix)], self.v[:, : len(prefix)] = exact.k, exact.v
+        for hit in self.hits:
+            chunk = self._stored(hit)
+            part = slice(hit.dst_start - hit.start, hit.dst_end - hit.start)
+            shift = np.full(len(hit.positions), (hit.start - chunk.start) * self._option("shift"))
+            for layer in range(self.model.num_layers):
+                self.k[layer, hit.positions] = self.model.rotate(chunk.k[layer, part], shift)
+                self.v[layer, hit.positions] = chunk.v[layer, part]
+
+    def _stored(self, hit: Hit) -> Chunk:
+        info = next(info for info in self.infos if info["start"] == hit.start)
+        start = hit.start - info["shift"] if self._option("shift") else None
+        return self.store.find(self.ids[hit.start : hit.end], start, is_exact=info["generation"] == 0)
+
+    def _segments(self) -> list[frozenset[int]]:
+        """Reused positions that share one budget."""
+        if self.method.stage is Stage.BEFORE or self._option("top_k") == "chunk":
+            return [frozenset(hit.positions) for hit in self.hits]
+        return [self.reused]
+
+    # Before the forward.
+
+    def _ranked(self) -> frozenset[int]:
+        selected: frozenset[int] = frozenset()
+        for hit in self.hits:
+            count = num_rows_at(self.ratio, len(hit.positions))
+            ranking = self._ranking(hit)
+            chosen = self.choose(BEFORE_LAYERS, dict(zip(hit.positions, ranking, strict=True)), count)
+            self.result.scores_at.setdefault(BEFORE_LAYERS, {}).update(zip(hit.positions, ranking, strict=True))
+            selected |= chosen if self.ratio == 1.0 else chosen - self._lonely(hit, chosen)
+        return selected
+
+    def _ranking(self, hit: Hit) -> Sequence[float]:
+        """A number per reused token of the chunk, the largest are taken."""
+        part = slice(hit.dst_start - hit.start, hit.dst_end - hit.start)
+        if self.method.name == "h2o":
+            return _ranks(self._stored(hit).received[part])
+        if self.method.name == "cache-craft":
+            return _ranks(self._stored(hit).outside[part])
+        if self.method.name == "random":
+            key = chunk_key(Partition(), self.ids[hit.start : hit.end])
+            drawn = self.method.rows_for_chunk(
+                hit.dst_start - hit.start,
+                len(hit.positions),
+                self.ratio,
+                seed=self._option("seed"),
+                chunk_key=key,
+            )
+            return [float(i in drawn) for i in range(len(hit.positions))]
+        return [0.0] * len(hit.positions)  # the first tokens
+
+    # During the forward.
+
+    def _filter(self, forward: Forward, segments: list[frozenset[int]]) -> None:
+        """At the check layer and behind it: the best of the rows that are left stay."""
+        layer, check_layer = forward.layer, self._option("check_layer")
+        if layer < check_layer:
+            return
+        here = forward.positions & self.reused
+        scores = self._deviation(forward) if self.method.name == "cacheblend" else {}
+        if self.method.name == "a3" and layer == check_layer:
+            scores = self._attended(forward)
+        kept: frozenset[int] = frozenset()
+        for segment in segments:
+            count = self.method.layer_counts(len(segment), self.ratio, self.model.num_layers, self.options)[layer]
+            left = segment & here
+            if count < len(left):
+                self.result.scores_at[layer] = {p: scores[p] for p in here}
+                left = self.choose(layer, {p: scores[p] for p in left}, count)
+            kept |= left
+        if kept != here and not self.result.selected:
+            self.result.selected = kept
+            self._group(layer, kept)
+        forward.drop(here - kept)
+
+    def _deviation(self, forward: Forward) -> Scores:
+        """CacheBlend section 4.3: squared distance of the new K and V from the reused ones, over all heads."""
+        _, k, v = forward.project()
+        old_k, old_v = self.k[forward.layer, forward.rows], self.v[forward.layer, forward.rows]
+        deviation = ((k - old_k) ** 2).sum(axis=(1, 2)) + ((v - old_v) ** 2).sum(axis=(1, 2))
+        return {p: float(d) for p, d in zip(forward.rows.tolist(), deviation, strict=True) if p in self.reused}
+
+    def _attended(self, forward: Forward) -> Scores:
+        """A3 section 3: what the question gives each token, with the true Q and the true K of all rows."""
+        q, k, _ = forward.project()
+        keys = self.k[forward.layer].copy()
+        keys[forward.rows] = k
+        is_asking = np.isin(forward.rows, self.question)
+        weights = self.model.weights(q[is_asking], forward.rows[is_asking], keys)
+        mass = weights.mean(axis=1).sum(axis=0)
+        return {p: float(mass[p]) for p in self.reused}
+
+    def _ask(self, segments: list[frozenset[int]], budgets: list[int]) -> frozenset[int]:
+        """FusionRAG section 3.2: a first pass over the reused cache, of all that no method may drop."""
+        forward = Forward(self.model, self.ids, self.k, self.v, sorted(self.always))
+        scored_layers = self.method.scored_layers(self.options, self.model.num_layers)  # type: ignore[attr-defined]
+        mass = np.zeros(len(self.ids))
+        for layer in range(self.model.num_layers):
+            weights = forward.attend()
+            if layer in scored_layers:
+                mass += weights[np.isin(forward.rows, self.question)].mean(axis=1).sum(axis=0)
+        scores = {p: float(mass[p]) for p in self.reused}
+        self.result.scores_at[BEFORE_LAYERS] = scores
+        chosen: frozenset[int] = frozenset()
+        for segment, budget in zip(segments, budgets, strict=True):
+            chosen |= self.choose(BEFORE_LAYERS, {p: scores[p] for p in segment}, budget)
+        self.result.selected = chosen
+        self._group(BEFORE_LAYERS, chosen)
+        return chosen
+
+    # Rows that leave early.
+
+    def _lonely(self, hit: Hit, chosen: frozenset[int]) -> frozenset[int]:
+        """CacheClip section 3.3: chosen tokens of windows in which too few were chosen."""
+        size, threshold = self._option("group_size"), self._option("group_threshold")
+        lonely: set[int] = set()
+        for start in range(hit.start, hit.end, size) if size else ():
+            window = range(start, min(start + size, hit.end))
+            inside = chosen & frozenset(window)
+            if not len(inside) / len(window) > threshold / size:
+                lonely |= inside
+        return frozenset(lonely)
+
+    def _group(self, layer: int, chosen: frozenset[int]) -> None:
+        """What grouping discards runs at the layer that chose it and leaves before the next one's attention."""
+        for hit in self.hits:
+            self._let_go(layer + 1, self._lonely(hit, chosen))
+
+    def _let_go(self, layer: int, positions: frozenset[int]) -> None:
+        """They leave before the attention of that layer."""
+        self._leaving[layer] = self._leaving.get(layer, frozenset()) | positions
+
+    def _focus(self, forward: Forward, weights: Array) -> None:
+        """Cache-Craft algorithm 1, after the attention of a layer; `weights` are means over the heads."""
+        if self.result.settled_at is not None:
+            return
+        asking = weights[np.isin(forward.rows, self.question)]
+        self._chunk_mass = self._chunk_mass + [asking[:, a:b].sum() for a, b in self.spans]
+        self.result.chunk_mass_at.append(self._chunk_mass)
+        self._focused_sets.append(focused_chunks(self._chunk_mass.tolist()))
+        window = self._option("focus_window")
+        layer = forward.layer - 1
+        # Never before layer w; layers count from 0 here and from 1 in the paper, where it may settle one layer earlier.
+        if layer < window or layer + 1 == self.model.num_layers or len(set(self._focused_sets[-window:])) > 1:
+            return
+        self.result.settled_at = layer
+        self.result.focused = self._focused_sets[-1]
+        kept = {p for i in self.result.focused for p in range(*self.spans[i])}
+        self._let_go(forward.layer, self.reused - kept)
+
+
+def _ranks(statistic: Array) -> list[float]:
+    """Tokens without a statistic come last."""
+    return np.where(np.isnan(statistic), -np.inf, statistic).tolist()
+
+
+def focused_chunks(mass: Sequence[float]) -> frozenset[int]:
+    """Lines 4 to 9 of Cache-Craft's algorithm 1: the chunks above the first large step of the sorted masses.
+
+    All chunks where there are at most two, or where all masses are the same.
+    """
+    k = len(mass)
+    order = sorted(range(k), key=lambda i: (-mass[i], i))
+    diff = [mass[order[i]] - mass[order[i + 1]] for i in range(k - 1)]
+    total = sum(diff)
+    if k <= 2 or total == 0:
+        return frozenset(range(k))
+    p = [d / total for d in diff]
+    h = [-sum(p[j] * math.log(p[j]) for j in range(i + 1) if p[j] > 0) for i in range(k - 1)]
+    gains = [h[i + 1] - h[i] for i in range(k - 2)]
+    num_focused = gains.index(max(gains)) + 1
+    return frozenset(order[:num_focused])

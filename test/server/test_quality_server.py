@@ -1,0 +1,144 @@
+"""The gate on answers: a trained model behind a real server does what the theory of chunk reuse says.
+
+It judges the implementation and never the order of methods (docs/quality.md). Another model of the same kind can be
+judged with QUALITY_GATE_MODEL=FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from benchmark.common.machine import ROOT
+from benchmark.common.server import offline_env
+from benchmark.quality.checks import COLLAPSED, RECOVERED, REQUIRED, Check, check_rows
+from benchmark.quality.conditions import (
+    FULL_REUSE,
+    NO_SHIFT,
+    Condition,
+    MethodSpec,
+    built_methods,
+    conditions_of,
+)
+from benchmark.quality.experiment import Experiment
+from benchmark.quality.replies import ReplyLog
+from benchmark.quality.session import Session, SetupError
+from benchmark.quality.table import Row
+from benchmark.quality.tasks import TaskOptions, synthetic_task
+
+from server_fixture import Server
+
+pytestmark = pytest.mark.server
+
+MODEL = Path(os.environ.get("QUALITY_GATE_MODEL", ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"))
+RANDOM = MethodSpec("random")
+# What is asked of each family, and of how many prompts: the whole gate must not take more than three minutes.
+ASKED: dict[str, tuple[int, list[Condition]]] = {
+    "needle": (100, conditions_of([FULL_REUSE], [0.0])),
+    "number": (40, conditions_of(built_methods(), [0.3, 1.0])),
+    "multi": (100, conditions_of([NO_SHIFT, FULL_REUSE], [0.0])),
+    "carry": (100, conditions_of([FULL_REUSE, RANDOM], [0.0, 0.15, 0.3, 0.5, 1.0])),
+}
+
+
+@pytest.fixture(scope="module")
+def quality_server() -> Iterator[Server]:
+    with Server(MODEL, "--chunk-cache", "--dtype", "float32", env=offline_env()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rows(quality_server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """The table of everything in `ASKED`."""
+    found: list[Row] = []
+    for family, (num, conditions) in ASKED.items():
+        task = synthetic_task(family, TaskOptions(num=num))
+        with ReplyLog(tmp_path_factory.mktemp("replies") / family, {}) as log:
+            experiment = Experiment(MODEL.name, task, task.prompts(), log)
+            experiment.ask(quality_server, conditions, lambda _: None)
+            assert experiment.num_missing(conditions) == 0
+            found += experiment.rows()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checks(rows: list[Row]) -> list[Check]:
+    return check_rows(rows)
+
+
+@pytest.fixture
+def only(checks: list[Check]) -> Callable[[str], Check]:
+    def find(words: str) -> Check:
+        (check,) = [check for check in checks if words in check.statement]
+        return check
+
+    return find
+
+
+@pytest.mark.parametrize("family", REQUIRED)
+def test_full_prefill_answers_right(only: Callable[[str], Check], family: str) -> None:
+    check = only(f"`{family}` right")
+    assert check.holds, check.numbers
+
+
+def test_ratio_one_gives_the_answers_of_full_prefill(only: Callable[[str], Check], rows: list[Row]) -> None:
+    check = only("ratio 1.0")
+    assert check.holds, check.numbers
+    asked = {row.method for row in rows if row.family == "number" and row.ratio == 1.0}
+    assert asked == {spec.label for spec in built_methods() if spec not in (FULL_REUSE, NO_SHIFT)}
+
+
+def test_multi_needs_the_position_shift(only: Callable[[str], Check]) -> None:
+    check = only("`multi` collapses")
+    assert check.holds, check.numbers
+
+
+def test_carry_needs_recomputation(only: Callable[[str], Check]) -> None:
+    check = only("`carry` collapses")
+    assert check.holds, check.numbers
+
+
+def test_what_lies_inside_one_chunk_needs_neither(rows: list[Row]) -> None:
+    """The control: it survives reuse under any method, and even without the position shift."""
+    for row in rows:
+        if row.family in ("needle", "number"):
+            assert row.score is not None, row
+            assert row.score >= COLLAPSED + RECOVERED, row
+
+
+def test_recomputed_share_is_the_ratio(rows: list[Row]) -> None:
+    """Up to rounding up, per chunk at most one token."""
+    for row in rows:
+        if row.ratio in (None, 0.0, 1.0):
+            assert row.recomputed == (row.ratio or 0.0), row
+        else:
+            assert row.ratio <= row.recomputed <= row.ratio + 0.05, row
+
+
+def test_chunks_that_were_not_primed_are_noticed(quality_server: Server) -> None:
+    task = synthetic_task("needle", TaskOptions(num=2))
+    prompts = task.prompts()
+    session = Session(quality_server, task.asking)
+    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    asks = [(prompt, Condition(RANDOM, 0.5)) for prompt in prompts]
+    with pytest.raises(SetupError, match=r"was not reused but miss \(not_stored\) with random, ratio 0\.5"):
+        list(session.ask(asks, references))
+    session.prime(prompts)
+    assert sum(len(replies) for replies in session.ask(asks, references)) == 2
+
+
+def test_reference_leaves_nothing_behind_that_helps(quality_server: Server) -> None:
+    """After the references the caches are empty: a primed prompt has its system prompt and first chunk as prefix."""
+    task = synthetic_task("needle", TaskOptions(num=3))
+    prompts = task.prompts()
+    session = Session(quality_server, task.asking)
+    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session.prime(prompts)
+    asks = [(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts]
+    for _ in range(2):
+        replies = [reply for some in session.ask(asks, references) for reply in some]
+        for prompt, reply in zip(prompts, replies, strict=True):
+            expected = sum(len(chunk.split()) for chunk in prompt.chunks[1:])
+            assert reply.reused_len == expected
