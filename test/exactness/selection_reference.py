@@ -157,7 +157,7 @@ class Forward:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk as it was computed: at `start`, behind whatever stood there, in an exact prompt or not."""
+    """A chunk as it was computed: at `start`, behind whatever stood there, which was exact or not."""
 
     start: int
     is_exact: bool
@@ -264,9 +264,10 @@ class Store:
         outside = sum((rows[:, a:b].sum(axis=1) for a, b in earlier or [[0, start]]), np.zeros(end - start))
         received = np.where(np.isnan(outside), np.nan, np.tril(rows[:, start:end], k=-1).sum(axis=0))
         k, v = run.k[:, start:end].copy(), run.v[:, start:end].copy()
-        chunk = Chunk(start, not run.hits, k, v, outside, received)
+        is_exact = all(hit.start > start for hit in run.hits)
+        chunk = Chunk(start, is_exact, k, v, outside, received)
         stored = self._chunks.setdefault(tuple(ids[start:end]), [])
-        if not any((other.start, other.is_exact) == (start, chunk.is_exact) for other in stored):
+        if not any((other.start, other.is_exact) == (start, is_exact) for other in stored):
             stored.append(chunk)
 
 

@@ -30,14 +30,16 @@ from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from server_fixture import Server
 
-pytestmark = pytest.mark.server
-
 MODEL = Path(os.environ.get("QUALITY_GATE_MODEL", ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"))
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/training.md"),
+]
 RANDOM = MethodSpec("random")
 # What is asked of each family, and of how many prompts: the whole gate must not take more than three minutes.
 ASKED: dict[str, tuple[int, list[Condition]]] = {
     "needle": (100, conditions_of([FULL_REUSE], [0.0])),
-    "number": (40, conditions_of(built_methods(), [0.3, 1.0])),
+    "number": (40, conditions_of([spec for spec in built_methods() if spec != NO_SHIFT], [0.3, 1.0])),
     "multi": (100, conditions_of([NO_SHIFT, FULL_REUSE], [0.0])),
     "carry": (100, conditions_of([FULL_REUSE, RANDOM], [0.0, 0.15, 0.3, 0.5, 1.0])),
 }
@@ -101,7 +103,7 @@ def test_carry_needs_recomputation(only: Callable[[str], Check]) -> None:
 
 
 def test_what_lies_inside_one_chunk_needs_neither(rows: list[Row]) -> None:
-    """The control: it survives reuse under any method, and even without the position shift."""
+    """The control: it survives reuse under any method."""
     for row in rows:
         if row.family in ("needle", "number"):
             assert row.score is not None, row
@@ -111,8 +113,10 @@ def test_what_lies_inside_one_chunk_needs_neither(rows: list[Row]) -> None:
 def test_recomputed_share_is_the_ratio(rows: list[Row]) -> None:
     """Up to rounding up, per chunk at most one token."""
     for row in rows:
-        if row.ratio in (None, 0.0, 1.0):
-            assert row.recomputed == (row.ratio or 0.0), row
+        if row.ratio is None:
+            assert (row.reused_len, row.recomputed) == (0, None), row
+        elif row.ratio in (0.0, 1.0):
+            assert row.recomputed == row.ratio, row
         else:
             assert row.ratio <= row.recomputed <= row.ratio + 0.05, row
 

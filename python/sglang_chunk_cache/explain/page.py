@@ -62,7 +62,7 @@ def render(tokens: PromptTokens, explanations: Sequence[Explanation], shown: Spa
         f"</head>\n<body>\n<h1>{escape(title)}</h1>",
         f"<p>Tokens {shown[0]} to {shown[1]} of {len(tokens.texts)}.</p>",
         *(_table(table) for table in tables(explanations)),
-        _legend(explanations, num_layers),
+        _legend(legend(explanations, shown), num_layers),
         '<div class="lines">',
         *_lines(lay_out(tokens, shown, LINE_CHARS), explanations, states),
         "</div>\n</body>\n</html>\n",
@@ -85,10 +85,8 @@ def _row(tag: str, texts: Sequence[str], is_number: Sequence[bool]) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _legend(explanations: Sequence[Explanation], num_layers: int) -> str:
-    entries = (
-        f'<b style="background: {colour_of(state, num_layers)}">{words_of(state)}</b>' for state in legend(explanations)
-    )
+def _legend(states: Sequence[TokenState], num_layers: int) -> str:
+    entries = (f'<b style="background: {colour_of(state, num_layers)}">{words_of(state)}</b>' for state in states)
     return '<p class="legend">' + "".join(entries) + "</p>"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunk_cache.types import Span
 from sglang_chunk_cache.explain.states import Explanation, Kind, TokenState
 
 COLOURS = {
@@ -52,9 +53,9 @@ def num_layers_of(explanations: Sequence[Explanation]) -> int:
     return max([1, *told, *dropped])
 
 
-def legend(explanations: Sequence[Explanation]) -> list[TokenState]:
-    """The states that occur, in the order of `Kind`; of many layers only some."""
-    states = {state for one in explanations for state in one.states}
+def legend(explanations: Sequence[Explanation], shown: Span) -> list[TokenState]:
+    """The states that occur among the positions `shown`, in the order of `Kind`; of many layers only some."""
+    states = {state for one in explanations for state in one.states[shown[0] : shown[1]]}
     layers = sorted(state.layer for state in states if state.layer is not None)
     if len(layers) > MAX_LEGEND_LAYERS:
         last = len(layers) - 1

@@ -44,7 +44,7 @@ SEGMENT_GAP = 5.0
 MARGIN = 12.0
 LEGEND_SPACE = 5
 MAX_LABEL_CHARS = 30
-MAX_COLUMN_CHARS = 72
+MAX_COLUMN_CHARS = 84
 ASCENT = 0.78 * TEXT_HEIGHT  # of the baseline, below the upper edge of a line
 QUIET = "#555555"
 ZOOM = "zoom by --tokens START:END, or write .html"
@@ -84,7 +84,7 @@ def draw(
     head, name_lines = _head(explanations)
     label_chars = min(MAX_LABEL_CHARS, max(text_width(one.label) for one in explanations))
     frame = _Frame(MARGIN + (label_chars + 1) * CHAR, len(explanations), is_readable)
-    legend_lines = _wrap_legend(explanations)
+    legend_lines = _wrap_legend(legend(explanations, shown))
     top = MARGIN + (len(head) + 4 + len(legend_lines)) * TEXT_HEIGHT
     height = top + sum(_advance(line, frame) for line in lines) + MARGIN
     width = max(frame.left + LINE_CHARS * CHAR, MARGIN + max(map(text_width, head)) * CHAR) + MARGIN
@@ -147,11 +147,11 @@ def _draw_head(axes: Axes, title: str, subtitle: str, table: Sequence[str], name
         _write(axes, MARGIN, y + (number + 2.7) * TEXT_HEIGHT, text, color=QUIET if number in name_lines else "black")
 
 
-def _wrap_legend(explanations: Sequence[Explanation]) -> list[list[TokenState]]:
-    """The states that occur, in lines that are not wider than the tokens."""
+def _wrap_legend(states: Sequence[TokenState]) -> list[list[TokenState]]:
+    """The states in lines that are not wider than the tokens."""
     lines: list[list[TokenState]] = [[]]
     used = 0
-    for state in legend(explanations):
+    for state in states:
         width = len(words_of(state)) + LEGEND_SPACE
         if lines[-1] and used + width > LINE_CHARS:
             lines.append([])

@@ -77,7 +77,7 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
     if scores is None:
         return NONE
     where = "question" if scores["layer"] is None else f"layer {scores['layer']}"
-    words = f"{where}: median {scores['median']:.3g}, max {scores['max']:.3g}, kept from {scores['selected_min']:.3g}"
+    words = f"{where}: median {scores['median']:.3g}, max {scores['max']:.4g}, kept from {scores['selected_min']:.3g}"
     share = scores["selected_sum"] / scores["sum"] if scores["sum"] else 0.0
     return f"{words}, {share:.0%} of the sum"
 

@@ -120,7 +120,7 @@ def test_shades_grow_with_the_layer_and_the_legend_names_some_of_them():
 
 
 def test_legend_has_what_occurs(explanations, make_reply):
-    assert [words_of(state) for state in legend(explanations)] == [
+    assert [words_of(state) for state in legend(explanations, (0, 999))] == [
         "exact prefix",
         "reused",
         "reused, recomputed",
@@ -130,13 +130,16 @@ def test_legend_has_what_occurs(explanations, make_reply):
     ]
     assert num_layers_of(explanations) == 4
     full_reuse = explain("full-reuse", "", make_reply([(0, 5)], 6, ratio=0.0), "here")
-    assert [state.kind for state in legend([full_reuse])] == [Kind.REUSED, Kind.COMPUTED]
+    assert [state.kind for state in legend([full_reuse], (0, 6))] == [Kind.REUSED, Kind.COMPUTED]
+    assert [state.kind for state in legend([full_reuse], (5, 6))] == [Kind.COMPUTED]
 
 
 def test_legend_of_many_layers_shows_four(make_reply):
     reply = make_reply([(0, 40)], 41, ratio=1.0)
     reply["chunks"][0]["dropped"] = [{"layer": layer, "positions": [layer]} for layer in range(2, 30)]
-    layers = [state.layer for state in legend([explain("cacheblend", "", reply, "here")]) if state.layer is not None]
+    layers = [
+        state.layer for state in legend([explain("cacheblend", "", reply, "here")], (0, 41)) if state.layer is not None
+    ]
     assert layers == [2, 11, 20, 29]
 
 
