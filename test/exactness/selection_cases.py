@@ -33,7 +33,8 @@ class Run:
     """One request that was sent."""
 
     ids: list[int]
-    chunk_cache: dict[str, Any]
+    chunk_cache: dict[str, Any] | None
+    """None = a plain request."""
     reply: Reply
 
 
@@ -94,6 +95,13 @@ RECIPES = [
 SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag"]
 
 
+def _options(prompt: Prompt, one: Recipe | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    how = {"method": one.method, "ratio": one.ratio, "options": one.options}
+    return {"spans": prompt.spans, **how, "explain": True}
+
+
 class Recorder:
     """Sends requests and remembers them."""
 
@@ -103,24 +111,11 @@ class Recorder:
         self.runs: list[Run] = []
         self.library: list[list[int]] = []
 
-    def send(self, *requests: tuple[Prompt, Recipe]) -> list[Run]:
-        """All in one batch."""
-        messages = [
-            Request(
-                prompt.ids,
-                {
-                    "spans": prompt.spans,
-                    "method": one.method,
-                    "ratio": one.ratio,
-                    "options": one.options,
-                    "explain": True,
-                },
-                max_new_tokens=1,
-            )
-            for prompt, one in requests
-        ]
+    def send(self, *requests: tuple[Prompt, Recipe | None]) -> list[Run]:
+        """All in one batch; a request without a recipe is a plain one."""
+        messages = [Request(prompt.ids, _options(prompt, one), max_new_tokens=2) for prompt, one in requests]
         replies = self.s.local.generate(messages)
-        sent = [Run(list(m.ids), m.chunk_cache or {}, reply) for m, reply in zip(messages, replies, strict=True)]
+        sent = [Run(list(m.ids), m.chunk_cache, reply) for m, reply in zip(messages, replies, strict=True)]
         self.runs += sent
         return sent
 
@@ -172,7 +167,10 @@ def case_many_prompts(s: Session) -> list[Run]:
 
 
 def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
-    """Other methods in one forward; then each request alone. Also the pairs of them by their place in the list."""
+    """Many methods in one forward, then each request alone; the pairs of them by their place in the list.
+
+    Then batches with missing chunks and a plain request among them.
+    """
     recorder = Recorder(s, seed=3)
     recorder.prime(14)
     pairs = []
@@ -184,7 +182,8 @@ def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
             pairs.append((first + i, len(recorder.runs)))
             recorder.send(request)
     for _ in range(3):
-        recorder.send(*((recorder.prompt(has_misses=True), one) for one in s.rng.sample(RECIPES, 8)))
+        batch = [(recorder.prompt(has_misses=True), one) for one in s.rng.sample(RECIPES, 8)]
+        recorder.send(*batch[:4], (Prompt().text(s.tokens(40)), None), *batch[4:])
     return recorder.runs, pairs
 
 
@@ -200,8 +199,7 @@ def case_ends_of_the_ratio(s: Session) -> list[dict[str, Run]]:
             recipes[f"{method} 1.0 with options"] = recipe(method, 1.0, focus_window=1, **GROUPING)
         recipes |= {"full": recipe("full", 0.5), "full-reuse": recipe("full-reuse", 0.5)}
         outcomes.append({name: recorder.send((prompt, one))[0] for name, one in recipes.items()})
-        (off,) = s.local.generate([s.request(prompt, options={"mode": "off"}, max_new_tokens=1)])
-        outcomes[-1]["off"] = Run(prompt.ids, {}, off)
+        outcomes[-1]["plain"] = recorder.send((prompt, None))[0]
         s.local.flush()  # that prompt is exact now
         recorder.library.clear()
         recorder.prime(10)

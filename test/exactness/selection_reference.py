@@ -187,6 +187,9 @@ class Result:
 
     log_probs: Array
     """Of the token behind the prompt."""
+    k: Array
+    """What the cache holds of the prompt afterwards; `[num_layers, prompt_len, num_kv_heads, head_dim]`, like V."""
+    v: Array
     is_filtering: bool = False
     """Whether anything is chosen or dropped in the forward."""
     selected: frozenset[int] = frozenset()
@@ -238,9 +241,19 @@ class Store:
         """
         return _Execution(self, ids, request, info, choose).run()
 
-    def full(self, ids: Sequence[int]) -> Array:
-        """Log-probabilities after a full prefill."""
-        forward = Forward(self.model, ids, *self.empty(len(ids)), range(len(ids)))
+    def full(self, ids: Sequence[int]) -> Result:
+        """A full prefill."""
+        k, v = self.empty(len(ids))
+        return Result(self._run(ids, k, v, range(len(ids))), k, v)
+
+    def decode(self, result: Result, ids: Sequence[int], token: int) -> Array:
+        """Log-probabilities of the token behind `token`, which was generated behind the prompt `ids`."""
+        k, v = self.empty(len(ids) + 1)
+        k[:, :-1], v[:, :-1] = result.k, result.v
+        return self._run([*ids, token], k, v, [len(ids)])
+
+    def _run(self, ids: Sequence[int], k: Array, v: Array, rows: Sequence[int]) -> Array:
+        forward = Forward(self.model, ids, k, v, rows)
         for _ in range(self.model.num_layers):
             forward.attend()
         return forward.log_probs()
@@ -297,7 +310,7 @@ class _Execution:
         self.question = range(min(self.spans[-1][1] if self.spans else 0, len(ids) - 1), len(ids))
         self.k, self.v = store.empty(len(ids))
         self.mean_weights = np.full((self.model.num_layers, len(ids), len(ids)), np.nan)
-        self.result = Result(np.empty(0))
+        self.result = Result(np.empty(0), self.k, self.v)
         self._leaving: dict[int, frozenset[int]] = {}
         self._focused_sets: list[frozenset[int]] = []
         self._chunk_mass = np.zeros(len(self.spans))
@@ -344,9 +357,7 @@ class _Execution:
         """The exact prefix, and the reused part of every hit with K turned to its new positions."""
         prefix = self.ids[: self.prefix_len]
         if prefix:
-            exact = Forward(self.model, prefix, *self.store.empty(len(prefix)), range(len(prefix)))
-            for _ in range(self.model.num_layers):
-                exact.attend()
+            exact = self.store.full(prefix)
             self.k[:, : len(prefix)], self.v[:, : len(prefix)] = exact.k, exact.v
         for hit in self.hits:
             chunk = self._stored(hit)

@@ -107,6 +107,10 @@ def is_near_tie(scores: Scores, mine: frozenset[int], theirs: frozenset[int]) ->
 
 def compare(store: Store, run: Run, where: str) -> Result:
     """Replays one request and compares all that the server said."""
+    if run.chunk_cache is None:
+        result = store.full(run.ids)
+        assert distance_to(store, run, result) < TOLERANCE, f"{where}: plain"
+        return result
     info = run.reply.info
     result = store.execute(run.ids, run.chunk_cache, info, follow(run))
     where = f"{where}: {run.chunk_cache['method']} {run.chunk_cache['ratio']} {run.chunk_cache['options']}"
@@ -121,7 +125,7 @@ def compare(store: Store, run: Run, where: str) -> Result:
             assert selection["focus"]["settled_at_layer"] == result.settled_at, where
             focused = selection["focus"]["chunks"]
             assert (None if focused is None else frozenset(focused)) == result.focused, where
-    assert log_prob_distance(run, result.log_probs) < TOLERANCE, where
+    assert distance_to(store, run, result) < TOLERANCE, where
     return result
 
 
@@ -137,9 +141,23 @@ def compare_scores(summary: dict[str, Any] | None, result: Result, where: str) -
     assert summary["selected_sum"] == pytest.approx(sum(scores[p] for p in result.selected), **near), where
 
 
-def log_prob_distance(run: Run, log_probs: Any) -> float:
-    """Over the five best tokens that the server names, and the one it took."""
-    (top,) = run.reply.top_logprobs
+def distance_to(store: Store, run: Run, result: Result) -> float:
+    """Between log-probabilities of the first two tokens; the second reads the KV that the prefill left behind."""
+    behind = store.decode(result, run.ids, run.reply.output_ids[0])
+    return max(
+        _distance(top, mine) for top, mine in zip(run.reply.top_logprobs, (result.log_probs, behind), strict=True)
+    )
+
+
+def distance(run: Run, other: Run) -> float:
+    """The same between two replies of the server."""
+    pairs = zip(run.reply.top_logprobs, other.reply.top_logprobs, strict=True)
+    assert run.reply.output_ids == other.reply.output_ids
+    return max(_distance(top, other_top) for top, other_top in pairs)
+
+
+def _distance(top: dict[int, float], log_probs: Any) -> float:
+    """Over the five best tokens that the server names."""
     assert len(top) == 5
     return max(abs(value - log_probs[token]) for token, value in top.items())
 
@@ -172,20 +190,21 @@ def test_a_mixed_batch_equals_each_request_alone(config: Config) -> None:
         one, other = runs[batched], runs[alone]
         where = f"{one.chunk_cache['method']} {one.chunk_cache['options']}"
         assert (selected_by(one), dropped_by(one)) == (selected_by(other), dropped_by(other)), where
-        assert log_prob_distance(one, other.reply.top_logprobs[0]) < EXACT_TOLERANCE, where
+        assert distance(one, other) < EXACT_TOLERANCE, where
 
 
 @on_each_config
 def test_ratio_one_is_full_and_ratio_zero_full_reuse(config: Config) -> None:
     for outcome_by_name in outcome(config, "ends_of_the_ratio"):
         full, reuse = outcome_by_name.pop("full"), outcome_by_name.pop("full-reuse")
-        off = outcome_by_name.pop("off")
-        assert log_prob_distance(full, off.reply.top_logprobs[0]) < EXACT_TOLERANCE
-        assert log_prob_distance(full, new_store(config).full(full.ids)) < TOLERANCE
+        plain = outcome_by_name.pop("plain")
+        store = new_store(config)
+        assert distance(full, plain) < EXACT_TOLERANCE
+        assert distance_to(store, full, store.full(full.ids)) < TOLERANCE
         assert full.reply.info["reused_tokens"] > 0
         for name, run in outcome_by_name.items():
             if " 1.0" in name:
-                assert log_prob_distance(run, full.reply.top_logprobs[0]) < EXACT_TOLERANCE, name
+                assert distance(run, full) < EXACT_TOLERANCE, name
                 assert run.reply.info["recomputed_tokens"] == run.reply.info["reused_tokens"], name
             else:
                 assert run.reply.top_logprobs == reuse.reply.top_logprobs, name
@@ -247,7 +266,7 @@ def test_reference_at_ratio_one_is_a_full_prefill(tmp_path: Path) -> None:
     ids = [1, 2, 3, *second, *new, *first, *question]
     spans = [[3, 34], [34, 43], [43, 63]]
     layout = {"prefix_tokens": 3, "chunks": [_hit(3, 34, shift=-20), _miss(34, 43), _hit(43, 63, shift=40)]}
-    full = store.full(ids)
+    full = store.full(ids).log_probs
     for method in SELECTING:
         options = {"focus_window": 1, **GROUPING}
         request = {"spans": spans, "method": method, "ratio": 1.0, "options": options}
@@ -279,4 +298,4 @@ def test_reference_equals_hugging_face(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = network(torch.tensor([ids])).logits[0, -1]
         expected = torch.log_softmax(logits, dim=-1).numpy()
-        assert abs(Store(Decoder(folder)).full(ids) - expected).max() < 1e-5, (kind, rope)
+        assert abs(Store(Decoder(folder)).full(ids).log_probs - expected).max() < 1e-5, (kind, rope)
