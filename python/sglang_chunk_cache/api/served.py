@@ -44,7 +44,7 @@ def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None
 
 def _check(method_name: str, options: Options, num_layers: int, config: Config, has_lora: bool, path: str) -> None:
     method = METHODS[method_name]
-    method.check_model(options, num_layers, f"{path}.options" if options else f"{path}.method")
+    method.check_model(options, num_layers, path)
     if method.statistic is not None and not config.layers_with_statistics(num_layers):
         problem = f"{method_name!r} ranks by statistics, which this server does not take"
         remedy = 'start it with "statistics_layers" in --chunk-cache-config, or choose another method'

@@ -119,11 +119,16 @@ class Method:
         return given[name] if name in given else next(o.default for o in self.options_schema if o.name == name)
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
-        """Whether a model of `num_layers` can be served with these options.
+        """Whether a model of `num_layers` can be served with these options; `path` is where method and options stand.
 
         Raises:
             ChunkCacheRequestError: it cannot.
         """
+
+
+def field_of(options: Options, name: str, path: str) -> str:
+    """Where a client would change the option: itself where it was given, else the method that brought it along."""
+    return f"{path}.options.{name}" if name in dict(options) else f"{path}.method"
 
 
 def need_layers(name: str, layer: int, num_layers: int, path: str) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from chunk_cache.errors import ChunkCacheRequestError, user_error
-from chunk_cache.methods.base import TOP_K, Method, Stage, need_layers, num_rows_at
+from chunk_cache.methods.base import TOP_K, Method, Stage, field_of, need_layers, num_rows_at
 from chunk_cache.methods.options import MAX_LAYER, FloatOption, IntOption, LayersOption, Option, Options, layers_of
 
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
@@ -40,7 +40,7 @@ class LayerMethod(Method):
         return value
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
-        need_layers(f"{self.name}: {CHECK_LAYER.name}", self.check_layer(options), num_layers, path)
+        need_layers(self.name, self.check_layer(options), num_layers, field_of(options, CHECK_LAYER.name, path))
 
 
 class QuestionMethod(Method):
@@ -63,7 +63,9 @@ class QuestionMethod(Method):
         return layers_of(self.option(options, "layers"), num_layers)
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
-        need_layers(f"{self.name}: layers", max(self.scored_layers(options, num_layers)), num_layers, path)
+        need_layers(
+            self.name, max(self.scored_layers(options, num_layers)), num_layers, field_of(options, "layers", path)
+        )
 
 
 class CacheBlend(LayerMethod):

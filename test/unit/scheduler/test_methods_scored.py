@@ -136,9 +136,10 @@ def test_check_layer_must_be_in_the_model(name: str, options: dict[str, object],
     method.check_model(checked, fewest, "p")
     if fewest > 1:
         with pytest.raises(ChunkCacheRequestError) as caught:
-            method.check_model(checked, fewest - 1, "p.options")
+            method.check_model(checked, fewest - 1, "p")
+        field = "p.options.check_layer" if options else "p.method"
         assert str(caught.value) == (
-            f"p.options: {name}: check_layer names layer {fewest - 1}, but the model has layers 0 to {fewest - 2}; "
+            f"{field}: {name} names layer {fewest - 1}, but the model has layers 0 to {fewest - 2}; "
             "name a layer of the model, or choose another method"
         )
 
@@ -149,8 +150,8 @@ def test_scored_layers_must_be_in_the_model(layers: object, fewest: int) -> None
     checked = method.check_options({"layers": layers}, "p")
     method.check_model(checked, fewest, "p")
     if fewest > 1:
-        with pytest.raises(ChunkCacheRequestError, match=r"^p\.options: fusionrag: layers names layer 7, but"):
-            method.check_model(checked, fewest - 1, "p.options")
+        with pytest.raises(ChunkCacheRequestError, match=r"^p\.options\.layers: fusionrag names layer 7, but"):
+            method.check_model(checked, fewest - 1, "p")
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.stage is Stage.BEFORE])
