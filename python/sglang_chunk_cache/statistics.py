@@ -72,8 +72,9 @@ class _Job:
 
     @property
     def segment_starts(self) -> list[int]:
-        """Keys in three parts: in front of the first chunk, from there to this chunk, this chunk."""
-        return [0, self.state.options.spans[0][0], self.span[0]]
+        """Keys in parts: in front of the first chunk, then by turns a chunk and the text behind it, last this chunk."""
+        earlier = [bound for span in self.state.options.spans[: self.chunk] for bound in span]
+        return [0, *earlier, self.span[0]]
 
 
 class StatisticsTaker:
@@ -137,7 +138,7 @@ class StatisticsTaker:
                 skip_self=True,
             )
             assert by_segment is not None
-            outside = by_segment[:, 1 if job.chunk else 0]
+            outside = by_segment[:, 1 : 2 * job.chunk : 2].sum(1) if job.chunk else by_segment[:, 0]
             sums = torch.cat([outside, received[job.span[0] :]])
             found = self._sums[index]
             self._sums[index] = sums if found is None else found + sums

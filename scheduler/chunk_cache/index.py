@@ -156,7 +156,8 @@ class ChunkIndex:
         if same is not None and same.generation == generation:
             self._move(same, home)
             self._refresh(same)
-            same.statistics = statistics or same.statistics
+            if statistics is not None:
+                same.statistics = statistics.filled_from(same.statistics)
             self.counters.num_refreshed += 1
             return same
         for peer in [p for p in peers if p.generation and p.context == context and (p is same or not generation)]:

@@ -30,6 +30,13 @@ class ChunkStatistics:
         for name in STATISTICS:
             self.of(name).setflags(write=False)
 
+    def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
+        """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed)."""
+        if other is None:
+            return self
+        pairs = ((self.of(name), other.of(name)) for name in STATISTICS)
+        return ChunkStatistics(*(np.where(np.isnan(mine), theirs, mine) for mine, theirs in pairs))
+
     def of(self, name: str) -> npt.NDArray[np.float32]:
         """One of `STATISTICS`."""
         assert name in STATISTICS, f"unknown statistic {name!r}"

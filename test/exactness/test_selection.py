@@ -29,8 +29,6 @@ MORE_CONFIGS = [
     Config(layers=6),
     Config(layers=4, page_size=16, overlap=False),
     Config(layers=4, tp_size=2),
-    Config(layers=4, chunked=True),
-    Config(layers=6, page_size=16, chunked=True),
     Config(layers=5, rope="llama3"),
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),

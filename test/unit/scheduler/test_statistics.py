@@ -64,3 +64,13 @@ def test_the_index_keeps_them_with_the_variant_until_newer_ones_come() -> None:
     assert variant.statistics is new
     # Another KV takes its place: what the old one received says nothing about it.
     assert add(None, generation=0).statistics is None
+
+
+def test_found_tokens_keep_the_numbers_that_were_taken_before() -> None:
+    nan = float("nan")
+    old = ChunkStatistics(np.array([1, 2, nan], np.float32), np.array([4, 5, nan], np.float32))
+    new = ChunkStatistics(np.array([nan, 7, 8], np.float32), np.array([nan, 9, 10], np.float32))
+    merged = new.filled_from(old)
+    np.testing.assert_array_equal(merged.outside, [1, 7, 8])
+    np.testing.assert_array_equal(merged.received, [4, 9, 10])
+    assert new.filled_from(None) is new
