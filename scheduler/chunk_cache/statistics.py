@@ -32,7 +32,7 @@ class ChunkStatistics:
 
     def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
         """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed)."""
-        if other is None:
+        if other is None or not np.isnan(self.outside).any():
             return self
         pairs = ((self.of(name), other.of(name)) for name in STATISTICS)
         return ChunkStatistics(*(np.where(np.isnan(mine), theirs, mine) for mine, theirs in pairs))
