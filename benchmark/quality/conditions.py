@@ -17,6 +17,7 @@ from benchmark.quality.question import DataError
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
+from chunk_cache.methods.options import value_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
@@ -76,7 +77,7 @@ def parse_method(text: str) -> MethodSpec:
         key, equals, value = item.partition("=")
         if not equals:
             raise DataError(f"--methods: {item!r} in {text!r} is not OPTION=VALUE; write {name}:shift=0.")
-        options[key] = _parse_value(value)
+        options[key] = value_of(value)
     try:
         return MethodSpec(name, find_method(name, "--methods").check_options(options, f"--methods {name}"))
     except ChunkCacheRequestError as error:
@@ -102,13 +103,6 @@ def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> lis
         for ratio in ratios:
             found[Condition(spec, METHODS[spec.method].effective_ratio(ratio, ratio))] = None
     return list(found)
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text  # a word
 
 
 def _format_value(value: OptionValue) -> str:

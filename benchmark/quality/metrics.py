@@ -1,7 +1,4 @@
-"""Metrics: how right one reply is, from 0 to 1, and how far two first tokens' distributions are apart.
-
-- `score(metric, reply, question)` for each of `METRICS`.
-- `first_token_kl` compares log-probabilities.
+"""Metrics: how right one reply is, from 0 to 1: `score(metric, reply, question)` for each of `METRICS`.
 
 Exact match and token F1 are those of SQuAD (Rajpurkar et al. 2016, section 6.1). They are ours, ten lines: of the
 libraries that have them torchmetrics takes 20 s to import, and evaluate wants a download. ROUGE-L is rouge-score's.
@@ -9,11 +6,10 @@ libraries that have them torchmetrics takes 20 s to import, and evaluate wants a
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 
 from benchmark.quality.question import Question
@@ -21,7 +17,6 @@ from rouge_score.rouge_scorer import RougeScorer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_MIN_MASS = 1e-9  # what is left over of a distribution is a difference of numbers that were rounded to fp32
 
 
 def exact_match(reply: str, answer: str) -> float:
@@ -61,18 +56,6 @@ RIGHT_OR_WRONG = frozenset({"exact_match", "substring"})
 def score(metric: str, reply: str, question: Question) -> float:
     """The best over the answers, or their mean where all are required. Range [0, 1]."""
     return _score(metric, reply, question.answers, question.require_all)
-
-
-def first_token_kl(reference: Sequence[float], other: Sequence[float]) -> float:
-    """KL(reference || other) in nats over the given tokens and one bucket for all the rest.
-
-    Both are log-probabilities of the same tokens. Tokens put together into a bucket can only hide a difference, so this
-    is a lower bound of the KL over the whole vocabulary.
-    """
-    assert len(reference) == len(other), f"{len(reference)} and {len(other)} log-probabilities"
-    total = sum(math.exp(p) * (p - q) for p, q in zip(reference, other, strict=True))
-    rest, other_rest = (max(_MIN_MASS, 1.0 - sum(map(math.exp, values))) for values in (reference, other))
-    return max(0.0, total + rest * (math.log(rest) - math.log(other_rest)))
 
 
 @lru_cache(maxsize=100_000)  # one reply to a question comes back under many methods and ratios

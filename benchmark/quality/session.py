@@ -23,9 +23,10 @@ from typing import Any, TypeAlias
 
 from benchmark.common.server import Server
 from benchmark.quality.conditions import REFERENCE, Condition
-from benchmark.quality.metrics import first_token_kl
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.replies import Reply
+
+from sglang_chunk_cache.verify.measure import first_token_kl
 
 NUM_CALLS = 2  # HTTP calls at a time: while the server answers one, it tokenizes the next
 MAX_BATCH = 64  # prompts in one call

@@ -166,7 +166,7 @@ def check_resolved(server_args: Any) -> None:
 
     check_flags(server_args)
     args = attached(server_args)
-    kernel = None if args is None else args.config.get("kernel")
+    kernel = None if args is None else args.parsed_config.kernel
     if kernel == "triton" and resolution_result(server_args, "device") != "cuda":
         refuse('--chunk-cache-config: kernel: "triton" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from chunk_cache.config import parse_config
 from sglang_chunk_cache.attention.rows import Attention, FusedRows, attending
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
@@ -46,12 +45,16 @@ class DueRows:
 
     Attributes:
         positions: `[num_load_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
-        plan: of the request; None where nothing is due.
+        state: of the request; None where nothing is due.
     """
 
     positions: np.ndarray
-    plan: RecomputePlan | None = None
     state: DocChunkRequest | None = None
+
+    @property
+    def plan(self) -> RecomputePlan | None:
+        """Of the request; None where nothing is due."""
+        return None if self.state is None else self.state.plan
 
 
 _NOTHING_DUE = DueRows(_NO_ROWS)
@@ -136,7 +139,7 @@ def _statistics_layers(model_runner: ModelRunner) -> tuple[int, ...]:
     args = get_args()
     if args is None:
         return ()
-    return parse_config(dict(args.config)).layers_with_statistics(model_runner.model_config.num_hidden_layers)
+    return args.parsed_config.layers_with_statistics(model_runner.model_config.num_hidden_layers)
 
 
 def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
@@ -150,7 +153,7 @@ def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
             continue
         is_any_due = True
         assert state.plan is not None
-        due.append(DueRows(_load_rows(state.plan), state.plan, state))
+        due.append(DueRows(_load_rows(state.plan), state))
         state.complete_rows()
     return due if is_any_due else None
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.config import Config, parse_config
+from chunk_cache.config import Config
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.methods import METHODS, Method, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
@@ -69,7 +69,7 @@ class ChunkRadixCache(UnifiedRadixCache):
     def init_chunks(self, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> None:
         """Second half of the construction, once the base class has built the tree."""
         self._args = args
-        self.chunk_config: Config = parse_config(dict(args.config))
+        self.chunk_config: Config = args.parsed_config
         self._store = VariantStore(self)
         self._assembler = KVAssembler(
             ctx.tp_worker.model_runner, self.token_to_kv_pool_allocator.get_kvcache(), self.chunk_config.kernel

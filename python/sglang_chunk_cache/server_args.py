@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import argparse
 
+    from chunk_cache.config import Config
+
 ENV_NAME = "SGLANG_CHUNK_CACHE"
 RADIX_CACHE_BACKEND = "chunk_cache"
 DEFAULT_METHOD = "epic"
@@ -72,6 +74,13 @@ class ChunkCacheArgs:
         if not isinstance(self.separator, str) or not self.separator.strip():
             refuse("--chunk-cache-separator must be a string with at least one visible character.")
         _check_config(self.config)
+
+    @functools.cached_property
+    def parsed_config(self) -> Config:
+        """`config` with its defaults."""
+        from chunk_cache.config import parse_config
+
+        return parse_config(dict(self.config))
 
     def dumps(self) -> str:
         """These options as one line of JSON."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
+from chunk_cache.methods.options import layer_numbers
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton")
@@ -87,8 +88,8 @@ def _check(key: str, value: object) -> object:
 def _check_layers(value: object, path: str) -> str | tuple[int, ...]:
     if isinstance(value, str) and value in STATISTICS_LAYERS:
         return value
-    layers = value if isinstance(value, (list, tuple)) else ()
-    if not layers or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers):
+    layers = layer_numbers(value)
+    if layers is None:
         problem = f"{show(value)} is neither a list of layer numbers nor one of {', '.join(STATISTICS_LAYERS)}"
         raise user_error(ChunkCacheConfigError, path, problem, "count layers from 0")
     return tuple(sorted(set(layers)))

@@ -27,6 +27,7 @@ import numpy as np
 
 from chunk_cache.index import Lookup
 from chunk_cache.methods import METHODS, Ranking, Rows, Stage
+from chunk_cache.methods.options import SHIFT
 from chunk_cache.request import RequestOptions
 from chunk_cache.rows import choose_rows
 from chunk_cache.selection import Selection
@@ -318,7 +319,7 @@ def _plan_chunk(
         dst_start=dst_start,
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
-        shift=(start - variant.start) if opts.option("shift", 1) else 0,
+        shift=(start - variant.start) if opts.option(SHIFT.name, SHIFT.default) else 0,
     )
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.grouping import group_rows
+from chunk_cache.methods.options import GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.request import RequestOptions
 from chunk_cache.selection import Selection, is_selecting, question_start
 
@@ -89,7 +90,8 @@ def _rows_of_chunk(
     """Offsets in the reused part of one chunk, chosen before the forward."""
     if ranking is not None:
         ranking = ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
-    seed, size, threshold = opts.option("seed", 0), opts.option("group_size", 0), opts.option("group_threshold", 5)
+    seed = opts.option("seed", 0)  # only some methods have it
+    size, threshold = (method.option(opts.options, option.name) for option in (GROUP_SIZE, GROUP_THRESHOLD))
     assert isinstance(seed, int)
     assert isinstance(size, int)
     assert isinstance(threshold, int)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from chunk_cache.config import Config as ChunkCacheConfig
+from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
-from exactness.selection_reference import Choose, Decoder, Result, Scores, Store, best, focused_chunks
+from exactness.selection_reference import Choose, Result, Scores, Store, best, focused_chunks
 
 TOLERANCE = 1e-3  # log-probabilities, fp32 against fp64
 EXACT_TOLERANCE = 1e-5  # log-probabilities, fp32 against fp32

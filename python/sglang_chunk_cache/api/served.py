@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunk_cache.config import Config, parse_config
+from chunk_cache.config import Config
 from chunk_cache.errors import ChunkCacheRequestError, user_error
 from chunk_cache.methods import METHODS, Options
 from chunk_cache.request import RequestOptions
@@ -27,7 +27,7 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
     method = opts.method or args.method
     num_layers = manager.model_config.num_hidden_layers
     has_lora = bool(manager.server_args.enable_lora)
-    _check(method, opts.options, num_layers, parse_config(dict(args.config)), has_lora, path)
+    _check(method, opts.options, num_layers, args.parsed_config, has_lora, path)
 
 
 def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None:
@@ -37,7 +37,7 @@ def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None
         StartRefused: this server cannot serve it.
     """
     try:
-        _check(args.method, (), num_layers, parse_config(dict(args.config)), has_lora, "--chunk-cache")
+        _check(args.method, (), num_layers, args.parsed_config, has_lora, "--chunk-cache")
     except ChunkCacheRequestError as error:
         refuse(f"--chunk-cache-method {args.method}: {error}.")
 

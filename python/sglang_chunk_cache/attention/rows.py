@@ -78,7 +78,7 @@ class FusedRows:
             kv_lens=kv_lens,
             row_lens=row_lens,
             kv_pool=kv_pool,
-            kernel="auto" if args is None else args.config.get("kernel", "auto"),
+            kernel="auto" if args is None else args.parsed_config.kernel,
         )
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:

@@ -18,6 +18,7 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods import METHODS, find_method
+from chunk_cache.methods.options import value_of
 
 RATIO = "ratio"
 _FORM = "write NAME or NAME:OPTION=VALUE,OPTION=VALUE"
@@ -90,7 +91,7 @@ def parse_spec(text: str, ratio: float | None = None, options: Mapping[str, Any]
             raise user_error(ChunkCacheRequestError, path, f"{show(part)} is not OPTION=VALUE", _FORM)
         if key in own:
             raise user_error(ChunkCacheRequestError, path, f"{key} is given twice", "leave one of them out")
-        own[key] = _value(value)
+        own[key] = value_of(value)
     ratio = own.pop(RATIO, ratio)
     _check_ratio(ratio, path)
     common = {key: value for key, value in (options or {}).items() if key in _known_options(name)}
@@ -126,11 +127,3 @@ def _check_ratio(ratio: object, path: str) -> None:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
         problem = f"{show(ratio)} is not a number from 0 to 1"
         raise user_error(ChunkCacheRequestError, path, problem, "give a recompute ratio in that range")
-
-
-def _value(text: str) -> Any:
-    """A JSON value, or else the text itself: `chunk` need not be quoted."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

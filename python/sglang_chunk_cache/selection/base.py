@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from sgl_kernel_ext.attention_mass import attention_mass
+
 
 @dataclass(frozen=True)
 class RowsAtLayer:
@@ -60,6 +62,13 @@ class RowsAtLayer:
         keys = self.k_buffer[self.kv_slots]
         keys[self.positions] = self.k.to(keys.dtype)
         return keys
+
+    def question_mass(self) -> torch.Tensor:
+        """`[kv_len]` fp32: column sums of softmax(q k) over the question, this rank's part of the mean over heads."""
+        received, _ = attention_mass(
+            self.question_q, self.keys(), self.question_positions, sm_scale=self.sm_scale, logit_cap=self.logit_cap
+        )
+        return received / self.tp_size
 
 
 Scorer: TypeAlias = Callable[[RowsAtLayer], torch.Tensor]

@@ -64,7 +64,6 @@ class LayerwiseForward:
         self._requests = requests
         self._late = late
         self._tp_size = tp_size
-        self._row_lens = list(rows.row_lens)
         self.is_asking = False
         self._is_cut = False
 
@@ -76,7 +75,7 @@ class LayerwiseForward:
     @property
     def row_lens(self) -> list[int]:
         """Rows that are left of each request."""
-        return self._row_lens
+        return self._rows.row_lens
 
     @contextlib.contextmanager
     def run(self, model: torch.nn.Module) -> Iterator[None]:
@@ -102,7 +101,7 @@ class LayerwiseForward:
         asking = copy.copy(batch)
         ids, slots = [], []
         begin = 0
-        for length, late, first_positions in zip(self._row_lens, self._late, first, strict=True):
+        for length, late, first_positions in zip(self.row_lens, self._late, first, strict=True):
             if late is not None:
                 # The question and what follows it are the end of the rows, missing chunks stand among the others.
                 ids.append(self._ids_of(input_ids[begin : begin + length], late, first_positions))
@@ -110,14 +109,14 @@ class LayerwiseForward:
             begin += length
         asking.input_ids, asking.out_cache_loc = torch.cat(ids), torch.cat(slots).to(batch.out_cache_loc.dtype)
         asking.positions = torch.cat(first).to(positions.dtype)
-        main, main_lens = self._rows, self._row_lens
+        main = self._rows
         lens = [len(one) for one in first]
         set_lengths(asking, lens, cut=[0] * len(lens))
-        self._rows, self._row_lens, self.is_asking = main.with_rows(torch.cat(first), lens), lens, True
+        self._rows, self.is_asking = main.with_rows(torch.cat(first), lens), True
         try:
             decoder.forward(asking.input_ids, asking.positions, asking)
         finally:
-            self._rows, self._row_lens, self.is_asking = main, main_lens, False
+            self._rows, self.is_asking = main, False
         self._place_late_rows(input_ids, positions, batch)
 
     def _ids_of(self, row_ids: torch.Tensor, late: LateRows, positions: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,7 @@ class LayerwiseForward:
     def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
         """Overwrites the placeholders; the tensors are those that the model was called with."""
         begin = 0
-        for request, late, length in zip(self._requests, self._late, self._row_lens, strict=True):
+        for request, late, length in zip(self._requests, self._late, self.row_lens, strict=True):
             if late is not None:
                 found = request.begin_main()
                 load = slice(begin, begin + late.num_load_rows)
@@ -137,14 +136,14 @@ class LayerwiseForward:
                 positions[load] = at.to(positions.dtype)
                 batch.out_cache_loc[load] = late.slots[at].to(batch.out_cache_loc.dtype)
             begin += length
-        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self._row_lens)
+        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
 
     # The layers.
 
     def _before_layer(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self._is_cut or self.is_asking:
             return None
-        return (self._rows.row_positions.to(args[0].dtype), *args[1:])
+        return (self.row_positions.to(args[0].dtype), *args[1:])
 
     def attend(
         self,
@@ -183,14 +182,14 @@ class LayerwiseForward:
                 request.report.seconds += seconds
 
     def _rows_at(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> RowsAtLayer:
-        begin = sum(self._row_lens[:i])
-        rows = slice(begin, begin + self._row_lens[i])
+        begin = sum(self.row_lens[:i])
+        rows = slice(begin, begin + self.row_lens[i])
         pool = self._rows.kv_pool
         return RowsAtLayer(
             q=q[rows],
             k=k[rows],
             v=v[rows],
-            positions=self._rows.row_positions[rows],
+            positions=self.row_positions[rows],
             num_question=self._requests[i].num_question,
             kv_slots=self._rows.slots_of(i),
             k_buffer=pool.get_key_buffer(layer.layer_id),
@@ -212,7 +211,7 @@ class LayerwiseForward:
         if all(index is None for index in left):
             return q, k, v
         pieces, begin = [], 0
-        for length, index in zip(self._row_lens, left, strict=True):
+        for length, index in zip(self.row_lens, left, strict=True):
             pieces.append(torch.arange(begin, begin + length, device=q.device) if index is None else index + begin)
             begin += length
         index = torch.cat(pieces)
@@ -222,10 +221,9 @@ class LayerwiseForward:
         assert stream.pending is None, "rows leave between the two residual updates of a layer"
         stream.residual = stream.residual[index]
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
-        self._rows = self._rows.with_rows(self._rows.row_positions[index], lens)
-        batch.positions = self._rows.row_positions.to(batch.positions.dtype)
-        set_lengths(batch, lens, cut=[old - new for old, new in zip(self._row_lens, lens, strict=True)])
-        self._row_lens, self._is_cut = lens, True
+        set_lengths(batch, lens, cut=[old - new for old, new in zip(self.row_lens, lens, strict=True)])
+        self._rows, self._is_cut = self._rows.with_rows(self.row_positions[index], lens), True
+        batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]
 
 

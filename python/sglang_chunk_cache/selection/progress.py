@@ -19,7 +19,6 @@ import torch
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan import RecomputePlan
-from sgl_kernel_ext.attention_mass import attention_mass
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of, sum_over_ranks
 from sglang_chunk_cache.selection.choose import chunk_of, group_mask, keep_best, keep_where
 from sglang_chunk_cache.selection.focus import FocusTracker
@@ -221,10 +220,7 @@ class RequestProgress:
     def observe(self, layer_id: int, rows: RowsAtLayer) -> None:
         """Adds what the question attends to at this layer."""
         assert self._focus is not None
-        received, _ = attention_mass(
-            rows.question_q, rows.keys(), rows.question_positions, sm_scale=rows.sm_scale, logit_cap=rows.logit_cap
-        )
-        received = sum_over_ranks(received / self._tp_size, self._tp_size)
+        received = sum_over_ranks(rows.question_mass(), self._tp_size)
         running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
         bounds = self._bounds.clamp(max=len(received))  # a prompt's end may come in a later step
         found = self._focus.update(layer_id, (running[bounds[:, 1]] - running[bounds[:, 0]]).float())

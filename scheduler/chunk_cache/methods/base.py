@@ -5,7 +5,7 @@
     Stage.QUESTION   by a first pass of the question over the reused cache: `layer_counts`
 
 A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
-makes them is `sglang_chunk_cache.selection.<module>:Scorer`. Whatever a method does depends on its arguments only, so
+makes them is `sglang_chunk_cache.selection.<name>:score`. Whatever a method does depends on its arguments only, so
 every tensor-parallel rank and every retry agrees.
 """
 

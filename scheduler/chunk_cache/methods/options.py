@@ -6,6 +6,7 @@ hashed (a list becomes a tuple), so that checked options can be compared and cac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,8 +14,9 @@ from typing import Protocol, TypeAlias
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 
+MAX_LAYER = 1023  # a bound for messages; the model's own is checked by `Method.check_model`
+
 OptionValue: TypeAlias = int | float | str | tuple[int, ...]
-MAX_LAYER = 1023
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]
 """A method's parameters as (name, value), sorted by name; those left out have their default."""
 
@@ -94,13 +96,29 @@ class LayersOption:
     def check(self, value: object, path: str) -> OptionValue:
         if isinstance(value, str) and value in ("last", "all"):
             return value
-        layers = value if isinstance(value, (list, tuple)) else ()
-        if not layers or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_LAYER for i in layers):
+        layers = layer_numbers(value)
+        if layers is None or max(layers) > MAX_LAYER:
             problem = f'{show(value)} is neither "last", "all" nor a list of layer numbers'
             raise user_error(ChunkCacheRequestError, path, problem, "count layers from 0")
         if any(b <= a for a, b in pairwise(layers)):
             raise user_error(ChunkCacheRequestError, path, f"{show(value)} does not ascend", "name each layer once")
-        return tuple(layers)
+        return layers
+
+
+def value_of(text: str) -> object:
+    """An option's value as a command line has it: JSON, or else the text itself, so that a word needs no quotes."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def layer_numbers(value: object) -> tuple[int, ...] | None:
+    """A list of layer numbers counted from 0, at least one; None where it is anything else."""
+    layers = value if isinstance(value, (list, tuple)) else ()
+    if not layers or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in layers):
+        return None
+    return tuple(layers)
 
 
 def layers_of(value: OptionValue, num_layers: int) -> tuple[int, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmark.quality.metrics import METRICS, first_token_kl, score
+from benchmark.quality.metrics import METRICS, score
 from benchmark.quality.question import Question
+
+from sglang_chunk_cache.verify.measure import first_token_kl
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""A decoder in numpy fp64, slow and obvious: what a forward over a cache should give, whichever rows run.
+
+- `Decoder` reads a model folder and computes one layer of some rows.
+- `Forward` takes rows through the layers over a cache, and lets rows leave between two layers.
+
+Shares nothing with the server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+class Decoder:
+    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._weights = {
+            name: value.astype(np.float64) for name, value in load_file(folder / "model.safetensors").items()
+        }
+        self.num_layers: int = config["num_hidden_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self._eps: float = config["rms_norm_eps"]
+        self._inv_freq, self._magnitude = _rope(folder, config["rope_parameters"], self.head_dim)
+
+    def embed(self, ids: Sequence[int]) -> Array:
+        return self._weights["model.embed_tokens.weight"][np.asarray(ids)]
+
+    def project(self, layer: int, x: Array, positions: npt.NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Q, K (both rotated) and V of rows: `[num_rows, num_heads or num_kv_heads, head_dim]`."""
+        normed = self._norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            self._linear(normed, f"model.layers.{layer}.self_attn.{name}_proj").reshape(len(x), -1, self.head_dim)
+            for name in "qkv"
+        )
+        if f"model.layers.{layer}.self_attn.q_norm.weight" in self._weights:
+            q = self._norm(q, f"model.layers.{layer}.self_attn.q_norm")
+            k = self._norm(k, f"model.layers.{layer}.self_attn.k_norm")
+        return self.rotate(q, positions) * self._magnitude, self.rotate(k, positions) * self._magnitude, v
+
+    def rotate(self, values: Array, positions: npt.NDArray[np.int64]) -> Array:
+        """Rotary embedding: dimension i and i + head_dim / 2 turn by position * inv_freq_i."""
+        angles = positions[:, None, None] * self._inv_freq
+        first, second = np.split(values, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
+        """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`."""
+        k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
+        logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
+        is_seen = np.arange(len(k)) <= positions[:, None]
+        logits = np.where(is_seen[:, None, :], logits, -np.inf)
+        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exp / exp.sum(axis=-1, keepdims=True)
+
+    def finish(self, layer: int, x: Array, weights: Array, v: Array) -> Array:
+        """The rows behind this layer."""
+        v = np.repeat(v, self.num_heads // self.num_kv_heads, axis=1)
+        attended = np.einsum("rhk,khd->rhd", weights, v).reshape(len(x), -1)
+        x = x + self._linear(attended, f"model.layers.{layer}.self_attn.o_proj")
+        normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        gate, up = (self._linear(normed, f"model.layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{layer}.mlp.down_proj")
+
+    def log_probs(self, x: Array) -> Array:
+        """`[vocabulary]` for one row behind the last layer."""
+        logits = self._norm(x, "model.norm") @ self._weights["lm_head.weight"].T
+        shifted = logits - logits.max()
+        return shifted - np.log(np.exp(shifted).sum())
+
+    def _linear(self, x: Array, name: str) -> Array:
+        return x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self._eps) * self._weights[f"{name}.weight"]
+
+
+def _rope(folder: Path, parameters: dict[str, Any], head_dim: int) -> tuple[Array, float]:
+    """Inverse frequencies, and the factor on Q and K; scaled types by Hugging Face's own functions."""
+    if parameters["rope_type"] == "default":
+        return parameters["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim), 1.0
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](AutoConfig.from_pretrained(folder), "cpu")
+    return inv_freq.double().numpy(), float(magnitude)
+
+
+class Forward:
+    """Rows of one prompt on their way through the layers; the cache holds every other position that they see."""
+
+    def __init__(self, model: Decoder, ids: Sequence[int], k: Array, v: Array, rows: Sequence[int]) -> None:
+        """
+        Args:
+            k, v: `[num_layers, prompt_len, num_kv_heads, head_dim]`, overwritten at the rows; NaN where nothing is.
+            rows: prompt positions, ascending, with the last one.
+        """
+        self.model, self.k, self.v = model, k, v
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.layer = 0
+        self._x = model.embed(np.asarray(ids)[self.rows])
+
+    def project(self) -> tuple[Array, Array, Array]:
+        """Q, K, V of the current rows at the current layer."""
+        return self.model.project(self.layer, self._x, self.rows)
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """The current rows."""
+        return frozenset(self.rows.tolist())
+
+    def drop(self, positions: frozenset[int]) -> None:
+        """These rows leave; from this layer on the cache keeps what it holds of them."""
+        is_kept = ~np.isin(self.rows, list(positions))
+        self.rows, self._x = self.rows[is_kept], self._x[is_kept]
+
+    def attend(self) -> Array:
+        """Runs the current layer and goes to the next one; returns the weights `[num_rows, num_heads, prompt_len]`."""
+        q, k, v = self.project()
+        self.k[self.layer, self.rows], self.v[self.layer, self.rows] = k, v
+        weights = self.model.weights(q, self.rows, self.k[self.layer])
+        self._x = self.model.finish(self.layer, self._x, weights, self.v[self.layer])
+        self.layer += 1
+        return weights
+
+    def log_probs(self) -> Array:
+        return self.model.log_probs(self._x[-1])
