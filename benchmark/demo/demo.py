@@ -2,9 +2,11 @@
 
     make demo        (or: python benchmark/demo/demo.py [--questions 30] [--method epic] [--ratio 0.15])
 
-A corpus of real text is cut into passages, TF-IDF retrieves 4 to 6 of them per question, and a real server answers
-each prompt twice: as stock SGLang would, and with the KV of passages that it has seen before. Model and tokenizer are
-made on the spot; nothing is fetched from a network. A GPU is used where there is one. A table and a plot come last.
+Answers: a small trained model is asked questions whose answers are known, by stock SGLang and with reused passages, so
+that one sees what reuse does to answers. Time: a corpus of real text is cut into passages, TF-IDF retrieves 4 to 6 of
+them per question, and a larger model of random weights answers each prompt twice: as stock SGLang would, and with the
+KV of passages that it has seen before. Nothing is fetched from a network. A GPU is used where there is one. Tables and
+a plot come last.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from benchmark.common.machine import ROOT
 from benchmark.common.models import LlamaShape, make_llama, train_tokenizer
 from benchmark.common.results import describe_run
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
+from benchmark.demo.answers import MODEL_DIR, build_answer_table, make_all_questions, show_examples
+from benchmark.demo.answers import ask_all as ask_all_questions
 from benchmark.demo.corpus import Passage, ask_questions, cut_passages, read_corpus
 from benchmark.demo.report import LEGEND, build_table, draw_plot, summarize, write_json
 from benchmark.demo.retriever import Retriever
 from benchmark.demo.session import Exchange, ask_both, build_prompt, warm_up
+from benchmark.quality.session import SetupError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -39,11 +44,12 @@ SEED = 0
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--questions", type=int, default=30)
+    parser.add_argument("--answers", type=int, default=40, help="questions of each kind to the trained model")
     parser.add_argument("--method", help="method of the reuse side (default: the server's, epic)")
     parser.add_argument("--ratio", type=float, default=0.15, help="share of the reused tokens that is recomputed")
     args = parser.parse_args()
-    if args.questions < 1:
-        parser.error("--questions: at least 1")
+    if args.questions < 1 or args.answers < 1:
+        parser.error("--questions, --answers: at least 1")
     return args
 
 
@@ -93,6 +99,24 @@ def ask_all(server: Server, passages: list[Passage], args: argparse.Namespace, c
     return exchanges
 
 
+def answer(num: int, console: Console) -> None:
+    """The first part: right answers of the trained model under stock and reuse."""
+    console.print(f"trained model: {os.path.relpath(MODEL_DIR)}; {num} questions of each kind")
+    flags = ("--chunk-cache", "--max-total-tokens", "32768")
+    with console.status("starting a server: 20-80 s, nearly all of it imports of SGLang in several processes"):
+        server = Server(MODEL_DIR, *flags, env=offline_env(), log_path=OUT_DIR / "server-answers.log")
+        server.start()
+    try:
+        with console.status("asking"):
+            answers = ask_all_questions(server, make_all_questions(num))
+    finally:
+        server.stop()
+    console.print(build_answer_table(answers))
+    for line in show_examples(answers):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+    console.print()
+
+
 def show(exchanges: list[Exchange], run: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
     """Table, legend, summary; plot and JSON in the output folder."""
     console.print(build_table(exchanges))
@@ -114,6 +138,11 @@ def main() -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     leave_on_sigterm()
     began, run = time.monotonic(), describe_run()
+    try:
+        answer(args.answers, console)
+    except (ServerError, SetupError) as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
     passages, model_dir = prepare(console)
     server = Server(model_dir, "--chunk-cache", env=offline_env(), log_path=OUT_DIR / "server.log")
     try:

@@ -1,6 +1,7 @@
 """Conditions: under which method and ratio a question is asked.
 
-- `parse_method` reads `epic` or `cacheblend:focus_window=3,group_size=8`; `built_methods` are all that exist.
+- `parse_method` reads `epic` or `cacheblend:focus_window=3,group_size=8`; `built_methods` are all that exist, and
+  `composed_methods` the same with early termination and with grouping.
 - `conditions_of` gives one condition per method and ratio; a method that ignores the ratio gets one in all.
 - `REFERENCE` is stock SGLang's full prefill; everything else is compared with it.
 """
@@ -17,10 +18,14 @@ from benchmark.quality.question import DataError
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
-from chunk_cache.methods.options import value_of
+from chunk_cache.methods.options import FOCUS_WINDOW, GROUP_SIZE, value_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
+COMPOSED_RATIOS = (0.15, 0.3)
+# The papers' values: three layers must agree (Cache-Craft, section 3.4), more than 5 of 8 tokens (CacheClip).
+FOCUS_OPTIONS = (("focus_window", 3),)
+GROUP_OPTIONS = (("group_size", 8), ("group_threshold", 5))
 REFERENCE_LABEL = "off"
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
 
@@ -37,6 +42,11 @@ class MethodSpec:
         """As it is written on the command line and in tables."""
         options = ",".join(f"{name}={_format_value(value)}" for name, value in self.options)
         return f"{self.method}:{options}" if options else self.method
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether grouping or early termination is asked for."""
+        return any(name in (GROUP_SIZE.name, FOCUS_WINDOW.name) for name, _ in self.options)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,12 @@ def built_methods() -> list[MethodSpec]:
     """Every method of the registry with its defaults, and reuse without the position shift."""
     specs = [MethodSpec(name) for name in METHODS]
     return [NO_SHIFT, *specs] if has_no_shift() else specs
+
+
+def composed_methods() -> list[MethodSpec]:
+    """Every method that selects rows, with early termination and with grouping."""
+    selecting = [name for name, method in METHODS.items() if method.effective_ratio(0.5, 0.5) == 0.5]
+    return [MethodSpec(name, options) for name in selecting for options in (FOCUS_OPTIONS, GROUP_OPTIONS)]
 
 
 def has_no_shift() -> bool:

@@ -31,7 +31,15 @@ from benchmark.common.results import RESULTS_DIR, describe_run
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.campaign import Plan, ask_models
 from benchmark.quality.checks import check_rows
-from benchmark.quality.conditions import RATIOS, built_methods, conditions_of, parse_method
+from benchmark.quality.conditions import (
+    COMPOSED_RATIOS,
+    RATIOS,
+    Condition,
+    built_methods,
+    composed_methods,
+    conditions_of,
+    parse_method,
+)
 from benchmark.quality.experiment import fingerprint
 from benchmark.quality.loaders.ruler import Size
 from benchmark.quality.metrics import METRICS
@@ -56,7 +64,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", action="append", metavar="PATH", help="Hugging Face folder or name; again for more models")
     add("--tasks", nargs="+", default=["synthetic"], metavar="TASK", help=f"any of {KINDS} (default: synthetic)")
     add("--families", nargs="+", metavar="NAME", help="only these of the tasks (default: all)")
-    add("--methods", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help="default: every method that is built")
+    add(
+        "--methods",
+        nargs="+",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="default: all, also with early termination, grouping",
+    )
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help="default: " + " ".join(map(str, RATIOS)))
     add("--num", type=int, default=defaults.num, help="prompts per family (default: %(default)s)")
     add("--held-out-seed", type=int, default=defaults.seed, help="of generated questions (default: %(default)s)")
@@ -132,12 +145,19 @@ def server_flags(given: str) -> tuple[str, ...]:
     return ("--chunk-cache", *(() if keep else FP32), *flags)
 
 
+def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
+    """Methods x ratios; by default every method, and at two ratios each with early termination and grouping."""
+    if args.methods:
+        return conditions_of([parse_method(text) for text in args.methods], args.ratios)
+    ratios = [ratio for ratio in args.ratios if ratio in COMPOSED_RATIOS]
+    return [*conditions_of(built_methods(), args.ratios), *conditions_of(composed_methods(), ratios)]
+
+
 def run(args: argparse.Namespace, console: Console) -> int:
     """Everything; the exit code."""
     about = describe_run()
     models, tasks = find_models(args.model), load(args)
-    methods = [parse_method(text) for text in args.methods] if args.methods else built_methods()
-    conditions = conditions_of(methods, args.ratios)
+    conditions = wanted_conditions(args)
     console.print(
         f"{len(models)} models x {len(tasks)} families x {args.num} prompts x {len(conditions) + 1} conditions",
         highlight=False,

@@ -95,7 +95,7 @@ def _full_cell(row: Row | None) -> str:
 
 def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     mine = [row for row in rows if row.family == family]
-    curves = curves_of(mine, family)
+    curves, composed = split_curves(mine, family)
     num_models = len({row.model for row in mine})
     spread = f"mean of {num_models} models (smallest-largest)" if num_models > 1 else "one model"
     scored = sorted({row.num_scored for row in mine})
@@ -109,7 +109,35 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     lines += ["", f"Difference to full prefill on the same prompts, percentage points [95 % interval, {ends}]:", ""]
     lines += _curve_table(curves, [[_interval(point) for point in curve.diffs] for curve in curves])
     lines += ["", f"KL of the first token's distribution to that of full prefill, nats, all prompts, {spread}:", ""]
-    return lines + _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
+    lines += _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
+    if composed:
+        lines += ["", "### With early termination and grouping", ""]
+        lines += ["Score, %; in brackets tokens that were recomputed, % of the reused ones.", ""]
+        lines += _composed_table(curves, composed)
+    return lines
+
+
+def _composed_table(curves: Sequence[MethodCurve], composed: Sequence[MethodCurve]) -> list[str]:
+    """Each method alone and below it with its options, at the ratios of the latter."""
+    ratios = sorted({ratio for curve in composed for ratio in curve.ratios})
+    cells = []
+    for name in dict.fromkeys(curve.label.partition(":")[0] for curve in composed):
+        for curve in (*curves, *composed):
+            if curve.label.partition(":")[0] == name:
+                at = dict(zip(curve.ratios, zip(curve.scores, curve.shares, strict=True), strict=True))
+                shown = [_with_share(*at[ratio]) if ratio in at else "" for ratio in ratios]
+                cells.append((f"`{curve.label}`", *shown))
+    return markdown_table(("method", *(f"{ratio:g}" for ratio in ratios)), cells)
+
+
+def _with_share(score: Point | None, share: Point | None) -> str:
+    return "-" if score is None or share is None else f"{100 * score.mean:.1f} ({100 * share.mean:.1f})"
+
+
+def split_curves(rows: Sequence[Row], family: str) -> tuple[list[MethodCurve], list[MethodCurve]]:
+    """Curves of the methods, and of the same with early termination or grouping."""
+    curves = curves_of(rows, family)
+    return [c for c in curves if not c.is_composed], [c for c in curves if c.is_composed]
 
 
 def _curve_table(curves: Sequence[MethodCurve], texts: Sequence[Sequence[str]]) -> list[str]:
@@ -149,7 +177,7 @@ def _draw(folder: Path, rows: Sequence[Row], family: str) -> Path:
     title = f"{family}: {num_models} model{'s' * (num_models > 1)}, {mine[0].num_asked} prompts each" + (
         "; line: mean, band: smallest to largest" if num_models > 1 else ""
     )
-    draw_family(path, title, METRIC_NAMES[mine[0].metric], reference_of(mine, family), curves_of(mine, family))
+    draw_family(path, title, METRIC_NAMES[mine[0].metric], reference_of(mine, family), split_curves(mine, family)[0])
     return path
 
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmark.quality.conditions import REFERENCE
+from benchmark.quality.conditions import REFERENCE, parse_method
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS
@@ -37,7 +37,7 @@ class MethodCurve:
     Attributes:
         scores, diffs: over the models; None where no prompt of any model was scored. The `low` and `high` of a
             difference to full are the outermost ends of the models' intervals.
-        kls: over the models.
+        kls, shares: over the models; a share is recomputed tokens / reused tokens.
     """
 
     label: str
@@ -45,6 +45,12 @@ class MethodCurve:
     scores: list[Point | None]
     diffs: list[Point | None]
     kls: list[Point | None]
+    shares: list[Point | None]
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether grouping or early termination is on."""
+        return parse_method(self.label).is_composed
 
 
 def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
@@ -61,11 +67,12 @@ def reference_of(rows: Iterable[Row], family: str) -> Point | None:
 
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [])
+    curve = MethodCurve(label, ratios, [], [], [], [])
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))
         curve.kls.append(Point.of(row.kl for row in cell))
+        curve.shares.append(Point.of(row.recomputed for row in cell))
         diff = Point.of(row.diff for row in cell)
         lows, highs = Point.of(row.diff_low for row in cell), Point.of(row.diff_high for row in cell)
         curve.diffs.append(Point(diff.mean, lows.low, highs.high) if diff and lows and highs else diff)

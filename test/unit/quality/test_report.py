@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from benchmark.common.results import describe_run
-from benchmark.quality.conditions import Condition, MethodSpec
+from benchmark.quality.conditions import COMPOSED_RATIOS, FOCUS_OPTIONS, GROUP_OPTIONS, Condition, MethodSpec
+from benchmark.quality.evaluate import parse_args, wanted_conditions
 from benchmark.quality.report import main, to_markdown, write_report
 from benchmark.quality.spread import Point, curves_of, reference_of
 from benchmark.quality.table import Row
+
+from chunk_cache.methods import METHODS
 
 TEMPLATE = Row(
     model="m",
@@ -93,6 +96,32 @@ def test_the_page_shows_the_numbers(rows: list[Row], about: dict) -> None:
     assert "| `full-reuse` | 21.0 (20-22) |  |  |" in page
     assert "| carry | exact match | 300 | 250 | 97.0 | 97.0 | 97.0 |" in page
     assert "not mastered)" not in page
+
+
+def test_early_termination_and_grouping_have_a_table_of_their_own(rows: list[Row], about: dict) -> None:
+    focus, group = MethodSpec("epic", FOCUS_OPTIONS), MethodSpec("epic", GROUP_OPTIONS)
+    rows += [cell("one", Condition(focus, 0.1), 0.25, recomputed=0.1), cell("one", Condition(group, 0.1), 0.2)]
+    rows = [row if row.method != "epic" else replace(row, recomputed=row.ratio) for row in rows]
+    page = to_markdown(rows, about)
+    table = page[page.index("### With early termination and grouping") :]
+    assert table[4:] == [
+        "| method | 0.1 |",
+        "| --- | ---: |",
+        "| `epic` | 28.0 (10.0) |",
+        "| `epic:focus_window=3` | 25.0 (10.0) |",
+        "| `epic:group_size=8,group_threshold=5` | - |",
+    ]
+    assert sum("focus_window" in line for line in page) == 1
+
+
+def test_by_default_every_method_that_selects_is_asked_with_both() -> None:
+    conditions = [c for c in wanted_conditions(parse_args([])) if c.method is not None and c.method.is_composed]
+    selecting = {name for name, method in METHODS.items() if method.effective_ratio(0.3, 0.3) == 0.3}
+    assert {c.method.method for c in conditions if c.method} == selecting
+    assert len(conditions) == len(selecting) * 2 * len(COMPOSED_RATIOS)
+    assert wanted_conditions(parse_args(["--methods", "epic", "--ratios", "0.15"])) == [
+        Condition(MethodSpec("epic"), 0.15)
+    ]
 
 
 def test_a_family_that_is_not_mastered_is_marked(rows: list[Row], about: dict) -> None:

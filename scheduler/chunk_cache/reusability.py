@@ -1,0 +1,100 @@
+"""Reusability: how far a variant's KV can be trusted behind other chunks (Cache-Craft sections 3.1 and 3.2).
+
+    context_impact    CCI   how much the KV owes to what stood in front of it                        eq. 9 to 11
+    prefix_overlap    beta  the share of that which stands in front of it again                      eq. 6
+    order_penalty     gamma how far what is common stands in another order (Kendall's tau distance)  eq. 7
+    adjusted_overlap  beta' = beta (1 - gamma)                                                       eq. 8
+    fix_overhead      CFO   = alpha CCI (1 - beta'), not clipped yet                                 eq. 12
+    num_tokens_to_fix       ceil(CFO n) of n tokens, CFO clipped to [0, 1]                           section 3.2.1
+    use_weight              what one use adds to a variant's reuse frequency f_r                     section 3.3
+
+`mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
+earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; the system prompt is none.
+Where the paper leaves a case open, the function says what is done. All are pure and cost O(context^2) at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Mass: TypeAlias = npt.NDArray[np.floating]
+Context: TypeAlias = Sequence[Hashable]
+
+
+def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, length: int) -> float:
+    """CCI in [0.5, 1]: sigmoid of the mass per pair of tokens outside over that inside (eq. 9 to 11).
+
+    0.5 without a context, and where nothing in it is attended to. 1 where the chunk does not attend to itself: a chunk
+    of one token has no earlier ones.
+
+    Args:
+        inter: `[num_context]`.
+        context_lens: tokens of each context chunk, at least 1.
+        length: tokens of the chunk, at least 1.
+    """
+    assert len(inter) == len(context_lens), f"{len(inter)} masses of {len(context_lens)} chunks"
+    outside = float(np.sum(np.asarray(inter, dtype=np.float64) / np.asarray(context_lens))) / length
+    if outside == 0.0:
+        return 0.5
+    inside = intra / length**2
+    return 1.0 / (1.0 + math.exp(-outside / inside)) if inside > 0.0 else 1.0
+
+
+def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float:
+    """beta in [0, 1]: the share of the outside mass that lies on chunks that are there again (eq. 6).
+
+    Order does not matter. Where the old context is empty, 1 if the new one is too, else 0. Where nothing in the old
+    context was attended to, its chunks count alike.
+    """
+    assert len(context) == len(inter), f"{len(inter)} masses of {len(context)} chunks"
+    if not context:
+        return float(not new_context)
+    found = set(new_context)
+    is_common = np.fromiter((chunk in found for chunk in context), dtype=np.bool_, count=len(context))
+    mass = np.asarray(inter, dtype=np.float64)
+    total = mass.sum()
+    if total == 0.0:
+        return float(is_common.mean())
+    return min(1.0, float(mass[is_common].sum() / total))
+
+
+def order_penalty(context: Context, new_context: Context) -> float:
+    """gamma in [0, 1]: discordant pairs of the common chunks over all their pairs; 0 for fewer than two (eq. 7).
+
+    A chunk that stands in a context more than once counts where it stands first.
+    """
+    place = {chunk: i for i, chunk in reversed(list(enumerate(new_context)))}
+    ranks = np.array([place[chunk] for chunk in dict.fromkeys(context) if chunk in place])
+    m = len(ranks)
+    if m < 2:
+        return 0.0
+    later = np.triu(ranks[:, None] > ranks[None, :], k=1)
+    return float(later.sum()) / (m * (m - 1) / 2)
+
+
+def adjusted_overlap(beta: float, gamma: float) -> float:
+    """beta' in [0, beta] (eq. 8)."""
+    return beta * (1.0 - gamma)
+
+
+def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
+    """CFO, at least 0 and possibly above 1: variants are compared before it is clipped (eq. 12)."""
+    return alpha * cci * (1.0 - adjusted)
+
+
+def num_tokens_to_fix(cfo: float, length: int) -> int:
+    """How many of `length` tokens are recomputed: 0 to `length` (section 3.2.1)."""
+    return math.ceil(min(1.0, max(0.0, cfo)) * length)
+
+
+def use_weight(cfo: float, length: int) -> float:
+    """What one use of a variant of `length` tokens adds to f_r: 1 / CFO (section 3.3).
+
+    A use that needs no fixing would count without bound; it counts as one that fixes a single token.
+    """
+    return 1.0 / max(cfo, 1.0 / length)
