@@ -2,13 +2,14 @@
 
 `notes_batch` puts all questions of a prompt behind its context as separate blocks: each block sees the context and
 itself, and starts at the position right after the context, exactly as if it were the only question. `copy_batch` is
-random words repeated, the task in which induction heads form.
+random words repeated, the task in which induction heads form. `chunk_by_chunk` hides the chunks of a context from
+each other, as reuse does.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 IGNORED = -100  # no loss here
 LEN_STEP = 16  # lengths are padded to multiples of this, so that a compiled forward meets few shapes
 ROLE_IDS = frozenset(ID_OF[role] for role in ROLES)
+SYSTEM_LEN = len(SYSTEM.split()) + 1  # with the beginning-of-sequence token
+WITHIN_CHUNKS = ("needle", "multi", "number")  # families whose facts are understood without other chunks
 FIRST_WORD = ID_OF["ask"] + 1  # copied words: everything after the grammar
 
 
@@ -43,6 +46,8 @@ class Batch:
             IGNORED; None for copies.
         looks: # [batch, length - first_target], for the rows that ask who wears what: the row of the answer in the
             context, else IGNORED; None for copies.
+        orders: # [batch, length - first_target, context_len], for the rows that ask where a traveller goes next: shares
+            of the places in the context, each place twice that of the next one; 0 elsewhere. None for copies.
     """
 
     ids: Tensor
@@ -53,6 +58,7 @@ class Batch:
     families: tuple[str, ...]
     hints: Tensor | None = None
     looks: Tensor | None = None
+    orders: Tensor | None = None
 
 
 def check_seed(seed: int) -> None:
@@ -61,14 +67,25 @@ def check_seed(seed: int) -> None:
         raise SeedError(f"seed {seed} is held out for evaluation; train with another one, such as 0.")
 
 
-def notes_batch(seed: int, step: int, shape: Shape, num_prompts: int) -> Batch:
-    """The questions of `num_prompts` fresh prompts. Raises SeedError for a held-out seed."""
+def notes_batch(seed: int, step: int, shape: Shape, num_prompts: int, *, is_alone: bool = False) -> Batch:
+    """The questions of `num_prompts` fresh prompts. Raises SeedError for a held-out seed.
+
+    Args:
+        is_alone: chunks do not see each other; no loss is taken on questions that need it.
+    """
     check_seed(seed)
     rng = random.Random(f"train {seed} {step}")
     # One count of chunks for the whole batch: little padding.
     count = rng.randint(*shape.num_chunks)
     shape = replace(shape, num_chunks=(count, count))
-    return batch_of([make_notes(rng, shape) for _ in range(num_prompts)])
+    prompts = [make_notes(rng, shape) for _ in range(num_prompts)]
+    batch = batch_of(prompts)
+    if not is_alone:
+        return batch
+    batch = chunk_by_chunk(batch, prompts, shifted=True)
+    needs_others = torch.tensor([family not in WITHIN_CHUNKS for family in batch.families])
+    hidden = (batch.groups >= 0) & needs_others[batch.groups]
+    return replace(batch, targets=batch.targets.masked_fill(hidden, IGNORED), hints=None, looks=None)
 
 
 def batch_of(prompts: Sequence[Notes]) -> Batch:
@@ -104,9 +121,31 @@ def batch_of(prompts: Sequence[Notes]) -> Batch:
     asks_garb = torch.cat([torch.zeros(len(prompts), 1, dtype=torch.bool), ids[:, :-1] == ID_OF["garb"]], dim=1)
     answer_rows = (targets[:, :, None] == context_ids[:, None, :]).int().argmax(dim=-1)
     looks = torch.where(asks_garb, answer_rows, IGNORED)
-    return Batch(
-        torch.cat([context_ids, ids], dim=1), layout, context_len, targets, groups, tuple(families), hints, looks
-    )
+    orders = torch.zeros(len(prompts), num_rows, context_len)
+    for index, (context, notes) in enumerate(zip(contexts, prompts, strict=True)):
+        for row, share_of in _orders_of(context, notes):
+            for place, share in share_of.items():
+                orders[index, row, place] = share
+    ids = torch.cat([context_ids, ids], dim=1)
+    return Batch(ids, layout, context_len, targets, groups, tuple(families), hints, looks, orders)
+
+
+def _orders_of(context: Sequence[int], notes: Notes) -> Iterator[tuple[int, dict[int, float]]]:
+    """(question row, share of each context row) for the rows in front of a place; see `Batch.orders`."""
+    places: dict[int, list[int]] = {}
+    for i, word in enumerate(context):
+        if word == ID_OF["visitor"]:
+            places.setdefault(context[i + 1], []).append(i + 2)
+    row = 0
+    for asked in notes.asked:
+        question, answer = encode(asked.question), encode(asked.answer)
+        if asked.family == "multi":
+            found = places[question[-1]]
+            total = 2.0 ** len(found) - 1
+            share_of = {place: 2.0 ** (len(found) - 1 - i) / total for i, place in enumerate(found)}
+            for i in range(len(answer)):
+                yield row + len(question) - 1 + i, share_of
+        row += len(question) + len(answer)
 
 
 def hints_of(context: Sequence[int]) -> list[int]:
@@ -148,15 +187,35 @@ def copy_batch(seed: int, step: int, num_samples: int, lens: tuple[int, int]) ->
     return Batch(words[:, :-1], layout, 0, targets, torch.full_like(targets, -1), ())
 
 
+def chunk_by_chunk(batch: Batch, prompts: Sequence[Notes], *, shifted: bool) -> Batch:
+    """The same batch, with every context row seeing the system prompt and its own chunk only."""
+    n = batch.layout.context_len
+    owners = torch.full((len(prompts), n), -1)  # number of the chunk a context row belongs to, -1 for the system
+    positions = batch.layout.positions.clone()
+    for row, notes in enumerate(prompts):
+        start = SYSTEM_LEN
+        for index, chunk in enumerate(notes.chunks):
+            chunk_len = len(chunk.split())
+            owners[row, start : start + chunk_len] = index
+            if not shifted:
+                positions[row, start : start + chunk_len] = torch.arange(SYSTEM_LEN, SYSTEM_LEN + chunk_len)
+            start += chunk_len
+    is_system = torch.arange(n) < SYSTEM_LEN
+    sees = ((owners[:, :, None] == owners[:, None, :]) | is_system).tril()
+    mask = torch.zeros(sees.shape).masked_fill_(~sees, float("-inf"))[:, None]
+    return replace(batch, layout=replace(batch.layout, positions=positions, context_mask=mask))
+
+
 def to_device(batch: Batch, device: str) -> Batch:
     """The same batch with its model inputs and targets on `device`."""
     layout = batch.layout
     mask = None if layout.question_mask is None else layout.question_mask.to(device)
-    layout = replace(layout, positions=layout.positions.to(device), question_mask=mask)
-    batch = replace(batch, ids=batch.ids.to(device), layout=layout, targets=batch.targets.to(device))
-    if batch.hints is None or batch.looks is None:
-        return batch
-    return replace(batch, hints=batch.hints.to(device), looks=batch.looks.to(device))
+    context_mask = None if layout.context_mask is None else layout.context_mask.to(device)
+    positions = layout.positions.to(device)
+    layout = replace(layout, positions=positions, question_mask=mask, context_mask=context_mask)
+    hints, looks, orders = (None if x is None else x.to(device) for x in (batch.hints, batch.looks, batch.orders))
+    ids, targets = batch.ids.to(device), batch.targets.to(device)
+    return replace(batch, ids=ids, layout=layout, targets=targets, hints=hints, looks=looks, orders=orders)
 
 
 def is_exact(batch: Batch, predicted: Tensor) -> dict[str, tuple[int, int]]:

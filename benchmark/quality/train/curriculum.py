@@ -1,8 +1,9 @@
 """Curriculum: which notes a stage trains on, how many, and when the next stage begins.
 
 First copies of random words alternate with notes, until copying works; then come facts, then references by role,
-then ever more chunks. Notes are there from the start, so that which words are answers at all is learnt before anything
-hangs on the induction heads.
+then ever more chunks; in the end half of the notes have chunks that do not see each other. Notes are there from the
+start, so that which words are answers at all is learnt before anything hangs on the induction heads.
+
 A stage ends when the running mean of accuracy reaches its threshold, so how long it takes depends on the seed; the
 number of all steps does not.
 """
@@ -27,8 +28,11 @@ class Stage:
         copy_every: one step in so many copies.
         hint_weight: of the losses that say what roles and aliases stand for, and where answers are found
             (`Batch.hints` and `Batch.looks`).
+        order_weight: of the loss that says which places a traveller's question looks at (`Batch.orders`).
+        alone_every: one notes step in so many has chunks that do not see each other; 0 = none.
         judged: families whose mean accuracy must reach `threshold` for the next stage.
-        threshold: None for the last stage.
+        threshold: None where `lasts` decides, and for the last stage.
+        lasts: steps after which the stage ends in any case.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Stage:
     hint_weight: float
     judged: tuple[str, ...]
     threshold: float | None
+    lasts: int | None = None
+    order_weight: float = 0.0
+    alone_every: int = 0
 
 
 ALL = ("needle", "multi", "carry", "number")
@@ -52,7 +59,10 @@ STAGES = (
     Stage("references", 12, REFERENCES, 20, 1.0, ALL, 0.85),
     Stage("3-4 chunks", 8, Shape((3, 4), local_carry=0.4), 20, 0.5, ALL, 0.85),
     Stage("4-6 chunks", 8, Shape((4, 6), local_carry=0.1), 20, 0.5, ALL, 0.85),
-    Stage("4-8 chunks", 8, Shape((4, 8)), 20, 0.5, ALL, None),
+    Stage("4-8 chunks", 8, Shape((4, 8)), 20, 0.5, ALL, None, lasts=900),
+    # Until here the order of places is noted while reading: a place learns which one stood before it. Chunks that are
+    # reused cannot know that, so the order must be found by position.
+    Stage("also alone", 8, Shape((4, 8)), 20, 0.5, ALL, None, order_weight=0.5, alone_every=2),
 )
 # Samples of a copy step and the words they repeat: in stage 0, and after it at the distances of long prompts.
 SHORT_COPIES, LONG_COPIES = (24, (12, 32)), (8, (24, 128))
@@ -73,6 +83,12 @@ class Progress:
     accuracy: dict[str, float] = field(default_factory=dict)  # running mean per family
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the chunks of this step do not see each other."""
+        every = STAGES[self.stage].alone_every
+        return every > 0 and self.step % every == every - 1 and not self.trains_copy
+
+    @property
     def trains_copy(self) -> bool:
         return self.step % STAGES[self.stage].copy_every == 0
 
@@ -83,8 +99,9 @@ class Progress:
             self.accuracy[name] = MEMORY * old + (1 - MEMORY) * right / num
         self.step += 1
         self.steps_in_stage += 1
-        judged, threshold = STAGES[self.stage].judged, STAGES[self.stage].threshold
-        mean = sum(self.accuracy.get(name, 0.0) for name in judged) / len(judged)
-        if threshold is not None and self.steps_in_stage >= MIN_STEPS and mean >= threshold:
+        stage = STAGES[self.stage]
+        mean = sum(self.accuracy.get(name, 0.0) for name in stage.judged) / len(stage.judged)
+        is_enough = stage.threshold is not None and self.steps_in_stage >= MIN_STEPS and mean >= stage.threshold
+        if is_enough or self.steps_in_stage == stage.lasts:
             self.stage += 1
             self.steps_in_stage = 0

@@ -11,18 +11,14 @@ probe. Training never sees them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from benchmark.quality.question import Question
 from benchmark.quality.synthetic.notes import Asked, Notes
-from benchmark.quality.synthetic.vocabulary import SYSTEM
-from benchmark.quality.train.batches import IGNORED, Batch, batch_of
+from benchmark.quality.train.batches import IGNORED, batch_of, chunk_by_chunk
 from benchmark.quality.train.model import Llama
-from torch import Tensor
 
 MODES = ("full", "shifted", "unshifted")
-SYSTEM_LEN = len(SYSTEM.split()) + 1  # with the beginning-of-sequence token
 BATCH_SIZE = 16
 
 
@@ -51,25 +47,3 @@ def right_ones(model: Llama, questions: Sequence[Question], mode: str) -> list[b
         predicted = model.logits(hidden).argmax(-1)
         right += ((predicted == batch.targets) | (batch.targets == IGNORED)).all(dim=1).tolist()
     return right
-
-
-def chunk_by_chunk(batch: Batch, prompts: Sequence[Notes], *, shifted: bool) -> Batch:
-    """The same batch, with every context row seeing the system prompt and its own chunk only."""
-    n = batch.layout.context_len
-    owners = torch.full((len(prompts), n), -1)  # number of the chunk a context row belongs to, -1 for the system
-    positions = batch.layout.positions.clone()
-    for row, notes in enumerate(prompts):
-        start = SYSTEM_LEN
-        for index, chunk in enumerate(notes.chunks):
-            chunk_len = len(chunk.split())
-            owners[row, start : start + chunk_len] = index
-            if not shifted:
-                positions[row, start : start + chunk_len] = torch.arange(SYSTEM_LEN, SYSTEM_LEN + chunk_len)
-            start += chunk_len
-    is_system = torch.arange(n) < SYSTEM_LEN
-    sees = ((owners[:, :, None] == owners[:, None, :]) | is_system).tril()
-    return replace(batch, layout=replace(batch.layout, positions=positions, context_mask=_additive(sees[:, None])))
-
-
-def _additive(sees: Tensor) -> Tensor:
-    return torch.zeros(sees.shape).masked_fill_(~sees, float("-inf"))

@@ -41,8 +41,8 @@ class Layout:
         positions: # [batch, length], int64; lengths of context and questions together.
         question_mask: # [batch, 1, length - context_len, length], 0 where a question row sees, -inf where not.
             None when there are no question rows.
-        context_mask: # [batch, 1, context_len, context_len], the same for context rows; None is causal. Only for
-            checks on chunks computed apart: training is always causal.
+        context_mask: # [batch, 1, context_len, context_len], the same for context rows; None is causal. For
+            chunks that do not see each other.
     """
 
     context_len: int

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from benchmark.quality.synthetic.vocabulary import WORDS
 from benchmark.quality.train.batches import (
     IGNORED,
+    WITHIN_CHUNKS,
     Batch,
     SeedError,
     check_seed,
@@ -58,7 +59,7 @@ class Size:
 
 
 SIZES = {
-    "1m": Size(ModelConfig(len(WORDS)), num_steps=2200, prompt_factor=1),
+    "1m": Size(ModelConfig(len(WORDS)), num_steps=4000, prompt_factor=1),
     # For a GPU; never run where these models were made.
     "15m": Size(
         ModelConfig(len(WORDS), hidden_size=320, num_layers=12, num_heads=10, num_kv_heads=5, mlp_size=864),
@@ -103,7 +104,10 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         predicted = logits.argmax(-1)
-        if batch.families:
+        if progress.is_alone:
+            found = is_exact(batch, predicted)
+            counts = {f"{family} alone": found[family] for family in WITHIN_CHUNKS if family in found}
+        elif batch.families:
             counts = is_exact(batch, predicted)
         else:
             asked = batch.targets != IGNORED
@@ -119,16 +123,23 @@ class Trainer:
         }
 
     def _with_hints(self, loss: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
-        """Adds what a role stands for, and where a question about a subject finds its answer."""
-        weight = STAGES[self.progress.stage].hint_weight
-        if batch.hints is None or batch.looks is None or weight == 0:
+        """Adds what a role stands for, and where questions about subjects and travellers find their answers."""
+        stage = STAGES[self.progress.stage]
+        if batch.orders is not None and stage.order_weight:
+            ordered = batch.orders.sum(-1) > 0
+            scores = self._looking_layer().first_head_logits(batch.layout)[ordered]
+            shares = F.log_softmax(scores, dim=-1)[:, : batch.orders.shape[-1]]
+            # -inf where a question does not look, times a share of 0
+            shares = shares.masked_fill(batch.orders[ordered] == 0, 0.0)
+            loss = loss - stage.order_weight * (batch.orders[ordered] * shares).sum(-1).mean()
+        if batch.hints is None or batch.looks is None or stage.hint_weight == 0:
             return loss
         hinted = batch.hints != IGNORED
         logits = self.model.logits(hidden[:, : batch.hints.shape[1]][hinted])
         meaning = F.cross_entropy(logits, batch.hints[hinted])
         looking = batch.looks != IGNORED
         scores = self._looking_layer().first_head_logits(batch.layout)[looking]
-        return loss + weight * (meaning + F.cross_entropy(scores, batch.looks[looking]))
+        return loss + stage.hint_weight * (meaning + F.cross_entropy(scores, batch.looks[looking]))
 
     def _looking_layer(self) -> Attention:
         return self.model.model.layers[self.size.model.num_layers // 2].self_attn
@@ -138,7 +149,8 @@ class Trainer:
         if progress.trains_copy:
             num_samples, lens = LONG_COPIES if progress.stage else SHORT_COPIES
             return copy_batch(self.seed, progress.step, num_samples * self.size.prompt_factor, lens)
-        return notes_batch(self.seed, progress.step, stage.shape, stage.num_prompts * self.size.prompt_factor)
+        num_prompts = stage.num_prompts * self.size.prompt_factor
+        return notes_batch(self.seed, progress.step, stage.shape, num_prompts, is_alone=progress.is_alone)
 
     def _lr_factor(self) -> float:
         step, num_steps = self.progress.step, self.size.num_steps

@@ -14,9 +14,18 @@ import torch
 from benchmark.quality.synthetic.notes import FAMILIES, Asked, Notes, Shape
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from benchmark.quality.synthetic.vocabulary import BOS, EOS, ID_OF, SYSTEM, WORDS, decode, encode
-from benchmark.quality.train.batches import IGNORED, SeedError, batch_of, copy_batch, is_exact, notes_batch
+from benchmark.quality.train.batches import (
+    IGNORED,
+    SYSTEM_LEN,
+    SeedError,
+    batch_of,
+    chunk_by_chunk,
+    copy_batch,
+    is_exact,
+    notes_batch,
+)
 from benchmark.quality.train.curriculum import COPY, MIN_STEPS, STAGES, Progress
-from benchmark.quality.train.evaluate import SYSTEM_LEN, chunk_by_chunk, exact_match, right_ones
+from benchmark.quality.train.evaluate import exact_match, right_ones
 from benchmark.quality.train.export import make_tokenizer, model_card, read_checkpoint, read_model, write_model
 from benchmark.quality.train.model import Layout, Llama, ModelConfig, rotary_table, rotate
 from benchmark.quality.train.muon import orthogonalize
@@ -116,6 +125,33 @@ def test_questions_about_clothes_are_told_where_to_look():
     assert torch.equal(scores == float("-inf"), batch.layout.question_mask[:, 0] == float("-inf"))
 
 
+def test_questions_about_travellers_are_told_the_order_of_places():
+    chunks = ("visitor bob rome . visitor cal oslo .", "visitor bob kyiv .", "visitor bob oslo .")
+    asked = (Asked("needle", "ask owner ada", "cup"), Asked("multi", "ask visitor bob", "rome kyiv oslo"))
+    batch = batch_of([Notes(chunks, asked)])
+    context = " ".join((BOS, SYSTEM, *chunks)).split()
+    rows = batch.orders[0].sum(-1).nonzero()[:, 0].tolist()
+    words = decode(batch.ids[0, batch.first_target :].tolist()).split()
+    assert [words[row] for row in rows] == ["bob", "rome", "kyiv"]  # what comes next is a place
+    for row in rows:
+        shares = {i: share for i, share in enumerate(batch.orders[0, row].tolist()) if share}
+        assert [context[place] for place in shares] == ["rome", "kyiv", "oslo"]
+        assert context[list(shares)[-1] - 1] == "bob"
+        assert list(shares.values()) == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+
+
+def test_alone_only_questions_within_chunks_count():
+    batch, alone = notes_batch(0, 0, SMALL, 3), notes_batch(0, 0, SMALL, 3, is_alone=True)
+    assert torch.equal(batch.ids, alone.ids)
+    assert torch.equal(batch.layout.positions, alone.layout.positions)
+    assert (alone.hints, alone.looks) == (None, None)
+    asked = {alone.families[group] for group in alone.groups[alone.targets != IGNORED].tolist()}
+    assert asked == {"needle", "multi", "number"}
+    counted = alone.targets != IGNORED
+    assert torch.equal(alone.targets[counted], batch.targets[counted])
+    assert (alone.layout.context_mask == float("-inf")).any(-1).any()
+
+
 def test_exact_match_needs_every_token():
     batch = notes_batch(0, 0, SMALL, 2)
     right = is_exact(batch, batch.targets)
@@ -171,13 +207,30 @@ def test_stage_ends_when_the_judged_families_reach_its_threshold():
     for _ in range(30):
         progress.record({COPY: (100, 100)})
     assert progress.stage == 1
-    for stage in STAGES[1:-1]:
+    for stage in STAGES[1:-2]:
         assert stage is STAGES[progress.stage]
         for _ in range(MIN_STEPS + 60):
             if stage is STAGES[progress.stage]:
                 progress.record({family: (1, 1) for family in stage.judged})
-    assert STAGES[progress.stage] is STAGES[-1]
-    assert STAGES[-1].threshold is None
+    assert STAGES[progress.stage] is STAGES[-2]
+
+
+def test_stage_ends_after_its_steps():
+    progress = Progress(stage=len(STAGES) - 2)
+    for _ in range(STAGES[-2].lasts - 1):
+        progress.record({"needle": (1, 1)})
+    assert STAGES[progress.stage] is STAGES[-2]
+    progress.record({"needle": (0, 1)})
+    assert (STAGES[progress.stage], progress.steps_in_stage) == (STAGES[-1], 0)
+    assert STAGES[-1].threshold is STAGES[-1].lasts is None
+
+
+def test_chunks_are_alone_in_the_last_stage_only_and_never_in_copies():
+    for stage in range(len(STAGES)):
+        steps = [Progress(step=step, stage=stage) for step in range(40)]
+        alone = [p.step for p in steps if p.is_alone]
+        assert alone == (list(range(1, 40, 2)) if STAGES[stage] is STAGES[-1] else [])
+        assert not any(p.trains_copy for p in steps if p.is_alone)
 
 
 def test_sizes_are_what_they_are_called():
