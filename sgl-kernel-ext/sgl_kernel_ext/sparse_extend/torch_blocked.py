@@ -22,9 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 # Measured on 2 cores (AMD EPYC, Zen 5), torch 2.14, 12 heads x 64, 4,096 keys, fp32, as ms at 60 / 300 / 700 scattered
 # rows: blocks of 32: 4.8 / 16.7 / 35.8, 64: 6.2 / 18.0 / 37.0, 128: - / 19.9 / 39.0, 256: - / 23.6 / 40.6;
 # plain matrix products at 32: 5.8 / 18.9 / 39.8. A causal square costs 160 ms, blocks of 256 for the same rows 176 ms.
-# On 2 cores of an Intel Xeon at 2.5 GHz, 576 rows in eight places: blocks of 32: 119, 128: 116, 192: 73, 256: 83; with K
-# and V copied head by head first 88, 86, 55, 63, at 120 rows 28 instead of 31, at 60 rows 21 instead of 19. From 192 rows
-# on flash attention works on 64 at a time.
+# On 2 cores of an Intel Xeon at 2.5 GHz, 576 rows in eight places: blocks of 32: 119, 128: 116, 192: 73, 256: 83; with
+# K and V copied head by head first 88, 86, 55, 63, at 120 rows 28 instead of 31, at 60 rows 21 instead of 19. From 192
+# rows on flash attention works on 64 at a time.
 _BLOCK_ROWS = 32
 _WIDE_BLOCK_ROWS = 192
 _MIN_WIDE_ROWS = 384
