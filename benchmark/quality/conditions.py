@@ -22,7 +22,7 @@ from chunk_cache.methods.options import FOCUS_WINDOW, GROUP_SIZE, value_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
-COMPOSED_RATIOS = (0.15, 0.3)
+COMPOSED_RATIOS = (0.15,)
 # The papers' values: three layers must agree (Cache-Craft, section 3.4), more than 5 of 8 tokens (CacheClip).
 FOCUS_OPTIONS = (("focus_window", 3),)
 GROUP_OPTIONS = (("group_size", 8), ("group_threshold", 5))

@@ -146,7 +146,7 @@ def server_flags(given: str) -> tuple[str, ...]:
 
 
 def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
-    """Methods x ratios; by default every method, and at two ratios each with early termination and grouping."""
+    """Methods x ratios; by default every method, and at one ratio each with early termination and grouping."""
     if args.methods:
         return conditions_of([parse_method(text) for text in args.methods], args.ratios)
     ratios = [ratio for ratio in args.ratios if ratio in COMPOSED_RATIOS]
