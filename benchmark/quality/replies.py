@@ -3,6 +3,7 @@
 - `ReplyLog(path, settings)` opens the file of one model; `append` adds replies and writes them out at once, `find`
   gives one back, `drop` forgets those of some methods.
 - A log is resumed only under the settings it was begun with: the model, and how it was asked.
+- A log has one writer; a second one is refused before it touches the file.
 
 A reply belongs to (prompt, method, ratio), and a prompt is named by a hash of its text: a question that was changed
 is simply asked again.
@@ -10,6 +11,7 @@ is simply asked again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -62,12 +64,13 @@ class ReplyLog:
             settings: what must be equal for old and new replies to be comparable; plain JSON values.
 
         Raises:
-            DataError: the file was begun under other settings, or is broken.
+            DataError: the file was begun under other settings, is broken, or another run writes to it.
         """
         self.path = Path(path)
         self._settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         self._replies: dict[tuple[str, str, float | None], Reply] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire()
         if resume and self.path.exists():
             self._load()
         self._file: TextIO = self._rewrite()
@@ -79,6 +82,7 @@ class ReplyLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._lock.close()
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -102,6 +106,16 @@ class ReplyLog:
         self._replies = {key: reply for key, reply in self._replies.items() if reply.method not in labels}
         self._file.close()
         self._file = self._rewrite()
+
+    def _acquire(self) -> TextIO:
+        """An open file that holds the lock until it is closed, also by the end of the process."""
+        file = self.path.with_suffix(".lock").open("w", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise DataError(f"{self.path}: another run writes to it; wait for it or give another --work.") from None
+        return file
 
     def _load(self) -> None:
         text = self.path.read_text(encoding="utf-8")

@@ -43,6 +43,19 @@ def test_replies_come_back_after_a_restart(tmp_path: Path) -> None:
         assert len(log) == 4
 
 
+def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1")])
+        before = path.read_bytes()
+        for resume in (True, False):
+            with pytest.raises(DataError, match="another run writes to it"):
+                ReplyLog(path, SETTINGS, resume=resume)
+        assert path.read_bytes() == before
+    with ReplyLog(path, SETTINGS, resume=True) as log:
+        assert len(log) == 1
+
+
 def test_a_line_that_was_cut_off_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with ReplyLog(path, SETTINGS) as log:
