@@ -97,4 +97,4 @@ def use_weight(cfo: float, length: int) -> float:
 
     A use that needs no fixing would count without bound; it counts as one that fixes a single token.
     """
-    return 1.0 / max(cfo, 1.0 / length)
+    return min(1.0 / cfo, float(length)) if cfo > 0.0 else float(length)
