@@ -112,7 +112,11 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     lines += _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
     if composed:
         lines += ["", "### With early termination and grouping", ""]
-        lines += ["Score, %; in brackets tokens that were recomputed, % of the reused ones.", ""]
+        lines += [
+            "Score, %; in brackets tokens to recompute, % of the reused ones: before what only the forward decides, which",
+            "is all of early termination, and grouping where a method chooses during the forward.",
+            "",
+        ]
         lines += _composed_table(curves, composed)
     return lines
 

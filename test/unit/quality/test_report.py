@@ -104,7 +104,7 @@ def test_early_termination_and_grouping_have_a_table_of_their_own(rows: list[Row
     rows = [row if row.method != "epic" else replace(row, recomputed=row.ratio) for row in rows]
     page = to_markdown(rows, about)
     table = page[page.index("### With early termination and grouping") :]
-    assert table[4:] == [
+    assert table[5:] == [
         "| method | 0.1 |",
         "| --- | ---: |",
         "| `epic` | 28.0 (10.0) |",
