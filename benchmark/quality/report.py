@@ -113,8 +113,8 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     if composed:
         lines += ["", "### With early termination and grouping", ""]
         lines += [
-            "Score, %; in brackets tokens to recompute, % of the reused ones, before what only the forward decides: early",
-            "termination, and grouping where a method chooses during the forward.",
+            "Score, %; in brackets tokens to recompute, % of the reused ones, before what only the forward decides:",
+            "early termination, and grouping where a method chooses during the forward.",
             "",
         ]
         lines += _composed_table(curves, composed)
