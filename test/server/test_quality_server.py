@@ -41,7 +41,7 @@ ASKED: dict[str, tuple[int, list[Condition]]] = {
     "needle": (100, conditions_of([FULL_REUSE], [0.0])),
     "number": (30, conditions_of([spec for spec in built_methods() if spec != NO_SHIFT], [0.3, 1.0])),
     "multi": (100, conditions_of([NO_SHIFT, FULL_REUSE], [0.0])),
-    "carry": (100, conditions_of([FULL_REUSE, RANDOM], [0.0, 0.3, 0.5, 1.0])),
+    "carry": (100, conditions_of([FULL_REUSE, RANDOM], [0.0, 0.5, 1.0])),
 }
 
 
