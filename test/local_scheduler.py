@@ -181,10 +181,11 @@ class LocalScheduler:
         self.scheduler.process_input_requests(list(messages))
         if self._exhausted and not self._unfinished:
             self._idle_steps += 1  # let the loop process the last batch and run its idle checks
-            self.scheduler.gracefully_exit = self._idle_steps > 3
+            self.scheduler.gracefully_exit = self._idle_steps > 3 and self.scheduler.is_fully_idle()
         return list(messages)
 
     def _receive(self, output: Any, _request: Any = None) -> None:
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, unwrap_from_pickle
 
         if isinstance(output, AbortReq):
@@ -194,6 +195,8 @@ class LocalScheduler:
             return
         infos = unwrap_from_pickle(output.customized_info) if output.customized_info is not None else {}
         for i, rid in enumerate(output.rids):
+            if rid.startswith(HEALTH_CHECK_RID_PREFIX) and rid not in self._replies:
+                continue  # as SGLang's tokenizer process does
             reply = self._replies[rid]
             reply.output_ids += list(output.output_ids[i])
             reply.cached_tokens = output.cached_tokens[i]

@@ -1,10 +1,11 @@
-"""What planning one prompt costs when the index is full: keys, lookups and plan of a prompt of marked chunks.
+"""What planning one prompt costs when the index is full, and what a variant costs in memory.
 
     python benchmark/index/bench_lookup.py [--out result.json]
 
-The index holds chunks of random tokens, half in exact paths, half in nodes of their own, some with several variants.
-Each measured prompt picks chunks at random, so that caches are as cold as in service. The store is a dict, so the time
-of the radix tree's own match is not in it. The cyclic garbage collector stays on, as in a server.
+The index holds chunks of random tokens, each with variants in random contexts, half of them in exact paths, half in
+nodes of their own. Each measured prompt picks chunks at random, so that caches are as cold as in service: keys, lookups
+(all variants weighed against the new context), plan, touch. The store is a dict, so the time of the radix tree's own
+match is not in it. The cyclic garbage collector stays on, as in a server. Memory is measured on a smaller index.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ import platform
 import random
 import sys
 import time
+import tracemalloc
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
-from chunk_cache.methods import METHODS
+from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.plan import make_plan
 from chunk_cache.request import RequestOptions
+from chunk_cache.reusability import use_weight
+from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.victims import EVICTIONS
 
+Rankings: TypeAlias = "np.ndarray[tuple[int, int, int], np.dtype[np.float32]]"
 PARTITION = Partition()
 PREFIX_LEN = 64
 QUESTION_LEN = 96
@@ -48,45 +55,65 @@ class Filled:
         return self.stored_len[variant.variant_id]
 
 
-def fill(num_chunks: int, chunk_len: int, chunks_per_path: int, max_variants_per_chunk: int, seed: int) -> Filled:
-    """Remember `num_chunks` chunks, every fourth in a second context too."""
+def fill(num_chunks: int, chunk_len: int, chunks_per_path: int, num_variants: int, eviction: str, seed: int) -> Filled:
+    """Remember `num_chunks` chunks, each in `num_variants` prompts of `chunks_per_path` random chunks."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, size=(num_chunks, chunk_len), dtype=np.int64)
     chunks = [array("q", row.tobytes()) for row in tokens]
-    path_tokens = num_chunks * chunk_len + num_chunks * PREFIX_LEN
-    filled = Filled(ChunkIndex(2 * num_chunks, max_variants_per_chunk, 2 * path_tokens), chunks, {})
+    path_tokens = num_variants * num_chunks * (chunk_len + PREFIX_LEN)
+    filled = Filled(ChunkIndex(num_variants * num_chunks, num_variants, path_tokens, eviction), chunks, {})
     keys = [chunk_key(PARTITION, chunk) for chunk in chunks]
-    for first in range(0, num_chunks, chunks_per_path):
-        members = range(first, min(first + chunks_per_path, num_chunks))
-        if (first // chunks_per_path) % 2:
-            for i in members:
-                add(filled, keys[i], chunks[i], PREFIX_LEN, 1, (), NodeHome(chunks[i], "chunk"))
-            continue
-        text = array("q", bytes(8 * PREFIX_LEN))
-        for i in members:
-            text.extend(chunks[i])
-        path = PathTokens(text, PARTITION)
-        for place, i in enumerate(members):
-            start = PREFIX_LEN + place * chunk_len
-            add(filled, keys[i], chunks[i], start, 0, tuple(keys[first:i]), PathHome(path, start))
-    for i in range(0, num_chunks, 4):
-        other = keys[(i + num_chunks // 2) % num_chunks]
-        add(filled, keys[i], chunks[i], PREFIX_LEN + chunk_len, 1, (other,), NodeHome(chunks[i], "second"))
+    rankings = rng.random((64, 2, chunk_len), dtype=np.float32)
+    for _ in range(num_variants):
+        order = rng.permutation(num_chunks)
+        for first in range(0, num_chunks, chunks_per_path):
+            fill_prompt(filled, [int(i) for i in order[first : first + chunks_per_path]], keys, rankings, rng)
     return filled
 
 
-def add(
-    filled: Filled,
-    key: bytes,
-    chunk: array[int],
-    start: int,
-    generation: int,
-    context: tuple[bytes, ...],
-    home: PathHome | NodeHome,
+def fill_prompt(
+    filled: Filled, members: list[int], keys: list[bytes], rankings: Rankings, rng: np.random.Generator
 ) -> None:
-    variant = filled.index.add(key, length=len(chunk), start=start, generation=generation, context=context, home=home)
-    assert variant is not None, f"the index refused a chunk at {start}"
-    filled.stored_len[variant.variant_id] = len(chunk)
+    """One prompt of chunks: an exact one, whose path holds them, or a fused one, which makes nodes."""
+    text = array("q", bytes(8 * PREFIX_LEN))
+    for i in members:
+        text.extend(filled.chunks[i])
+    path = PathTokens(text, PARTITION) if rng.random() < 0.5 else None
+    start, prompt_keys = PREFIX_LEN, tuple(keys[i] for i in members)
+    for place, i in enumerate(members):
+        chunk = filled.chunks[i]
+        outside, received = rankings[int(rng.integers(len(rankings)))]
+        inter = rng.exponential(size=place).astype(np.float32)
+        variant = filled.index.add(
+            keys[i],
+            length=len(chunk),
+            start=start,
+            generation=0 if path else 1,
+            context=prompt_keys[:place],
+            prompt_keys=prompt_keys,
+            home=PathHome(path, start) if path else NodeHome(chunk, "chunk"),
+            statistics=ChunkStatistics(outside, received, inter, 0.5 + 0.5 * float(rng.random())),
+        )
+        if variant is not None:
+            filled.stored_len[variant.variant_id] = variant.length
+        start += len(chunk)
+
+
+def bytes_per_variant(chunk_len: int, chunks_per_path: int, num_variants: int, eviction: str) -> float:
+    """What the index allocates for a variant, without its ranking and without the tokens of chunks and paths."""
+    num_chunks = 2000
+    fill(10, chunk_len, chunks_per_path, 1, eviction, seed=0)  # what is imported at first use
+    tracemalloc.start()
+    filled = fill(num_chunks, chunk_len, chunks_per_path, num_variants, eviction, seed=0)
+    stored = len(filled.index)
+    total = tracemalloc.get_traced_memory()[0]
+    paths = {v.holder for v in filled.index if isinstance(v.holder, PathTokens)}
+    tokens = sum(sys.getsizeof(path.tokens) for path in paths) + sum(map(sys.getsizeof, filled.chunks))
+    tracemalloc.stop()
+    # The ranking of each variant: its values and the head of its array.
+    rankings = stored * (2 * 4 * chunk_len + sys.getsizeof(np.empty(0)))
+    store = sys.getsizeof(filled.stored_len)  # the dict that stands in for the tree
+    return (total - tokens - rankings - store) / stored
 
 
 def measure(
@@ -107,7 +134,9 @@ def measure(
         times = [time.perf_counter()]
         keys = chunk_keys(PARTITION, prompt, spans)
         times.append(time.perf_counter())
-        lookups: list[Lookup | None] = [filled.index.lookup(key, filled.resolve, max_generation=8) for key in keys]
+        lookups: list[Lookup | None] = [
+            filled.index.lookup(key, filled.resolve, context=keys[:i], max_generation=8) for i, key in enumerate(keys)
+        ]
         times.append(time.perf_counter())
         plan = make_plan(
             opts=opts,
@@ -120,11 +149,13 @@ def measure(
             lookups=lookups,
             min_reuse_len=1,
             chunk_keys=keys,
+            rankings=rankings_of(method, lookups),
+            alpha=1.0,
         )
         times.append(time.perf_counter())
         for lookup in lookups:
-            if lookup is not None and lookup.variant is not None:
-                filled.index.touch(lookup.variant)
+            if lookup is not None and lookup.variant is not None and lookup.unit_cfo is not None:
+                filled.index.touch(lookup.variant, use_weight(lookup.unit_cfo, lookup.variant.length))
         times.append(time.perf_counter())
         cpu = 1e6 * (time.thread_time() - cpu_began)
         assert plan.num_reused >= num_marked * chunk_len - page_size, f"everything is stored, but:\n{plan}"
@@ -132,6 +163,15 @@ def measure(
         for name, value in zip(samples, [*steps, sum(steps), cpu], strict=True):
             samples[name].append(value)
     return samples
+
+
+def rankings_of(method: str, lookups: list[Lookup | None]) -> list[Ranking | None] | None:
+    """What the server hands to the plan."""
+    statistic = METHODS[method].statistic
+    if statistic is None:
+        return None
+    variants = [None if lookup is None else lookup.variant for lookup in lookups]
+    return [None if v is None or v.statistics is None else v.statistics.of(statistic) for v in variants]
 
 
 def cpu_model() -> str:
@@ -156,14 +196,17 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=100_000, help="chunks in the index")
     parser.add_argument("--chunk-len", type=int, default=400, help="tokens per chunk")
     parser.add_argument("--marked", type=int, default=10, help="chunks per prompt")
-    parser.add_argument("--prompts", type=int, default=3000, help="prompts measured per method")
+    parser.add_argument("--variants", type=int, default=5, help="variants per chunk")
+    parser.add_argument("--eviction", choices=EVICTIONS, default="lru")
+    parser.add_argument("--prompts", type=int, default=1000, help="prompts measured per method")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
     args = parser.parse_args()
 
     began = time.perf_counter()
-    filled = fill(args.chunks, args.chunk_len, args.marked, max_variants_per_chunk=4, seed=args.seed)
+    memory = bytes_per_variant(args.chunk_len, args.marked, args.variants, args.eviction)
+    filled = fill(args.chunks, args.chunk_len, args.marked, args.variants, args.eviction, args.seed)
     fill_s = time.perf_counter() - began
     index = filled.index
     machine = {"cpu": cpu_model(), "python": platform.python_version(), "numpy": np.__version__}
@@ -173,6 +216,8 @@ def main() -> None:
     print(
         f"prompt: {PREFIX_LEN} exact tokens + {args.marked} x {args.chunk_len} + {QUESTION_LEN}; {args.prompts} prompts"
     )
+    ranking = 2 * 4 * args.chunk_len
+    print(f"memory: {memory:.0f} bytes per variant, and {ranking} of ranking ({ranking // args.chunk_len} per token)")
     rows = {}
     for method in METHODS:
         measure(filled, method, args.marked, 50, args.page_size, args.seed + 1)  # imports, caches
@@ -184,6 +229,7 @@ def main() -> None:
     table(rows, print)
     if args.out:
         result = {"command": " ".join(["python", *sys.argv]), "machine": machine, "index": size, "methods": rows}
+        result["bytes_per_variant"] = {"metadata": round(memory), "ranking": ranking}
         result["prompt"] = {"chunks": args.marked, "chunk_len": args.chunk_len, "num_prompts": args.prompts}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

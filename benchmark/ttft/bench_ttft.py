@@ -1,6 +1,6 @@
 """Time to first token with reused chunks against stock SGLang, what plain requests lose, and KV slots per request.
 
-    python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,plain,memory] [--out FOLDER]
+    python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,statistics,plain,memory] [--out FOLDER]
 
 One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
@@ -35,13 +35,14 @@ from benchmark.ttft.measure import (
     time_plain,
     time_reuse,
     time_selection,
+    time_statistics,
 )
 from benchmark.ttft.report import missed_targets, to_markdown
 from benchmark.ttft.workload import FULL, QUICK, Size, Workload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("ttft", "methods", "plain", "memory")
+PARTS = ("ttft", "methods", "statistics", "plain", "memory")
 CACHE_DIR = ROOT / ".cache" / "bench"
 
 
@@ -88,6 +89,9 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
                 again = Workload(size, args.seed + 1)
                 report["methods"] = time_reuse(server, again, METHODS, args.repeats, tick)
                 report["selection"] = time_selection(server, again, METHODS[1:], tick)
+            if "statistics" in args.parts:
+                server.flush()
+                report["statistics"] = time_statistics(server, Workload(size, args.seed + 2), args.repeats, tick)
             if "memory" in args.parts:
                 report["memory"] = [count_slots(server, work, 1, tick)]
             if "plain" in args.parts:
@@ -122,6 +126,8 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
         steps += size.num_chunks + args.repeats * len(SYSTEMS)
     if "methods" in args.parts:
         steps += size.num_chunks + args.repeats * len(METHODS) + NUM_EXPLAINED * (len(METHODS) - 1)
+    if "statistics" in args.parts:
+        steps += args.repeats + 1
     if "plain" in args.parts:
         steps += 1 + len(PLAIN_REQUESTS) * (args.plain_repeats + 1)
     if "memory" in args.parts:

@@ -1,5 +1,5 @@
 """What is measured: `time_reuse` (stock against reuse), `time_selection` (what choosing rows costs of that),
-`time_plain` (cost for requests without marks), `count_slots`.
+`time_statistics` (what remembering new chunks costs), `time_plain` (cost for requests without marks), `count_slots`.
 
 Systems take turns within each round, in an order that changes from round to round, so that drift of the machine hits
 all alike.
@@ -175,6 +175,35 @@ def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], out
     server.resume()
     server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # processes that were paused wake up here
     return server.generate(ids, max_new_tokens=output_len).total_s
+
+
+def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) -> dict[str, Any]:
+    """Prompts of new chunks, by turns remembered with their statistics and (mode off) neither."""
+    modes = ("auto", "off")
+    pairs = []
+    for number in range(repeats + 1):
+        seconds = {}
+        for mode in modes if number % 2 else modes[::-1]:
+            prompt = work.unseen()
+            seconds[mode] = server.generate(
+                prompt.ids, chunk_cache={"spans": prompt.spans, "mode": mode, "method": "cache-craft"}
+            ).total_s
+        if number:
+            pairs.append((seconds["auto"], seconds["off"]))
+        tick(f"statistics: {seconds['auto']:.2f} s / {seconds['off']:.2f} s")
+        server.flush()
+    losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
+    low, high = _bootstrap_median(losses)
+    loss = statistics.median(losses)
+    return {
+        "with_s": Spread.of([pair[0] for pair in pairs]).as_dict(),
+        "without_s": Spread.of([pair[1] for pair in pairs]).as_dict(),
+        "loss_percent": round(loss, 2),
+        "loss_95_percent_interval": [round(low, 2), round(high, 2)],
+        "target": 3.0,
+        "met": loss <= 3.0,
+        "samples_s": [[round(value, 5) for value in pair] for pair in pairs],
+    }
 
 
 def _plain_row(kind: PlainRequest, pairs: list[tuple[float, float]]) -> dict[str, Any]:

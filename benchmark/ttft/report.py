@@ -17,6 +17,8 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "## Reuse against stock", "", *_ttft(report, "ttft")]
     if "methods" in report:
         lines += ["", "## Methods against stock", "", *_ttft(report, "methods"), "", *_selection(report["selection"])]
+    if "statistics" in report:
+        lines += ["", "## New chunks", "", *_statistics(report["statistics"])]
     if "plain" in report:
         lines += ["", "## Requests without marks", "", *_plain(report["plain"])]
     if "memory" in report:
@@ -36,6 +38,9 @@ def missed_targets(report: Mapping[str, Any]) -> list[str]:
         for row in report.get("plain", ())
         if not row["met"]
     ]
+    if "statistics" in report and not report["statistics"]["met"]:
+        row = report["statistics"]
+        missed.append(f"new chunks: {row['loss_percent']:+g} %, wanted at most {row['target']:g} %")
     return missed + [
         f"page size {row['page_size']}: {row['slots_used']} slots, allowed {row['slots_allowed']}"
         for row in report.get("memory", ())
@@ -92,6 +97,23 @@ def _selection(rows: list[Mapping[str, Any]]) -> list[str]:
         "question not included. Methods that choose before the forward have nothing to count there.",
         "",
         *markdown_table(header, cells),
+    ]
+
+
+def _statistics(row: Mapping[str, Any]) -> list[str]:
+    header = ("remembered, s", "mode off, s", "loss", "95 % interval", "target")
+    cells = (
+        Spread(**row["with_s"]).text(3),
+        Spread(**row["without_s"]).text(3),
+        f"{row['loss_percent']:+.1f} %",
+        "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
+        f"{row['target']:g} %",
+    )
+    return [
+        f"Prompts of chunks that are new, {row['with_s']['num']} pairs: remembered, with the statistics that methods",
+        'rank by and CFO is made of, against `"mode": "off"` on the same server.',
+        "",
+        *markdown_table(header, [cells]),
     ]
 
 

@@ -94,6 +94,14 @@ class Workload:
             ids += self._chunks[i]
         return Prompt(ids + self.tokens(self.size.question_len), spans)
 
+    def unseen(self) -> Prompt:
+        """As `fresh`, of chunks that were never there before."""
+        ids, spans = list(self._system), []
+        for _ in range(self.size.num_chunks):
+            spans.append([len(ids), len(ids) + self.size.chunk_len])
+            ids += self.tokens(self.size.chunk_len)
+        return Prompt(ids + self.tokens(self.size.question_len), spans)
+
     @property
     def num_fresh(self) -> int:
         """How many prompts `fresh` can give in all."""

@@ -13,10 +13,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_chunk_cache.api.served import check_default
 from sglang_chunk_cache.server_args import attached, refuse
+
+if TYPE_CHECKING:
+    from chunk_cache.config import Config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
@@ -120,12 +123,26 @@ BACKEND_RULES: tuple[FlagRule, ...] = tuple(
 )
 
 
-def prepare_flags(server_args: Any) -> None:
-    """Chooses a supported attention backend where the user left the choice open and there is a CUDA device.
+def prepare_flags(server_args: Any, config: Config) -> None:
+    """Sets the flags that follow from the options.
 
-    SGLang's own default there may be one that we do not serve. Without CUDA the platform chooses.
+    The radix tree's victims follow the reuse frequency through their priorities. And a supported attention backend is
+    chosen where the user left the choice open and there is a CUDA device: SGLang's own default there may be one that we
+    do not serve. Without CUDA the platform chooses.
+
+    Raises:
+        StartRefused: two policies of eviction are asked for.
     """
     import torch
+
+    if config.eviction == "frequency-reuse":
+        policy = server_args.radix_eviction_policy
+        if policy not in ("lru", "priority"):  # lru is SGLang's default
+            refuse(
+                f"--radix-eviction-policy {policy} cannot be combined with the eviction frequency-reuse of "
+                "--chunk-cache-config; drop one of them."
+            )
+        server_args.radix_eviction_policy = "priority"
 
     if any(getattr(server_args, rule.name) is not None for rule in BACKEND_RULES) or not torch.cuda.is_available():
         return

@@ -199,6 +199,12 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "cached_tokens counts exact tokens only",
     ),
     Hook(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle",
+        HookType.AFTER,
+        "sglang_chunk_cache.maintenance:on_idle",
+        "derived variants are computed exactly while nothing else is to do",
+    ),
+    Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         HookType.AROUND,
         "sglang_chunk_cache.prefill:init_forward_batch",

@@ -1,6 +1,7 @@
 """ChunkMetrics: Prometheus counters of the chunk cache, next to SGLang's own on `/metrics`.
 
-Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept).
+Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept),
+`count_maintenance` (a variant was promoted or refreshed).
 
 Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
 counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
@@ -47,6 +48,11 @@ class ChunkMetrics:
                 "Computed chunks that could not be kept, by reason.",
                 ["reason"],
             ),
+            "maintenance": Counter(
+                "sglang:chunk_cache_maintenance_total",
+                "Variants that were promoted to a node of their own, or computed exactly while idle (refreshed).",
+                ["kind"],
+            ),
         }
 
     def count_plan(self, plan: RecomputePlan) -> None:
@@ -65,3 +71,8 @@ class ChunkMetrics:
         """Counts one chunk that was computed and lost."""
         if self._counters:
             self._counters["not_remembered"].labels(reason).inc()
+
+    def count_maintenance(self, kind: str) -> None:
+        """Counts one variant that was ``promoted`` or ``refreshed``."""
+        if self._counters:
+            self._counters["maintenance"].labels(kind).inc()

@@ -43,7 +43,7 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     options.attach(server_args, args)
     compat.check_flags(server_args)
-    compat.prepare_flags(server_args)
+    compat.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()
 

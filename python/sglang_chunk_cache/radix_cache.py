@@ -25,11 +25,12 @@ from chunk_cache.config import Config
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.methods import METHODS, Method, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
-from chunk_cache.types import Status
+from chunk_cache.reusability import use_weight
 from chunk_cache.variant import PathHome, PathTokens, Variant
 from sglang_chunk_cache import hooks
 from sglang_chunk_cache.admission import complete_report
 from sglang_chunk_cache.assemble import KVAssembler
+from sglang_chunk_cache.maintenance import Maintenance
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
@@ -37,7 +38,15 @@ from sglang_chunk_cache.store import VariantStore
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        EvictParams,
+        EvictResult,
+        InitLoadBackParams,
+        InsertParams,
+        InsertResult,
+        MatchPrefixParams,
+        MatchResult,
+    )
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger(__name__)
@@ -78,9 +87,20 @@ class ChunkRadixCache(UnifiedRadixCache):
             max_variants=self.chunk_config.max_variants,
             max_variants_per_chunk=self.chunk_config.max_variants_per_chunk,
             max_path_tokens=self.chunk_config.max_path_tokens,
+            eviction=self.chunk_config.eviction,
         )
+        self._is_by_frequency = self.chunk_config.eviction == "frequency-reuse"
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
         self.chunk_metrics = ChunkMetrics(enabled=self._enable_metrics_flag and ctx.tp_rank == 0)
+        self.maintenance = Maintenance(
+            self.chunk_config,
+            self._index,
+            self._store,
+            self._assembler,
+            self.chunk_metrics,
+            self._allocate,
+            self.page_size,
+        )
         logger.info(
             "Chunk cache: method %s, ratio %s, separator %r, %s",
             args.method,
@@ -116,7 +136,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state.options.mode != "off":
             for i, (_, end) in enumerate(state.options.spans):
                 if end > prefix_len:
-                    lookups[i] = self._lookup(state.keys[i])
+                    lookups[i] = self._lookup(state.keys[i], context=state.keys[:i])
         method = METHODS[state.options.method or self._args.method]
         plan = make_plan(
             opts=state.options,
@@ -130,15 +150,18 @@ class ChunkRadixCache(UnifiedRadixCache):
             min_reuse_len=self.chunk_config.min_reuse_len,
             chunk_keys=state.keys,
             rankings=_rankings(method, lookups),
+            alpha=self.chunk_config.alpha,
+            max_cfo=self.chunk_config.max_cfo,
             limit_reason="logprobs"
             if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
             else "prompt_end",
         )
         return replan_without_load(plan, "unsupported") if state.unsupported else plan
 
-    def _lookup(self, key: bytes) -> Lookup:
+    def _lookup(self, key: bytes, context: Sequence[bytes] | None = None) -> Lookup:
         assert self._index is not None
-        return self._index.lookup(key, self._store.resolve, max_generation=self.chunk_config.max_generation)
+        max_generation = self.chunk_config.max_generation
+        return self._index.lookup(key, self._store.resolve, context=context, max_generation=max_generation)
 
     # Load.
 
@@ -191,9 +214,19 @@ class ChunkRadixCache(UnifiedRadixCache):
             targets.append(slots[first : first + chunk.num_reused])
             deltas.append(torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device))
         self._assembler.copy(torch.cat(sources), torch.cat(targets), torch.cat(deltas))
-        for _, variant in used:
-            self._store.touch(variant)
-            self._index.touch(variant)
+        for chunk, variant in used:
+            self._index.touch(variant, 1.0 if chunk.cfo is None else use_weight(chunk.cfo, variant.length))
+            self._store.touch(variant, self._priority(variant) if self._is_by_frequency else None)
+
+    def _priority(self, variant: Variant) -> int:
+        assert self._index is not None
+        return int(self._index.worth(variant))
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        # Whatever is new begins with the age: it goes before what was reused lately, not before all that ever was.
+        if self._index is not None and self._is_by_frequency:
+            params.priority = max(params.priority or 0, int(self._index.age))
+        return super().insert(params)
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         state = state_of(req)
@@ -204,6 +237,22 @@ class ChunkRadixCache(UnifiedRadixCache):
         prefix = torch.cat([exact, state.private_indices])
         assert len(prefix) == req.prefix_len, (req.rid, len(prefix), req.prefix_len)
         return prefix
+
+    # Evict.
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self._grow_older(result.num_tokens_evicted)
+        return result
+
+    def evict_for_alloc(self, *args: Any, **kwargs: Any) -> EvictResult:
+        result = super().evict_for_alloc(*args, **kwargs)
+        self._grow_older(result.num_tokens_evicted)
+        return result
+
+    def _grow_older(self, num_evicted: int) -> None:
+        if self._index is not None and num_evicted:
+            self._index.advance_age(num_evicted / self.token_to_kv_pool_allocator.size)
 
     # Remember.
 
@@ -220,6 +269,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                 self._remember_exact(req, state, up_to)
         elif req.finished():
             self._remember_missed(req, state, up_to)
+            self._promote_used(state)
 
     def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
         """Every chunk of an exact prompt is a span in its path."""
@@ -243,6 +293,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                     start=start,
                     generation=0,
                     context=state.keys[:i],
+                    prompt_keys=state.keys,
                     home=PathHome(path, start),
                     statistics=None if state.sums is None else state.sums.statistics(i),
                 )
@@ -258,18 +309,31 @@ class ChunkRadixCache(UnifiedRadixCache):
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
                 generation = max(generation, 1 + chunk.generation)
-            if chunk.status is not Status.MISS or chunk.end > up_to:
+            if not chunk.is_to_remember or chunk.end > up_to:
                 continue
             if generation <= self.chunk_config.max_generation and self._is_new(state, i, generation):
                 self._remember_node(req, state, i, generation)
 
-    def _is_new(self, state: DocChunkRequest, i: int, generation: int) -> bool:
-        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index."""
+    def _promote_used(self, state: DocChunkRequest) -> None:
         assert self._index is not None
-        key, (start, end) = state.keys[i], state.options.spans[i]
-        return self._lookup(key).covered_len < end - start and self._index.wants(
-            key, start=start, generation=generation, context=state.keys[:i]
-        )
+        assert state.plan is not None
+        for chunk in state.plan.chunks:
+            variant = None if chunk.variant_id is None else self._index.get(chunk.variant_id)
+            if variant is not None:
+                self.maintenance.promote(variant, self._priority(variant))
+
+    def _is_new(self, state: DocChunkRequest, i: int, generation: int) -> bool:
+        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
+
+        A chunk that was computed because its variants do not fit this context is new if none of this context is stored.
+        """
+        assert self._index is not None
+        key, (start, end), context = state.keys[i], state.options.spans[i], state.keys[:i]
+        found = self._lookup(key, context)
+        is_costly = state.plan is not None and state.plan.chunks[i].reason == "high_cfo"
+        if found.covered_len == end - start and (not is_costly or found.unit_cfo == 0.0):
+            return False
+        return self._index.wants(key, start=start, generation=generation, context=context)
 
     def _remember_node(self, req: Req, state: DocChunkRequest, i: int, generation: int) -> None:
         start, end = state.options.spans[i]
@@ -297,15 +361,18 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert self._index is not None
         start, end = state.options.spans[i]
         home = self._store.insert_node(state.partition, req.origin_input_ids[start:end], slots, req.priority or 0)
-        self._index.add(
+        variant = self._index.add(
             state.keys[i],
             length=end - start,
             start=start,
             generation=generation,
             context=state.keys[:i],
+            prompt_keys=state.keys,
             home=home,
             statistics=None if state.sums is None else state.sums.statistics(i),
         )
+        if variant is not None and generation:
+            self.maintenance.note_derived(variant, req.origin_input_ids, i, state)
 
     # Release.
 
@@ -326,6 +393,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         super().reset()
         if self._index is not None:
             self._index.clear()
+            self.maintenance.clear()
 
 
 def _rankings(method: Method, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:

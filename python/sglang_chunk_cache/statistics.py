@@ -4,7 +4,9 @@ Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forw
 (sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
-that `statistics_layers` names. A token whose KV was found and not computed has no statistics.
+that `statistics_layers` names, by `NUM_HEADS` of the model's query heads: attention that is written out costs several
+times that of a kernel that keeps it to itself, and a few heads tell nearly what all do (docs/variants.md has the
+numbers). A token whose KV was found and not computed has no statistics.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import torch
 from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.statistics import ChunkStatistics
-from chunk_cache.types import Status
 from sgl_kernel_ext.attention_mass import attention_mass
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.base import sum_over_ranks
@@ -28,30 +29,55 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
+NUM_HEADS = 4
+"""Query heads that are looked at, evenly spread over the model's; all of them in a model that has no more."""
+
+
+def sampled_heads(num_heads: int) -> list[int]:
+    """Which query heads of a model are looked at, ascending."""
+    count = min(NUM_HEADS, num_heads)
+    return [i * num_heads // count for i in range(count)]
+
+
 class ChunkSums:
     """Sums over layers for the chunks of one request, as far as they were computed."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
         self._spans = spans
         self._num_layers = num_layers
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, chunk: int, begin: int, outside: torch.Tensor, received: torch.Tensor) -> None:
-        """Sums of one forward: `outside` of tokens from prompt position `begin` on, `received` of the whole chunk."""
+    def add(
+        self, chunk: int, begin: int, outside: torch.Tensor, received: torch.Tensor, by_chunk: torch.Tensor
+    ) -> None:
+        """Sums of one forward, float32.
+
+        Args:
+            outside: `[num computed tokens]`, from prompt position `begin` on.
+            received: `[chunk length]`.
+            by_chunk: `[chunk + 1]` on each context chunk, last on earlier tokens of the chunk itself.
+        """
         start, end = self._spans[chunk]
         if chunk not in self._sums:
             missing = torch.full((end - start,), float("nan"), device=outside.device)
-            self._sums[chunk] = (missing, torch.zeros_like(missing))
-        own_outside, own_received = self._sums[chunk]
+            self._sums[chunk] = (missing, torch.zeros_like(missing), torch.zeros_like(by_chunk))
+        own_outside, own_received, own_by_chunk = self._sums[chunk]
         own_outside[begin - start : begin - start + len(outside)] = outside
         own_received += received
+        own_by_chunk += by_chunk
 
     def statistics(self, chunk: int) -> ChunkStatistics | None:
         """Means over the layers, on the host; None where nothing of the chunk was computed."""
         if chunk not in self._sums:
             return None
-        outside, received = (sums.cpu() / self._num_layers for sums in self._sums[chunk])
-        return ChunkStatistics(outside.numpy(), torch.where(outside.isnan(), outside, received).numpy())
+        outside, received, by_chunk = (sums.cpu() / self._num_layers for sums in self._sums[chunk])
+        return ChunkStatistics.taken(
+            outside.numpy(),
+            torch.where(outside.isnan(), outside, received).numpy(),
+            inter=by_chunk[:-1].numpy(),
+            intra=float(by_chunk[-1]),
+            context_lens=[end - start for start, end in self._spans[:chunk]],
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +110,9 @@ class StatisticsTaker:
         self._jobs = jobs
         self._layers = frozenset(layers)
         self._kv_pool = kv_pool
-        self._tp_size = get_tp_group().world_size
+        group = get_tp_group()
+        self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
+        self._num_sampled = 1
         self._sums: list[torch.Tensor | None] = [None] * len(jobs)
 
     @classmethod
@@ -121,7 +149,11 @@ class StatisticsTaker:
             positions: `[num_rows]` int64.
             row_lens: rows of each request.
         """
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        heads, kv_heads = self._own_heads(layer)
+        if not heads:
+            self._add_nothing(q.device)
+            return
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
         keys = self._kv_pool.get_key_buffer(layer.layer_id)
         for index, job in enumerate(self._jobs):
             first = sum(row_lens[: job.request])
@@ -130,7 +162,7 @@ class StatisticsTaker:
             chosen = keep_where(inside, job.end - job.begin) + first
             received, by_segment = attention_mass(
                 q[chosen],
-                keys[job.slots],
+                keys[job.slots][:, kv_heads],
                 positions[chosen],
                 sm_scale=layer.scaling,
                 logit_cap=layer.logit_cap,
@@ -138,29 +170,49 @@ class StatisticsTaker:
                 skip_self=True,
             )
             assert by_segment is not None
-            outside = by_segment[:, 1 : 2 * job.chunk : 2].sum(1) if job.chunk else by_segment[:, 0]
-            sums = torch.cat([outside, received[job.span[0] :]])
+            on_context = by_segment[:, 1 : 2 * job.chunk : 2]
+            outside = on_context.sum(1) if job.chunk else by_segment[:, 0]
+            received = received[job.span[0] :]
+            sums = torch.cat([outside, received, on_context.sum(0), received.sum(0, keepdim=True)]) * len(heads)
             found = self._sums[index]
             self._sums[index] = sums if found is None else found + sums
 
+    def _own_heads(self, layer: RadixAttention) -> tuple[list[int], list[int]]:
+        """The heads that this rank looks at, counted from its first, and the key head of each."""
+        num_heads = layer.tp_q_head_num * self._tp_size
+        first = layer.tp_q_head_num * self._tp_rank
+        self._num_sampled = len(sampled_heads(num_heads))
+        heads = [h - first for h in sampled_heads(num_heads) if 0 <= h - first < layer.tp_q_head_num]
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        return heads, [h // group for h in heads]
+
+    def _add_nothing(self, device: torch.device) -> None:
+        """None of the heads are this rank's."""
+        for index, job in enumerate(self._jobs):
+            if self._sums[index] is None:
+                num = (job.end - job.begin) + (job.end - job.span[0]) + job.chunk + 1
+                self._sums[index] = torch.zeros(num, device=device)
+
     def finish(self) -> None:
-        """Hands the sums to the requests, averaged over the heads of all ranks."""
+        """Hands the sums to the requests, averaged over the sampled heads of all ranks."""
         if any(sums is None for sums in self._sums):
             return  # the forward did not run the layers (it was replayed from a graph)
         parts = [sums for sums in self._sums if sums is not None]
         lens = [len(part) for part in parts]
-        total = sum_over_ranks(torch.cat(parts) / self._tp_size, self._tp_size)
+        total = sum_over_ranks(torch.cat(parts) / self._num_sampled, self._tp_size)
         for job, sums in zip(self._jobs, torch.split(total, lens), strict=True):
-            num_rows = job.end - job.begin
-            received = torch.nn.functional.pad(sums[num_rows:], (0, job.span[1] - job.end))
+            num_rows, num_keys = job.end - job.begin, job.end - job.span[0]
+            outside, received, by_chunk = torch.split(sums, [num_rows, num_keys, job.chunk + 1])
+            received = torch.nn.functional.pad(received, (0, job.span[1] - job.end))
             assert job.state.sums is not None
-            job.state.sums.add(job.chunk, job.begin, sums[:num_rows], received)
+            job.state.sums.add(job.chunk, job.begin, outside, received, by_chunk)
 
 
 def _computed_ranges(state: DocChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
     """(chunk, first position, end) of what an extend over [begin, end) computes of the chunks to remember.
 
-    Of a fused request that is its missing chunks, whose rows stand in front of the extend where they lie in the load.
+    Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they
+    lie in the load.
     """
     ranges = []
     load_start = begin
@@ -168,7 +220,7 @@ def _computed_ranges(state: DocChunkRequest, begin: int, end: int) -> list[tuple
         assert state.plan is not None
         load_start = state.plan.load_start
     for chunk, span in enumerate(state.options.spans):
-        if state.fused and (state.plan is None or state.plan.chunks[chunk].status is not Status.MISS):
+        if state.fused and (state.plan is None or not state.plan.chunks[chunk].is_to_remember):
             continue
         first, last = max(span[0], load_start), min(span[1], end)
         if first < last:

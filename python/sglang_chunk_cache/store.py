@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from chunk_cache.keys import Partition
-from chunk_cache.variant import NodeHome, PathHome, Variant
+from chunk_cache.variant import NodeHome, PathTokens, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -50,20 +50,31 @@ class VariantStore:
     def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
         """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""
         start = _start_in_path(variant) + offset
-        path = self._cache.path_device_indices(_node_id(variant))
+        path = self._cache.path_device_indices(variant.holder.node_id)
         assert start + length <= len(path), (start, length, len(path))
         return path[start : start + length]
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
-        return self._cache.lock(_node_id(variant))
+        return self._cache.lock(variant.holder.node_id)
 
     def unlock(self, lock: Any) -> None:
         self._cache.unlock(lock)
 
-    def touch(self, variant: Variant) -> None:
-        """Makes the variant the most recently used one of the tree."""
-        self._cache.touch_prefix(self._radix_key(variant))
+    def touch(self, variant: Variant, priority: int | None = None) -> None:
+        """Makes the variant the most recently used one of the tree.
+
+        Args:
+            priority: raises the eviction priority of its nodes, and of those in front of them, to this; None = not.
+        """
+        if priority is None:
+            self._cache.touch_prefix(self._radix_key(variant))
+            return
+        # Inserting what is there stores nothing and raises priorities; by `prev_prefix_len` nothing is freed either.
+        end = _start_in_path(variant) + variant.length
+        slots = self._cache.path_device_indices(variant.holder.node_id)[:end]
+        key = self._radix_key(variant, len(slots))
+        self._cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(slots), priority=priority))
 
     def insert_node(self, partition: Partition, token_ids: array[int], slots: torch.Tensor, priority: int) -> NodeHome:
         """Hands `slots` (int64, whole pages) to the tree as a node of its own.
@@ -82,11 +93,11 @@ class VariantStore:
         return NodeHome(node_key, namespace, result.last_device_node)
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
-        available = self._len_of_node(_node_id(variant))
+        available = self._len_of_node(variant.holder.node_id)
         if available is not None and available >= wanted:
             return available
         available, node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
-        _set_node_id(variant, node_id)
+        variant.holder.node_id = node_id
         return available
 
     def _len_of_node(self, node_id: int) -> int | None:
@@ -98,26 +109,14 @@ class VariantStore:
             return None
         return path[-1].path_end
 
-    def _radix_key(self, variant: Variant) -> RadixKey:
-        home = variant.home
-        if isinstance(home, PathHome):
-            partition = home.path.partition
-            return RadixKey(home.path.tokens, extra_key=partition.extra_key, cache_salt=partition.cache_salt)
-        return RadixKey(home.node_key, extra_key=home.namespace)
+    def _radix_key(self, variant: Variant, length: int | None = None) -> RadixKey:
+        holder = variant.holder
+        if isinstance(holder, PathTokens):
+            partition = holder.partition
+            tokens = holder.tokens[:length]
+            return RadixKey(tokens, extra_key=partition.extra_key, cache_salt=partition.cache_salt)
+        return RadixKey(holder.node_key[:length], extra_key=holder.namespace)
 
 
 def _start_in_path(variant: Variant) -> int:
-    return variant.home.start if isinstance(variant.home, PathHome) else 0
-
-
-def _node_id(variant: Variant) -> int:
-    home = variant.home
-    return home.path.node_id if isinstance(home, PathHome) else home.node_id
-
-
-def _set_node_id(variant: Variant, node_id: int) -> None:
-    home = variant.home
-    if isinstance(home, PathHome):
-        home.path.node_id = node_id
-    else:
-        home.node_id = node_id
+    return variant.start if isinstance(variant.holder, PathTokens) else 0

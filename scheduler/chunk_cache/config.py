@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
-from chunk_cache.methods.options import layer_numbers
+from chunk_cache.methods.options import ALPHA, layer_numbers
+from chunk_cache.victims import EVICTIONS
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton")
@@ -16,17 +17,27 @@ STATISTICS_LAYERS = ("sampled", "all", "none")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Bounds of the index and the choice of kernels; the defaults are the documentation's."""
+    """Bounds and decisions of the index, and the choice of kernels; the defaults are the documentation's."""
 
     max_variants: int = 200_000
     """Variants of all chunks together."""
-    max_variants_per_chunk: int = 4
+    max_variants_per_chunk: int = 8
     max_path_tokens: int = 64_000_000
     """Tokens of remembered prompts, 8 bytes each."""
     max_generation: int = 8
     """Variants derived from more generations of approximate ones are not used; 0 = exact variants only."""
     min_reuse_len: int = 1
-    """A chunk that would bring in fewer tokens is computed."""
+    """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
+    eviction: str = "lru"
+    """Which variant goes first, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    promote_uses: int = 8
+    """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
+    refresh_uses: int = 0
+    """Uses after which a derived variant is computed exactly while the server is idle; 0 = never."""
+    alpha: float | None = None
+    """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; None = by ratio."""
+    max_cfo: float | None = None
+    """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     kernel: str = "auto"
     """Which kernels serve fused batches: one of `KERNELS`."""
     statistics_layers: str | tuple[int, ...] = "sampled"
@@ -49,7 +60,12 @@ _MINIMUM = {
     "max_path_tokens": 1,
     "max_generation": 0,
     "min_reuse_len": 1,
+    "promote_uses": 0,
+    "refresh_uses": 0,
 }
+
+
+_CHOICES = {"kernel": KERNELS, "eviction": EVICTIONS}
 
 
 def parse_config(value: object) -> Config:
@@ -71,18 +87,27 @@ def parse_config(value: object) -> Config:
 
 def _check(key: str, value: object) -> object:
     path = f"{FLAG}: {key}"
-    if key == "kernel":
-        if value not in KERNELS:
-            raise user_error(
-                ChunkCacheConfigError, path, f"unknown kernel {show(value)}", f"known kernels: {', '.join(KERNELS)}"
-            )
+    if key in _CHOICES:
+        choices = _CHOICES[key]
+        if value not in choices:
+            problem = f"unknown {key} {show(value)}"
+            raise user_error(ChunkCacheConfigError, path, problem, f"known {key}s: {', '.join(choices)}")
         return value
+    if key in ("alpha", "max_cfo"):
+        return None if value is None else _check_number(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
         problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
         raise user_error(ChunkCacheConfigError, path, problem, "give such an integer, or leave the key out")
     return value
+
+
+def _check_number(value: object, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= ALPHA.maximum:
+        problem = f"{show(value)} is not a number in [0, {ALPHA.maximum:g}]"
+        raise user_error(ChunkCacheConfigError, path, problem, "give such a number, or null")
+    return float(value)
 
 
 def _check_layers(value: object, path: str) -> str | tuple[int, ...]:

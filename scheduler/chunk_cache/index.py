@@ -3,25 +3,29 @@
     add           remember a variant; the same KV is never remembered twice
     lookup        the best variant of a chunk that is still stored; forgets those that are gone
     touch         a variant was used
+    move          a variant got another home
     discard, discard_home, clear   forget
 
 The index stores no KV and protects nothing from eviction: the radix tree does both. It has bounds of its own (variants,
-variants per chunk, remembered path tokens) and its own order: derived variants go before exact ones, then the least
-recently used by a logical clock. No wall clock and no set order, so equal calls give equal results on every rank.
-Every operation is O(variants per chunk), amortised over what it forgets.
+variants per chunk, remembered path tokens) and its own order (`chunk_cache.victims`), by a logical clock. No wall clock
+and no set order, so equal calls give equal results on every rank. Every operation is O(variants per chunk x their
+contexts), amortised over what it forgets; O(log variants) more where victims are ordered by reuse frequency.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from chunk_cache.paths import PathLedger
+from chunk_cache.reusability import first_places, unit_cfo
 from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.types import REASONS
-from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant, holder_of
+from chunk_cache.victims import victim_order
 
 Resolve: TypeAlias = Callable[[Variant], int]
 """How many leading tokens of the variant are still stored; 0 = gone."""
@@ -36,6 +40,8 @@ class Lookup:
     """Leading tokens of the chunk that are stored; 0 without a variant."""
     reason: str | None
     """Why there is no variant; None when there is one."""
+    unit_cfo: float | None = None
+    """CCI (1 - beta') of the variant behind the new context, in [0, 1]; None where the context was not given."""
 
     def __post_init__(self) -> None:
         assert (self.variant is None) == (self.covered_len == 0), f"{self.covered_len} tokens of {self.variant}"
@@ -73,33 +79,33 @@ class ChunkIndex:
     """Variants by chunk key, bounded.
 
     Args:
-        max_variants: of all chunks together.
-        max_variants_per_chunk: of one chunk; the highest generation goes first, then the least recently used.
+        max_variants: of all chunks together: Cache-Craft's N x M instances.
+        max_variants_per_chunk: of one chunk. A variant never takes the place of one of lower generation.
         max_path_tokens: tokens of remembered paths (8 bytes each); the least recently used path goes first.
+        eviction: which variant goes first, one of `victims.EVICTIONS`.
     """
 
-    def __init__(self, max_variants: int, max_variants_per_chunk: int, max_path_tokens: int) -> None:
+    def __init__(
+        self, max_variants: int, max_variants_per_chunk: int, max_path_tokens: int, eviction: str = "lru"
+    ) -> None:
         assert min(max_variants, max_variants_per_chunk, max_path_tokens) >= 1, "every bound must be at least 1"
         self.max_variants = max_variants
         self.max_variants_per_chunk = max_variants_per_chunk
         self.max_path_tokens = max_path_tokens
         self.counters = IndexCounters()
         self._by_key: dict[bytes, list[Variant]] = {}
-        # least recently used first; two orders, so that the derived ones can go before the exact ones
-        self._exact: OrderedDict[int, Variant] = OrderedDict()
-        self._derived: OrderedDict[int, Variant] = OrderedDict()
+        self._order = victim_order(eviction)
+        self._num_derived = 0
         self._paths = PathLedger()
-        self._nodes: dict[NodeHome, int] = {}
         self._next_id = 0
         self._clock = 0
 
     def __len__(self) -> int:
-        return len(self._exact) + len(self._derived)
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Variant]:
-        """All variants, derived before exact, each least recently used first: the order in which they go."""
-        yield from self._derived.values()
-        yield from self._exact.values()
+        """All variants, in the order in which they go."""
+        return iter(self._order)
 
     @property
     def num_chunks(self) -> int:
@@ -114,7 +120,7 @@ class ChunkIndex:
         return self._paths.total_tokens
 
     def get(self, variant_id: int) -> Variant | None:
-        return self._exact.get(variant_id) or self._derived.get(variant_id)
+        return self._order.get(variant_id)
 
     def wants(self, key: bytes, *, start: int, generation: int, context: tuple[bytes, ...]) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
@@ -136,12 +142,18 @@ class ChunkIndex:
         context: tuple[bytes, ...],
         home: Home,
         statistics: ChunkStatistics | None = None,
+        prompt_keys: tuple[bytes, ...] | None = None,
     ) -> Variant | None:
         """Remember a variant.
 
         A KV of the same context and start is represented once: it is refreshed and moves to the new home, which was
         stored a moment ago while the old one may be gone. Of different generations the lower one stays. A derived
         variant is refused where an exact one of the same context exists, and goes when one arrives.
+
+        Args:
+            context: keys of the chunks in front of it, in order.
+            prompt_keys: keys of all chunks of the prompt, which begin with `context`; given to each variant of the
+                prompt, it saves each a context of its own.
 
         Returns:
             The variant that now lives in `home`, or None when `home` was not taken: a better variant stands for this
@@ -163,56 +175,115 @@ class ChunkIndex:
         for peer in [p for p in peers if p.generation and p.context == context and (p is same or not generation)]:
             self._remove(peer)
             self.counters.num_superseded += 1
-        self._make_room(key, home)
-        variant = Variant(self._next_id, key, length, start, generation, context, home, statistics=statistics)
+        self._make_room(key, generation, home)
+        prompt_keys = context if prompt_keys is None else prompt_keys
+        assert prompt_keys[: len(context)] == context, "the prompt does not begin with the context"
+        variant = Variant(
+            self._next_id,
+            key,
+            peers[0].length if peers else length,  # a number object that the peers share
+            start,
+            generation,
+            prompt_keys,
+            len(context),
+            holder_of(home),
+            statistics=statistics,
+        )
         self._next_id += 1
         self._insert(variant)
         self.counters.num_added += 1
         return variant
 
-    def lookup(self, key: bytes, resolve: Resolve, *, max_generation: int | None = None) -> Lookup:
-        """The best variant of a chunk: stored in full, then lowest generation, then most recently used.
+    def lookup(
+        self,
+        key: bytes,
+        resolve: Resolve,
+        *,
+        context: Sequence[bytes] | None = None,
+        max_generation: int | None = None,
+    ) -> Lookup:
+        """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
+
+        Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others.
 
         Variants that `resolve` finds gone are forgotten. The use is not counted: call `touch` when it is used.
 
         Args:
+            context: keys of the chunks in front of the chunk in the new prompt, in order; None = CFO is not looked at.
             max_generation: variants above it are passed over, with reason ``generation_limit``.
         """
         self.counters.num_lookups += 1
         peers = self._by_key.get(key)
         if peers is None:
             return _NOT_STORED
+        allowed = [p for p in peers if max_generation is None or p.generation <= max_generation]
+        is_limited = len(allowed) < len(peers)
         best: Variant | None = None
-        best_len = 0
-        limited = False
-        for variant in sorted(peers, key=_preference):
-            if max_generation is not None and variant.generation > max_generation:
-                limited = True
-                break
+        best_len, best_cfo, best_share = 0, None, 1.0
+        for cfo, variant in _ranked(allowed, None if context is None else first_places(context)):
+            if best is not None and best_share <= (cfo or 0.0):
+                break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
             assert 0 <= covered_len <= variant.length, f"{covered_len} tokens stored of {variant}"
             if covered_len == 0:
                 self._remove(variant)
                 self.counters.num_gone += 1
-            elif covered_len > best_len:
-                best, best_len = variant, covered_len
-                if covered_len == variant.length:
-                    break
+                continue
+            share = 1.0 - (1.0 - (cfo or 0.0)) * covered_len / variant.length
+            if best is None or share < best_share:
+                best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
         if best is None:
-            return _GENERATION_LIMIT if limited else _EVICTED
+            return _GENERATION_LIMIT if is_limited else _EVICTED
         if best_len == best.length:
             self.counters.num_full += 1
         else:
             self.counters.num_partial += 1
-        return Lookup(best, best_len, None)
+        return Lookup(best, best_len, None, best_cfo)
 
-    def touch(self, variant: Variant) -> bool:
-        """Count a use; False when the variant has left the index meanwhile."""
+    def touch(self, variant: Variant, weight: float = 1.0) -> bool:
+        """Count a use; False when the variant has left the index meanwhile.
+
+        Args:
+            weight: what the use adds to the reuse frequency f_r (`reusability.use_weight`).
+        """
         if self.get(variant.variant_id) is not variant:
             return False
         variant.num_uses += 1
+        variant.reuse_frequency += weight
         self._refresh(variant)
         return True
+
+    @property
+    def age(self) -> float:
+        """What a newcomer is worth; 0 with eviction lru."""
+        return self._order.age
+
+    def advance_age(self, turnovers: float) -> None:
+        """The store has evicted `turnovers` times what it holds; what is not used loses one use for each."""
+        self._order.advance_age(turnovers)
+
+    def worth(self, variant: Variant) -> float:
+        """Reuse frequency of a variant of this index, aged; 0 with eviction lru."""
+        return self._order.worth(variant)
+
+    def is_worth_promoting(self, variant: Variant, min_uses: int) -> bool:
+        """Whether a node of its own would let more than half of the path go that the variant keeps now.
+
+        Args:
+            min_uses: uses that make a variant popular; 0 = none is.
+        """
+        holder = variant.holder
+        if not min_uses or variant.num_uses < min_uses or not isinstance(holder, PathTokens):
+            return False
+        holders = [self.get(variant_id) for variant_id in self._paths.holders(holder)]
+        popular = sum(v.length for v in holders if v is not None and v.num_uses >= min_uses)
+        return 2 * popular < variant.start + variant.length
+
+    def move(self, variant: Variant, home: Home) -> None:
+        """The KV of a variant of this index lies in `home` from now on."""
+        assert self.get(variant.variant_id) is variant, f"{variant} is not in the index"
+        _check_new(variant.length, variant.start, variant.generation, home)
+        self._move(variant, home)
 
     def discard(self, variant_id: int) -> bool:
         """Forget one variant; False when it is not there."""
@@ -228,24 +299,26 @@ class ChunkIndex:
         if isinstance(home, PathTokens):
             variant_ids = self._paths.holders(home)
         else:
-            variant_ids = [self._nodes[home]] if home in self._nodes else []
+            variant_ids = [home.variant_id] if home.variant_id >= 0 else []
         return sum(self.discard(variant_id) for variant_id in variant_ids)
 
     def clear(self) -> None:
         """Forget everything (a flushed cache); counters, clock and ids go on."""
         self.counters.num_discarded += len(self)
+        for variant in self:
+            if isinstance(variant.holder, NodeHome):
+                variant.holder.variant_id = -1
         self._by_key.clear()
-        self._exact.clear()
-        self._derived.clear()
+        self._order.clear()
+        self._num_derived = 0
         self._paths.clear()
-        self._nodes.clear()
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters, for metrics and logs."""
         sizes = {
             "num_variants": len(self),
-            "num_exact": len(self._exact),
-            "num_derived": len(self._derived),
+            "num_exact": len(self) - self._num_derived,
+            "num_derived": self._num_derived,
             "num_chunks": self.num_chunks,
             "num_paths": self.num_paths,
             "num_path_tokens": self.num_path_tokens,
@@ -265,30 +338,23 @@ class ChunkIndex:
         assert len({v.variant_id for v in variants}) == len(variants), "a variant is listed twice"
         assert len(variants) <= self.max_variants, f"{len(variants)} variants, the bound is {self.max_variants}"
         assert self.num_path_tokens <= self.max_path_tokens, f"{self.num_path_tokens} path tokens are over the bound"
-        self._check_orders()
+        self._order.check_integrity(self._clock)
+        num_derived = sum(not v.is_exact for v in variants)
+        assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
         self._check_chunks(variants)
         paths: dict[PathTokens, set[int]] = {}
-        nodes: dict[NodeHome, int] = {}
+        nodes: set[NodeHome] = set()
         for v in variants:
             _check_new(v.length, v.start, v.generation, v.home)
-            if isinstance(v.home, PathHome):
-                paths.setdefault(v.home.path, set()).add(v.variant_id)
+            if isinstance(v.holder, PathTokens):
+                paths.setdefault(v.holder, set()).add(v.variant_id)
             else:
-                assert v.home not in nodes, f"{v.home} is the home of two variants"
-                nodes[v.home] = v.variant_id
+                assert v.holder not in nodes, f"{v.holder} is the home of two variants"
+                assert v.holder.variant_id == v.variant_id, f"{v.holder} belongs to {v.holder.variant_id}, not to {v}"
+                nodes.add(v.holder)
             covered_len = resolve(v) if resolve else 0
             assert 0 <= covered_len <= v.length, f"{covered_len} tokens stored of {v}"
         self._paths.check_integrity(paths)
-        assert self._nodes == nodes, f"nodes are {self._nodes}, variants say {nodes}"
-
-    def _check_orders(self) -> None:
-        for name, order, exact in (("exact", self._exact, True), ("derived", self._derived, False)):
-            previous = 0
-            for variant_id, variant in order.items():
-                assert variant.variant_id == variant_id < self._next_id, f"{variant} is listed as {variant_id}"
-                assert variant.is_exact == exact, f"{variant} is listed as {name}"
-                assert previous < variant.last_use <= self._clock, f"{variant} is out of order in {name}"
-                previous = variant.last_use
 
     def _check_chunks(self, variants: Iterable[Variant]) -> None:
         by_key: dict[bytes, set[int]] = {}
@@ -310,28 +376,29 @@ class ChunkIndex:
     def _refresh(self, variant: Variant) -> None:
         self._clock += 1
         variant.last_use = self._clock
-        (self._exact if variant.is_exact else self._derived).move_to_end(variant.variant_id)
-        if isinstance(variant.home, PathHome):
-            self._paths.touch(variant.home.path)
+        self._order.touch(variant)
+        if isinstance(variant.holder, PathTokens):
+            self._paths.touch(variant.holder)
 
     def _move(self, variant: Variant, home: Home) -> None:
-        if home is variant.home:
+        if holder_of(home) is variant.holder:
             return
         self._leave_home(variant)
-        variant.home = home
+        variant.holder = holder_of(home)
         self._enter_home(variant)
         # after entering: the new path is then the most recently used and fits, so it is never the one that goes
         self._shrink_paths(0)
 
-    def _make_room(self, key: bytes, home: Home) -> None:
+    def _make_room(self, key: bytes, generation: int, home: Home) -> None:
         peers = self._by_key.get(key, [])
         if len(peers) >= self.max_variants_per_chunk:
-            self._remove(max(peers, key=_preference))
+            not_better = (peer for peer in peers if peer.generation >= generation)
+            self._remove(min(not_better, key=self._order.order), is_victim=True)
             self.counters.num_dropped_per_chunk += 1
         if isinstance(home, PathHome) and home.path not in self._paths:
             self._shrink_paths(len(home.path))
         while len(self) >= self.max_variants:
-            self._remove(next(iter(self)))
+            self._remove(self._order.first(), is_victim=True)
             self.counters.num_dropped_variants += 1
 
     def _shrink_paths(self, num_new_tokens: int) -> None:
@@ -344,39 +411,58 @@ class ChunkIndex:
 
     def _insert(self, variant: Variant) -> None:
         self._by_key.setdefault(variant.key, []).append(variant)
-        (self._exact if variant.is_exact else self._derived)[variant.variant_id] = variant
+        self._clock += 1
+        variant.last_use = self._clock
+        self._order.add(variant)
+        self._num_derived += not variant.is_exact
         self._enter_home(variant)
-        self._refresh(variant)
 
-    def _remove(self, variant: Variant) -> None:
+    def _remove(self, variant: Variant, *, is_victim: bool = False) -> None:
         peers = self._by_key[variant.key]
         peers.remove(variant)
         if not peers:
             del self._by_key[variant.key]
-        del (self._exact if variant.is_exact else self._derived)[variant.variant_id]
+        (self._order.forget if is_victim else self._order.remove)(variant)
+        self._num_derived -= not variant.is_exact
         self._leave_home(variant)
 
     def _enter_home(self, variant: Variant) -> None:
-        if isinstance(variant.home, PathHome):
-            self._paths.hold(variant.home.path, variant.variant_id)
+        holder = variant.holder
+        if isinstance(holder, PathTokens):
+            self._paths.hold(holder, variant.variant_id)
         else:
-            assert variant.home not in self._nodes, f"{variant.home} is already the home of another variant"
-            self._nodes[variant.home] = variant.variant_id
+            assert holder.variant_id < 0, f"{holder} is already the home of another variant"
+            holder.variant_id = variant.variant_id
 
     def _leave_home(self, variant: Variant) -> None:
-        if isinstance(variant.home, PathHome):
-            self._paths.release(variant.home.path, variant.variant_id)
+        if isinstance(variant.holder, PathTokens):
+            self._paths.release(variant.holder, variant.variant_id)
         else:
-            del self._nodes[variant.home]
+            variant.holder.variant_id = -1
 
 
 def _find_same(peers: Iterable[Variant], start: int, context: tuple[bytes, ...]) -> Variant | None:
     return next((peer for peer in peers if peer.start == start and peer.context == context), None)
 
 
-def _preference(variant: Variant) -> tuple[int, int]:
-    """Best first."""
-    return variant.generation, -variant.last_use
+def _ranked(variants: Sequence[Variant], place: Mapping[Hashable, int] | None) -> list[tuple[float | None, Variant]]:
+    """Best first, each with its CFO at alpha 1 behind a new context."""
+    if place is None:
+        return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
+    ranked = [(cfo_of(variant, place), variant) for variant in variants]
+    ranked.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
+    return [(cfo, variant) for cfo, variant in ranked]
+
+
+def cfo_of(variant: Variant, place: Mapping[Hashable, int]) -> float:
+    """CFO at alpha 1 of a variant, `place` being the `first_places` of the new context.
+
+    Of a variant without statistics nothing is known but its context: CCI is 1, its context chunks count alike.
+    """
+    statistics = variant.statistics
+    if statistics is None:
+        return unit_cfo(1.0 if variant.context else 0.5, variant.context, np.zeros(len(variant.context)), place)
+    return unit_cfo(statistics.cci, variant.context, statistics.inter, place)
 
 
 def _check_new(length: int, start: int, generation: int, home: Home) -> None:

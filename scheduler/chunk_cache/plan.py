@@ -55,12 +55,19 @@ class ChunkPlan:
     generation: int | None = None
     shift: int = 0
     """Positions to rotate K by: new start - start at which the variant was computed."""
+    cfo: float | None = None
+    """Cache fix overhead (Cache-Craft eq. 12), not clipped; None where the context was not known."""
     ranked_by: str | None = None
     """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
 
     def __post_init__(self) -> None:
         assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
         assert (self.num_reused > 0) == (self.status is Status.HIT), f"{self.num_reused} tokens of a {self.status}"
+
+    @property
+    def is_to_remember(self) -> bool:
+        """Whether the chunk is computed, and will be a variant that is not stored yet."""
+        return self.status is Status.MISS or self.reason == "high_cfo"
 
     @property
     def dst_end(self) -> int:
@@ -140,11 +147,12 @@ class RecomputePlan:
             "status": chunk.status.value,
             "reason": chunk.reason,
         }
+        if chunk.num_reused:
+            reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
         if chunk.ranked_by is not None:
             reply["ranked_by"] = chunk.ranked_by
         if explain:
             reply |= {
-                "variant": chunk.variant_id,
                 "generation": chunk.generation,
                 "reused_tokens": chunk.num_reused,
                 "shift": chunk.shift,
@@ -182,12 +190,14 @@ class RecomputePlan:
         ]
         if self.chunks:
             lines.append(
-                "   start      end  status   reason            variant  gen  source offset  brought in    shift"
+                "   start      end  status   reason            variant  gen    CFO  source offset  brought in    shift"
             )
         for c in self.chunks:
             line = f"{c.start:>8} {c.end:>8}  {c.status.value:<8} {c.reason or '-':<16}"
             if c.status is Status.HIT:
-                line += f" {c.variant_id!s:>8} {c.generation!s:>4} {c.src_offset:>14} {c.num_reused:>11} {c.shift:>+8}"
+                cfo = "-" if c.cfo is None else f"{c.cfo:.3f}"
+                line += f" {c.variant_id!s:>8} {c.generation!s:>4} {cfo:>6}"
+                line += f" {c.src_offset:>14} {c.num_reused:>11} {c.shift:>+8}"
             lines.append(line)
         return "\n".join(line.rstrip() for line in lines)
 
@@ -206,6 +216,8 @@ def make_plan(
     chunk_keys: Sequence[bytes],
     rankings: Sequence[Ranking | None] | None = None,
     limit_reason: str = "prompt_end",
+    alpha: float | None = None,
+    max_cfo: float | None = None,
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -217,11 +229,15 @@ def make_plan(
             computed, whatever it says.
         page_size: the load is whole pages, its end rounded down.
         lookups: one per span; None for spans inside the prefix, and for all in mode off.
-        min_reuse_len: a chunk that would bring in fewer tokens is skipped.
+        min_reuse_len: a chunk that would bring in fewer tokens is skipped; like `max_cfo` not where the request names
+            a method or a ratio, which is then what it gets.
         chunk_keys: one per span.
         rankings: one per span, the method's statistic of the variant that was found, `[chunk length]`; None = no
             statistics.
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
+        alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
+            the option. None = by ratio.
+        max_cfo: a chunk whose CFO is above it is computed instead.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -229,8 +245,13 @@ def make_plan(
     assert prefix_len % page_size == 0, f"prefix {prefix_len} is not whole pages of {page_size}"
     assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
     limit = min(max_prefix_len, prompt_len - 1)
+    method = METHODS[opts.method or default_method]
+    budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
+    scale = next((a for a in (budget_alpha, alpha) if a is not None), 1.0)
+    if opts.names_method:
+        min_reuse_len, max_cfo = 1, None
     chunks = [
-        _plan_chunk(span, lookup, opts, prefix_len, limit, limit_reason)
+        _plan_chunk(span, lookup, opts, prefix_len, limit, limit_reason, scale, max_cfo)
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
     is_cut = [
@@ -238,7 +259,6 @@ def make_plan(
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
-    method = METHODS[opts.method or default_method]
     ratio = method.effective_ratio(opts.ratio, default_ratio)
     rankings = rankings or [None] * num_chunks
     if method.statistic is not None:
@@ -253,7 +273,11 @@ def make_plan(
         ratio=ratio,
         opts=opts,
         prompt_len=prompt_len,
+        budgets=None if budget_alpha is None else [_budget(chunk, ratio) for chunk in chunks],
     )
+    num_reused = sum(chunk.num_reused for chunk in chunks)
+    if budget_alpha is not None:
+        ratio = chosen.num_recomputed / num_reused if num_reused else 0.0
     return RecomputePlan(
         prompt_len=prompt_len,
         prefix_len=prefix_len,
@@ -264,7 +288,7 @@ def make_plan(
         ratio=ratio,
         row_positions=chosen.row_positions,
         num_recomputed=chosen.num_recomputed,
-        num_reused=sum(chunk.num_reused for chunk in chunks),
+        num_reused=num_reused,
         fallback_reason={"off": "off", "exact": "exact_mode"}.get(opts.mode),
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
@@ -288,7 +312,14 @@ def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
 
 
 def _plan_chunk(
-    span: Span, lookup: Lookup | None, opts: RequestOptions, prefix_len: int, limit: int, limit_reason: str
+    span: Span,
+    lookup: Lookup | None,
+    opts: RequestOptions,
+    prefix_len: int,
+    limit: int,
+    limit_reason: str,
+    alpha: float,
+    max_cfo: float | None,
 ) -> ChunkPlan:
     """One chunk by itself, before the load is rounded to pages."""
     (start, end), mode = span, opts.mode
@@ -310,6 +341,9 @@ def _plan_chunk(
         return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
     if limit <= dst_start:
         return _without_load(start, end, Status.SKIPPED, limit_reason)
+    cfo = None if lookup.unit_cfo is None else alpha * lookup.unit_cfo
+    if cfo is not None and max_cfo is not None and cfo > max_cfo:
+        return _without_load(start, end, Status.SKIPPED, "high_cfo")
     return ChunkPlan(
         start=start,
         end=end,
@@ -320,6 +354,7 @@ def _plan_chunk(
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
         shift=(start - variant.start) if opts.option(SHIFT.name, SHIFT.default) else 0,
+        cfo=cfo,
     )
 
 
@@ -352,6 +387,11 @@ def _round_load(
         chunks[i] = replace(chunk, num_reused=dst_end - chunk.dst_start) if dst_end != chunk.dst_end else chunk
         load_end = max(load_end, dst_end)
     return load_end
+
+
+def _budget(chunk: ChunkPlan, ratio: float) -> float:
+    """The share of a reused chunk that its CFO asks to recompute; the ratio where none is known."""
+    return ratio if chunk.cfo is None else min(1.0, chunk.cfo)
 
 
 def _note_ranking(chunk: ChunkPlan, ranking: Ranking | None, statistic: str) -> ChunkPlan:

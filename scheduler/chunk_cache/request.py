@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods import Options, OptionValue, find_method
+from chunk_cache.methods.options import ALPHA
 from chunk_cache.types import Span
 
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
@@ -42,6 +43,11 @@ class RequestOptions:
         """Whether the chunks of this request may enter the index."""
         return self.mode != "off"
 
+    @property
+    def names_method(self) -> bool:
+        """Whether the client says how chunks are reused, so that the server must not think better of it."""
+        return self.method is not None or self.ratio is not None
+
     def option(self, name: str, default: OptionValue) -> OptionValue:
         """One of the method's parameters."""
         return dict(self.options).get(name, default)
@@ -69,6 +75,9 @@ def parse_request(
             raise _error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
     options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method)
+    if "ratio" in value and dict(options).get(ALPHA.name):
+        problem = "given beside a ratio, which says the same budget"
+        raise _error(f"{path}.options.{ALPHA.name}", problem, "give one of them")
     return RequestOptions(
         spans=_parse_spans(value.get("spans", []), f"{path}.spans", num_tokens),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),

@@ -43,8 +43,14 @@ def choose_rows(
     ratio: float,
     opts: RequestOptions,
     prompt_len: int,
+    budgets: Sequence[float] | None = None,
 ) -> ChosenRows:
-    """The rows of the load [load_start, load_end); `keys` and `rankings` are one per chunk, rankings whole chunks."""
+    """The rows of the load [load_start, load_end).
+
+    Args:
+        keys, rankings: one per chunk; rankings of whole chunks.
+        budgets: per chunk the share that is recomputed, of a method that chooses before the forward; None = `ratio`.
+    """
     is_missing: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
     for chunk in chunks:
         is_missing[chunk.dst_start - load_start : chunk.dst_end - load_start] = False
@@ -52,12 +58,14 @@ def choose_rows(
     if method.stage is not Stage.BEFORE:
         return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, start)
     is_row = is_missing.copy()
-    for chunk, key, ranking in zip(chunks, keys, rankings, strict=True):
+    budgets = [ratio] * len(chunks) if budgets is None else budgets
+    for chunk, key, ranking, budget in zip(chunks, keys, rankings, budgets, strict=True):
         if chunk.num_reused:
-            rows = _rows_of_chunk(chunk, key, ranking, method, ratio, opts)
+            rows = _rows_of_chunk(chunk, key, ranking, method, budget, opts)
             is_row[rows + (chunk.dst_start - load_start)] = True
     num_recomputed = int(is_row.sum() - is_missing.sum())
-    is_dropping = is_selecting(method, opts.options) and ratio < 1.0 and num_recomputed > 0
+    is_partial = any(budget < 1.0 for chunk, budget in zip(chunks, budgets, strict=True) if chunk.num_reused)
+    is_dropping = is_selecting(method, opts.options) and is_partial and num_recomputed > 0
     selection = Selection(method.name, opts.options, ratio, (), start) if is_dropping else None
     return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
 

@@ -1,44 +1,101 @@
-"""ChunkStatistics: what the attention did with a chunk's tokens when its KV was computed, one number per token each.
+"""ChunkStatistics: what the attention did with a chunk's tokens when its KV was computed.
 
-Taken once, stored with the variant, and ranked by (`chunk_cache.methods.ranked`). Both are softmax masses averaged over
-the heads and the layers that the server samples:
+Taken once, stored with the variant, ranked by (`chunk_cache.methods.ranked`) and weighed against a new context
+(`chunk_cache.reusability`). All are softmax masses averaged over the heads and the layers that the server samples:
 
-    outside    of the token, on what stands in front of its chunk: sum_j mass(t -> C_j) over the chunks before it, or
+    outside    per token, on what stands in front of its chunk: sum_j mass(t -> C_j) over the chunks before it, or
                mass(t -> S) where there were none (Cache-Craft section 3.2; S is never a context chunk)
-    received   by the token, from the tokens of its chunk behind it (H2O section 4; itself not counted)
+    received   per token, from the tokens of its chunk behind it (H2O section 4; itself not counted)
+    inter      per context chunk j, summed over the tokens: inter(C_j, C_i) (Cache-Craft eq. 3)
+    intra      of all tokens on earlier tokens of their own chunk, without the diagonal (eq. 4); only CCI is kept of it
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from chunk_cache.reusability import context_impact
+
 STATISTICS = ("outside", "received")
+"""Those that tokens can be ranked by."""
+
+Values: TypeAlias = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ChunkStatistics:
-    """Read-only arrays, `[chunk length]` float32; NaN where a token's KV was not computed but found."""
+    """What is stored with a variant; read-only. 8 bytes per token and 4 per context chunk, and CCI, in one array.
 
-    outside: npt.NDArray[np.float32]
-    received: npt.NDArray[np.float32]
+    Args:
+        outside, received: `[chunk length]` float32; NaN where a token's KV was not computed but found.
+        inter: `[num context chunks]` float32.
+        cci: chunk context impact, in [0.5, 1].
+    """
 
-    def __post_init__(self) -> None:
-        assert self.outside.shape == self.received.shape, f"{self.outside.shape}, {self.received.shape}"
-        for name in STATISTICS:
-            self.of(name).setflags(write=False)
+    __slots__ = ("_num_context", "_values")
+
+    def __init__(self, outside: Values, received: Values, inter: Values | None = None, cci: float = 0.5) -> None:
+        assert outside.shape == received.shape, f"{outside.shape}, {received.shape}"
+        inter = np.empty(0, dtype=np.float32) if inter is None else inter
+        self._values: Values = np.concatenate((outside, received, inter, (cci,)), dtype=np.float32)
+        self._values.setflags(write=False)
+        self._num_context = len(inter)
+
+    @property
+    def outside(self) -> Values:
+        return self._values[: self._num_tokens]
+
+    @property
+    def received(self) -> Values:
+        return self._values[self._num_tokens : 2 * self._num_tokens]
+
+    @property
+    def inter(self) -> Values:
+        return self._values[2 * self._num_tokens : -1]
+
+    @property
+    def cci(self) -> float:
+        return float(self._values[-1])
+
+    @property
+    def _num_tokens(self) -> int:
+        return (len(self._values) - 1 - self._num_context) // 2
+
+    @classmethod
+    def taken(
+        cls, outside: Values, received: Values, inter: Values, intra: float, context_lens: Sequence[int]
+    ) -> ChunkStatistics:
+        """The statistics of a chunk behind chunks of `context_lens` tokens, with its context impact.
+
+        `inter` and `intra` are sums over the tokens that were computed. Where those are a part of the chunk, the others
+        are taken to be like them.
+        """
+        num_computed = int((~np.isnan(outside)).sum())
+        assert num_computed, "statistics of a chunk of which nothing was computed"
+        scale = len(outside) / num_computed
+        inter, intra = inter * np.float32(scale), intra * scale
+        return cls(outside, received, inter, context_impact(inter, context_lens, intra, len(outside)))
 
     def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
-        """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed)."""
+        """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed).
+
+        `inter` and `cci` are one number for many tokens: those of whichever saw more tokens stay.
+        """
         if other is None or not np.isnan(self.outside).any():
             return self
-        pairs = ((self.of(name), other.of(name)) for name in STATISTICS)
-        return ChunkStatistics(*(np.where(np.isnan(mine), theirs, mine) for mine, theirs in pairs))
+        mine, theirs = (int(np.isnan(one.outside).sum()) for one in (self, other))
+        fuller = self if mine <= theirs else other
+        filled = [
+            np.where(np.isnan(own), found, own)
+            for own, found in ((self.outside, other.outside), (self.received, other.received))
+        ]
+        return ChunkStatistics(filled[0], filled[1], fuller.inter, fuller.cci)
 
-    def of(self, name: str) -> npt.NDArray[np.float32]:
+    def of(self, name: str) -> Values:
         """One of `STATISTICS`."""
         assert name in STATISTICS, f"unknown statistic {name!r}"
-        values: npt.NDArray[np.float32] = getattr(self, name)
+        values: Values = getattr(self, name)
         return values

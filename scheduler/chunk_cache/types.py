@@ -34,6 +34,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "not_stored": "No variant of the chunk has been computed in this partition.",
         "evicted": "The chunk was known, but its key-value cache has left the store.",
         "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
+        "high_cfo": "So much of the chunk would be recomputed that it is computed instead (max_cfo of the server).",
         "logprobs": "Input log-probabilities were asked for, so these positions must be computed.",
         "memory": "There was no room for the slots of the load.",
         "unsupported": "The request uses a feature that chunk reuse does not support.",

@@ -50,11 +50,13 @@ class NodeHome:
     """A tree node of the chunk's own; compared by identity.
 
     `node_key` holds the chunk's tokens, padded by the owner where pages ask for it. `node_id` is the owner's hint.
+    `variant_id` is the index's: who lives here, -1 = nobody.
     """
 
     node_key: array[int]
     namespace: str
     node_id: int = -1
+    variant_id: int = -1
 
     def __repr__(self) -> str:
         return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r}, node_id={self.node_id})"
@@ -63,12 +65,17 @@ class NodeHome:
 Home: TypeAlias = PathHome | NodeHome
 
 
+def holder_of(home: Home) -> PathTokens | NodeHome:
+    """The path or node that a home is in, which several variants may share."""
+    return home.path if isinstance(home, PathHome) else home
+
+
 @dataclass(eq=False, slots=True)
 class Variant:
     """One stored key-value cache of a chunk, computed in one context; compared by identity.
 
-    Only the `ChunkIndex` that holds it writes to it: `home`, `num_uses`, `last_use` and `statistics` change
-    while it lives.
+    Only the `ChunkIndex` that has it writes to it: `holder`, `num_uses`, `last_use`, `reuse_frequency`, `statistics`
+    change while it lives.
     """
 
     variant_id: int
@@ -79,14 +86,30 @@ class Variant:
     """Rotary position of the first token when the KV was computed."""
     generation: int
     """0 = exact; otherwise 1 + the largest generation in its context."""
-    context: tuple[bytes, ...]
-    """Keys of the chunks before it in its prompt, in order."""
-    home: Home
+    prompt_keys: tuple[bytes, ...]
+    """Keys of the chunks of its prompt, one object for all variants of the prompt."""
+    num_before: int
+    """How many of them stood in front of it."""
+    holder: PathTokens | NodeHome
+    """What keeps its KV; in a path it lies at `start`."""
     num_uses: int = 0
     last_use: int = 0
     """The index's logical clock at the last use; larger is more recent."""
+    reuse_frequency: float = 0.0
+    """f_r: uses, each weighed by how little had to be fixed (Cache-Craft section 3.3)."""
     statistics: ChunkStatistics | None = None
     """None where the server takes none, or the KV was found and not computed."""
+
+    @property
+    def home(self) -> Home:
+        """Where its KV lies."""
+        holder = self.holder
+        return PathHome(holder, self.start) if isinstance(holder, PathTokens) else holder
+
+    @property
+    def context(self) -> tuple[bytes, ...]:
+        """Keys of the chunks before it in its prompt, in order."""
+        return self.prompt_keys[: self.num_before]
 
     @property
     def is_exact(self) -> bool:
@@ -95,5 +118,5 @@ class Variant:
     def __repr__(self) -> str:
         return (
             f"Variant({self.variant_id}, key={self.key.hex()[:8]}, length={self.length}, start={self.start}, "
-            f"generation={self.generation}, num_uses={self.num_uses}, home={self.home})"
+            f"generation={self.generation}, num_uses={self.num_uses}, f_r={self.reuse_frequency:g}, home={self.home})"
         )

@@ -38,11 +38,13 @@ class Config:
     layers: int = 2
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
+    options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
         parts += ["overlap" if self.overlap else "normal", self.kind, *([self.rope] if self.rope else [])]
+        parts += [f"{name}={value}" for name, value in self.options]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
     @property
@@ -108,7 +110,8 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers)
-        local = LocalScheduler(model, chunk_cache={} if is_ours else None, tp_rank=rank, nccl_port=port, **config.flags)
+        chunk_cache = {"config": dict(config.options)} if is_ours else None
+        local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
     except BaseException:

@@ -24,7 +24,7 @@ class Recipe:
     """One way to choose rows; the options are those of the method."""
 
     method: str
-    ratio: float
+    ratio: float | None
     options: dict[str, Any]
 
 
@@ -38,7 +38,7 @@ class Run:
     reply: Reply
 
 
-def recipe(method: str, ratio: float, **options: Any) -> Recipe:
+def recipe(method: str, ratio: float | None, **options: Any) -> Recipe:
     return Recipe(method, ratio, options)
 
 
@@ -59,6 +59,12 @@ RECIPES = [
     recipe("cache-craft", 0.2),
     recipe("cache-craft", 0.4, **GROUPING),
     recipe("cache-craft", 0.4, focus_window=3),
+    recipe("cache-craft", None, alpha=0.4),
+    recipe("cache-craft", None, alpha=1.0, focus_window=2),
+    recipe("cache-craft", None, alpha=3.0),
+    recipe("h2o", None, alpha=0.6, **GROUPING),
+    recipe("epic", None, alpha=0.8),
+    recipe("random", None, alpha=0.8),
     recipe("cacheblend", 0.15),
     recipe("cacheblend", 0.5),
     recipe("cacheblend", 0.95),
@@ -98,7 +104,7 @@ SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusion
 def _options(prompt: Prompt, one: Recipe | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    how = {"method": one.method, "ratio": one.ratio, "options": one.options}
+    how = {"method": one.method, "options": one.options} | ({} if one.ratio is None else {"ratio": one.ratio})
     return {"spans": prompt.spans, **how, "explain": True}
 
 
@@ -235,7 +241,10 @@ def random_recipe(rng: Any, method: str, local: Any) -> Recipe:
     if method == "fusionrag" and rng.random() < 0.5:
         layers: Sequence[int] = sorted(rng.sample(range(num_layers), rng.randrange(1, num_layers)))
         options["layers"] = rng.choice(["all", list(layers)])
-    return Recipe(method, rng.choice([0.02, 0.1, 0.15, 0.3, 0.5, 0.8]), options)
+    ratio: float | None = rng.choice([0.02, 0.1, 0.15, 0.3, 0.5, 0.8])
+    if method in ("h2o", "cache-craft") and rng.random() < 0.4:
+        options["alpha"], ratio = rng.choice([0.2, 0.5, 1.0, 2.0]), None
+    return Recipe(method, ratio, options)
 
 
 CASES: dict[str, Callable[[Session], Any]] = {

@@ -39,6 +39,22 @@ class Chunk:
     v: Array
     outside: Array  # [chunk_len]
     received: Array
+    context: tuple[tuple[int, ...], ...]  # tokens of the chunks in front of it
+    inter: Array  # [len(context)], of the whole chunk
+    cci: float
+
+    def cfo(self, new_context: Sequence[tuple[int, ...]], alpha: float) -> float:
+        """Cache-Craft eq. 6 to 8 and 12, from their words."""
+        if not self.context:
+            beta = float(not new_context)
+        else:
+            is_common = [chunk in new_context for chunk in self.context]
+            beta = sum(self.inter[is_common]) / sum(self.inter)
+        common = [chunk for chunk in dict.fromkeys(self.context) if chunk in new_context]
+        pairs = [(a, b) for i, a in enumerate(common) for b in common[i + 1 :]]
+        discordant = [(a, b) for a, b in pairs if new_context.index(a) > new_context.index(b)]
+        gamma = len(discordant) / len(pairs) if pairs else 0.0
+        return alpha * self.cci * (1.0 - beta * (1.0 - gamma))
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,10 @@ class Result:
     focused: frozenset[int] | None = None
     chunk_mass_at: list[Array] = field(default_factory=list)
     """Per layer the mass of the question on each chunk of the prompt, summed up to that layer."""
+    cfo: dict[int, float] = field(default_factory=dict)
+    """CFO of the variant that each reused chunk came from, by the chunk's start."""
+    lowest_cfo: dict[int, float] = field(default_factory=dict)
+    """And the lowest of all exact variants, where the chunk is reused whole."""
 
     def dropped_at(self) -> dict[int, frozenset[int]]:
         """Selected positions that leave before the attention of a layer."""
@@ -96,8 +116,11 @@ def best(layer: int, scores: Scores, count: int) -> frozenset[int]:
 class Store:
     """Chunks as a server has computed them, and what it should answer."""
 
-    def __init__(self, model: Decoder, *, statistics_layers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, model: Decoder, *, statistics_layers: Sequence[int] | None = None, keeps_whole: bool = True
+    ) -> None:
         self.model = model
+        self.keeps_whole = keeps_whole  # without pages the server stores every chunk to its last token
         self._statistics_layers = range(model.num_layers) if statistics_layers is None else statistics_layers
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
 
@@ -137,10 +160,16 @@ class Store:
         shape = (self.model.num_layers, length, self.model.num_kv_heads, self.model.head_dim)
         return np.full(shape, np.nan), np.full(shape, np.nan)
 
-    def find(self, ids: Sequence[int], start: int | None, *, is_exact: bool) -> Chunk:
-        """The chunk as computed at `start`; None = wherever it was computed first."""
-        stored = self._chunks[tuple(ids)]
-        return next(c for c in stored if c.is_exact == is_exact and start in (c.start, None))
+    def find(
+        self, ids: Sequence[int], start: int | None, context: Sequence[tuple[int, ...]], *, is_exact: bool
+    ) -> Chunk:
+        """The chunk as computed at `start`, in the context that fits best; None = wherever it was computed."""
+        stored = [c for c in self._chunks[tuple(ids)] if c.is_exact == is_exact and start in (c.start, None)]
+        return min(stored, key=lambda c: c.cfo(context, 1.0))
+
+    def exact_chunks(self, ids: Sequence[int]) -> list[Chunk]:
+        """All that was computed of a chunk behind exact KV."""
+        return [c for c in self._chunks[tuple(ids)] if c.is_exact]
 
     def keep(self, ids: Sequence[int], span: Sequence[int], spans: Sequence[Sequence[int]], run: _Execution) -> None:
         """Keeps the chunk at `span` of a prompt that was computed now; tokens in the exact prefix get no statistics."""
@@ -149,12 +178,21 @@ class Store:
         rows = mean[start:end]
         earlier = [other for other in spans if other[1] <= start]
         outside = sum((rows[:, a:b].sum(axis=1) for a, b in earlier or [[0, start]]), np.zeros(end - start))
-        received = np.where(np.isnan(outside), np.nan, np.tril(rows[:, start:end], k=-1).sum(axis=0))
+        own = np.tril(rows[:, start:end], k=-1)
+        received = np.where(np.isnan(outside), np.nan, own.sum(axis=0))
         k, v = run.k[:, start:end].copy(), run.v[:, start:end].copy()
         is_exact = all(hit.start > start for hit in run.hits)
-        chunk = Chunk(start, is_exact, k, v, outside, received)
+        context = tuple(tuple(ids[a:b]) for a, b in earlier)
+        computed = ~np.isnan(outside)
+        # Sums over the tokens that were computed, as if the others were like them.
+        scale = (end - start) / computed.sum()
+        inter = np.array([rows[computed, a:b].sum() for a, b in earlier]) * scale
+        intra = own[computed].sum() * scale
+        outer = sum(mass / ((end - start) * (b - a)) for mass, (a, b) in zip(inter, earlier, strict=True))
+        cci = 0.5 if not earlier else 1 / (1 + math.exp(-outer / (intra / (end - start) ** 2))) if intra else 1.0
+        chunk = Chunk(start, is_exact, k, v, outside, received, context, inter, cci)
         stored = self._chunks.setdefault(tuple(ids[start:end]), [])
-        if not any((other.start, other.is_exact) == (start, is_exact) for other in stored):
+        if not any((c.start, c.is_exact, c.context) == (start, is_exact, context) for c in stored):
             stored.append(chunk)
 
 
@@ -167,7 +205,8 @@ class _Execution:
         self.store, self.model, self.ids = store, store.model, list(ids)
         self.method = METHODS[request["method"]]
         self.options = self.method.check_options(request.get("options", {}), "options")
-        self.ratio = self.method.effective_ratio(request["ratio"], 0.0)
+        self.options_given = request.get("options", {})
+        self.ratio = self.method.effective_ratio(request.get("ratio"), 0.0)
         self.spans: list[list[int]] = request["spans"]
         self.infos: list[dict[str, Any]] = info["chunks"]
         self.prefix_len: int = info["prefix_tokens"]
@@ -196,7 +235,7 @@ class _Execution:
         stage = self.method.stage
         if stage is Stage.BEFORE:
             rows = self.result.selected = self._ranked()
-            is_filtering = 0.0 < self.ratio < 1.0 and bool(rows)
+            is_filtering = bool(rows) and any(self._budget(hit) < 1.0 for hit in self.hits)
         else:
             rows = self.reused if sum(budgets) else frozenset()
             is_filtering = 0 < sum(budgets) < len(self.reused)
@@ -244,7 +283,17 @@ class _Execution:
     def _stored(self, hit: Hit) -> Chunk:
         info = next(info for info in self.infos if info["start"] == hit.start)
         start = hit.start - info["shift"] if self._option("shift") else None
-        return self.store.find(self.ids[hit.start : hit.end], start, is_exact=info["generation"] == 0)
+        context = [tuple(self.ids[a:b]) for a, b in self.spans if b <= hit.start]
+        ids = self.ids[hit.start : hit.end]
+        found = self.store.find(ids, start, context, is_exact=info["generation"] == 0)
+        if start is not None:  # without a shift the reply does not tell where the variant was computed
+            alpha = self._option("alpha") if "alpha" in self.options_given else 1.0
+            self.result.cfo[hit.start] = found.cfo(context, alpha)
+            if self.store.keeps_whole and info["reused_tokens"] == hit.end - hit.start:
+                self.result.lowest_cfo[hit.start] = min(
+                    (c.cfo(context, alpha) for c in self.store.exact_chunks(ids)), default=math.inf
+                )
+        return found
 
     def _segments(self) -> list[frozenset[int]]:
         """Reused positions that share one budget."""
@@ -257,12 +306,19 @@ class _Execution:
     def _ranked(self) -> frozenset[int]:
         selected: frozenset[int] = frozenset()
         for hit in self.hits:
-            count = num_rows_at(self.ratio, len(hit.positions))
+            count = num_rows_at(self._budget(hit), len(hit.positions))
             ranking = self._ranking(hit)
             chosen = self.choose(BEFORE_LAYERS, dict(zip(hit.positions, ranking, strict=True)), count)
             self.result.scores_at.setdefault(BEFORE_LAYERS, {}).update(zip(hit.positions, ranking, strict=True))
-            selected |= chosen if self.ratio == 1.0 else chosen - self._lonely(hit, chosen)
+            selected |= chosen if self._budget(hit) == 1.0 else chosen - self._lonely(hit, chosen)
         return selected
+
+    def _budget(self, hit: Hit) -> float:
+        """The share of a chunk that is recomputed, of a method that chooses before the forward."""
+        if not self.options_given.get("alpha"):
+            return self.ratio
+        self._stored(hit)
+        return min(1.0, self.result.cfo[hit.start])
 
     def _ranking(self, hit: Hit) -> Sequence[float]:
         """A number per reused token of the chunk, the largest are taken."""
@@ -276,7 +332,7 @@ class _Execution:
             drawn = self.method.rows_for_chunk(
                 hit.dst_start - hit.start,
                 len(hit.positions),
-                self.ratio,
+                self._budget(hit),
                 seed=self._option("seed"),
                 chunk_key=key,
             )

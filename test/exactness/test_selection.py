@@ -66,7 +66,7 @@ def outcome(config: Config, case: str) -> Any:
 
 def new_store(config: Config) -> Store:
     layers = ChunkCacheConfig().layers_with_statistics(config.layers)
-    return Store(model(config), statistics_layers=layers)
+    return Store(model(config), statistics_layers=layers, keeps_whole=config.page_size == 1)
 
 
 # The server's answer and the reference's, side by side.
@@ -112,7 +112,7 @@ def compare(store: Store, run: Run, where: str) -> Result:
         return result
     info = run.reply.info
     result = store.execute(run.ids, run.chunk_cache, info, follow(run))
-    where = f"{where}: {run.chunk_cache['method']} {run.chunk_cache['ratio']} {run.chunk_cache['options']}"
+    where = f"{where}: {run.chunk_cache['method']} {run.chunk_cache.get('ratio')} {run.chunk_cache['options']}"
     assert selected_by(run) == result.selected, where
     selection = info.get("selection")
     assert (selection is None) == (not result.is_filtering), where
@@ -124,8 +124,18 @@ def compare(store: Store, run: Run, where: str) -> Result:
             assert selection["focus"]["settled_at_layer"] == result.settled_at, where
             focused = selection["focus"]["chunks"]
             assert (None if focused is None else frozenset(focused)) == result.focused, where
+    compare_variants(info["chunks"], result, where)
     assert distance_to(store, run, result) < TOLERANCE, where
     return result
+
+
+def compare_variants(chunks: list[dict[str, Any]], result: Result, where: str) -> None:
+    """The reply's CFO is the paper's, and no other variant would have had a lower one."""
+    for chunk in chunks:
+        if chunk["start"] in result.cfo:
+            assert chunk["cfo"] == pytest.approx(result.cfo[chunk["start"]], rel=1e-4), where
+        if chunk["start"] in result.lowest_cfo:
+            assert chunk["cfo"] <= result.lowest_cfo[chunk["start"]] * (1 + 1e-4), where
 
 
 def compare_scores(summary: dict[str, Any] | None, result: Result, where: str) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods.options import (
+    ALPHA,
     COMMON_OPTIONS,
     ChoiceOption,
     Option,
@@ -117,6 +118,19 @@ class Method:
         """One parameter of checked `options`, or its default."""
         given = dict(options)
         return given[name] if name in given else next(o.default for o in self.options_schema if o.name == name)
+
+    def alpha_of(self, options: Options, ratio: float | None, default: float | None) -> float | None:
+        """The alpha whose CFO is the budget of each chunk; None where the budget is the ratio.
+
+        Args:
+            ratio: the request's; where it names one, the server's alpha does not apply.
+            default: the server's alpha.
+        """
+        if ALPHA not in self.own_options:
+            return None
+        alpha = self.option(options, ALPHA.name)
+        assert isinstance(alpha, float)
+        return alpha or (default if ratio is None else None) or None
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
         """Whether a model of `num_layers` can be served with these options; `path` is where method and options stand.

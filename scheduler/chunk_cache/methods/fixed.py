@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.methods.base import Method, Ranking, Rows
-from chunk_cache.methods.options import IntOption
+from chunk_cache.methods.options import ALPHA, IntOption
 
 
 class FullReuse(Method):
@@ -33,6 +33,7 @@ class Epic(Method):
     """LegoLink (EPIC): the first ceil(ratio n) tokens, where a chunk's false attention sink lies."""
 
     name = "epic"
+    own_options = (ALPHA,)
 
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         return np.arange(num_rows, dtype=np.int64)
@@ -45,7 +46,7 @@ class Random(Method):
     """
 
     name = "random"
-    own_options = (IntOption("seed", default=0, minimum=0, maximum=2**63 - 1),)
+    own_options = (IntOption("seed", default=0, minimum=0, maximum=2**63 - 1), ALPHA)
 
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         message = seed.to_bytes(8, "little") + num_reused.to_bytes(8, "little") + chunk_key

@@ -131,6 +131,9 @@ def layers_of(value: OptionValue, num_layers: int) -> tuple[int, ...]:
     return value
 
 
+ALPHA = FloatOption("alpha", default=0.0, minimum=0.0, maximum=1000.0)
+"""The budget of each chunk is its CFO, alpha x CCI x (1 - beta'), not the ratio (Cache-Craft eq. 12); 0 = off."""
+
 # Common to all methods. Off by default, because no table of ours shows a gain (docs/quality.md).
 GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 """Tokens per window of CacheClip's grouping (its paper: 8); 0 = no grouping."""

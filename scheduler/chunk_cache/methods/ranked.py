@@ -5,17 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from chunk_cache.methods.base import Method, Ranking, Rows
+from chunk_cache.methods.options import ALPHA
 
 
 class RankedMethod(Method):
     """The ceil(ratio n) tokens of each chunk with the largest statistic; ties, and tokens without one, by position."""
 
+    own_options = (ALPHA,)
+
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         if ranking is None:
             return np.arange(num_rows, dtype=np.int64)
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
-        score = np.where(np.isnan(ranking), -np.inf, ranking)
-        return np.sort(np.argsort(-score, kind="stable")[:num_rows]).astype(np.int64, copy=False)
+        score = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
+        least = np.partition(score, num_reused - num_rows)[num_reused - num_rows]
+        # All that are larger than the least one taken, and of its equals the first ones; no sort of the whole chunk.
+        is_chosen = score > least
+        is_chosen[np.flatnonzero(score == least)[: num_rows - int(is_chosen.sum())]] = True
+        return np.flatnonzero(is_chosen).astype(np.int64, copy=False)
 
 
 class CacheCraft(RankedMethod):

@@ -17,7 +17,9 @@ import torch
 
 __all__ = ["attention_mass"]
 
-_BLOCK_ELEMENTS = 1 << 22  # scores that exist at one time: 16 MiB of fp32
+# Scores that exist at one time: on a CPU what its second-level caches hold, since they are walked over several times.
+_BLOCK_ELEMENTS_CPU = 1 << 20
+_BLOCK_ELEMENTS = 1 << 22
 
 
 def attention_mass(
@@ -57,47 +59,48 @@ def attention_mass(
     """
     _check(q, k, row_positions, segment_starts)
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
+    is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
-    bounds = None if segment_starts is None else _bounds(segment_starts, kv_len, q.device)
-    by_segment = None if bounds is None else q.new_zeros(num_rows, len(bounds) - 1, dtype=torch.float32)
+    member = None if segment_starts is None else _membership(segment_starts, kv_len, q.device)
+    by_segment = None if member is None else q.new_zeros(num_rows, member.shape[1], dtype=torch.float32)
     keys = k.float().permute(1, 2, 0)  # [num_kv_heads, head_dim, kv_len]
     key_positions = torch.arange(kv_len, device=q.device)
-    block_rows = max(1, _BLOCK_ELEMENTS // (num_q_heads * kv_len))
+    elements = _BLOCK_ELEMENTS_CPU if is_cpu else _BLOCK_ELEMENTS
+    block_rows = max(1, elements // max(1, num_q_heads * kv_len))
     for start in range(0, num_rows, block_rows):
         rows = slice(start, min(start + block_rows, num_rows))
-        weights = _weights(q[rows], keys, row_positions[rows], key_positions, sm_scale, logit_cap)
-        received += weights.sum(0)
+        positions = row_positions[rows]
+        # Keys behind the last row of the block are left out where looking is free; a GPU would have to be waited for.
+        num_keys = int(positions.max()) + 1 if is_cpu else kv_len
+        first_masked = int(positions.min()) + 1 if is_cpu else 0
+        scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
+        masked = scores[..., first_masked:]
+        masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
+        weights = torch.softmax(scores, dim=-1).sum(0).div_(num_q_heads)
+        received[:num_keys] += weights.sum(0)
         if skip_self:
-            own = weights.gather(1, row_positions[rows, None])[:, 0]
-            received.index_add_(0, row_positions[rows], own, alpha=-1.0)
-        if by_segment is not None and bounds is not None:
-            # Differences of a running sum would lose small masses behind large ones; in fp64 they do not.
-            running = torch.nn.functional.pad(weights.cumsum(1, dtype=torch.float64), (1, 0))
-            by_segment[rows] = running[:, bounds].diff(dim=1).float()
+            received.index_add_(0, positions, weights.gather(1, positions[:, None])[:, 0], alpha=-1.0)
+        if by_segment is not None and member is not None:
+            torch.mm(weights, member[:num_keys], out=by_segment[rows])
     return received, by_segment
 
 
-def _weights(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    row_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    sm_scale: float,
-    logit_cap: float,
-) -> torch.Tensor:
-    """[rows, kv_len] softmax weights, mean over heads."""
+def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: float) -> torch.Tensor:
+    """[num_q_heads, rows, num_keys] fp32."""
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
-    grouped = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-    scores = torch.bmm(grouped.float(), keys).mul_(sm_scale).view(num_kv_heads, num_rows, -1, keys.shape[2])
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores = torch.bmm(grouped.float(), keys).mul_(sm_scale).view(num_q_heads, num_rows, -1)
     if logit_cap > 0:
         scores = (scores / logit_cap).tanh_().mul_(logit_cap)
-    scores.masked_fill_((key_positions > row_positions[:, None])[None, :, None], float("-inf"))
-    return torch.softmax(scores, dim=-1).sum(dim=(0, 2)).div_(num_q_heads)
+    return scores
 
 
-def _bounds(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor([*segment_starts, kv_len], device=device)
+def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
+    """[kv_len, num_segments] fp32, 1 where the key is of the segment; sums over it are products of matrices."""
+    bounds = torch.tensor([*segment_starts, kv_len], device=device)
+    keys = torch.arange(kv_len, device=device)[:, None]
+    return ((keys >= bounds[:-1]) & (keys < bounds[1:])).float()
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, row_positions: torch.Tensor, segment_starts: Sequence[int] | None) -> None:

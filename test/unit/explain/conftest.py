@@ -75,7 +75,7 @@ def _lookup(span: Span, is_missing: bool) -> Lookup:
         return Lookup(None, 0, "not_stored")
     length = span[1] - span[0]
     home = NodeHome(array("q", range(length)), "chunk")
-    return Lookup(Variant(7, b"k" * 16, length, 3, 0, (), home), length, None)
+    return Lookup(Variant(7, b"k" * 16, length, 3, 0, (), 0, home), length, None)
 
 
 @pytest.fixture

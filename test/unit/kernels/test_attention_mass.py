@@ -138,7 +138,7 @@ def test_skip_self_leaves_out_what_a_row_gives_to_its_own_key(positions):
 def test_rows_in_blocks_give_the_same(monkeypatch, block_elements):
     problem = build(67, [0, 1, 5, 31, 32, 33, 64, 66])
     whole, by_segment = attention_mass(*problem.inputs, sm_scale=0.25, segment_starts=[0, 10, 40])
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", block_elements)
     received, blocked = check(problem, segment_starts=[0, 10, 40])
     torch.testing.assert_close(received, whole, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(blocked, by_segment, atol=1e-6, rtol=1e-6)
@@ -147,17 +147,17 @@ def test_rows_in_blocks_give_the_same(monkeypatch, block_elements):
 
 def test_a_block_is_never_larger_than_its_bound(monkeypatch):
     sizes = []
-    weights = module._weights
+    scores = module._scores
 
     def watched(q, keys, *args):
         sizes.append(q.shape[0] * q.shape[1] * keys.shape[2])
-        return weights(q, keys, *args)
+        return scores(q, keys, *args)
 
-    monkeypatch.setattr(module, "_weights", watched)
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(module, "_scores", watched)
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", 1000)
     check(build(50, list(range(50))))
     assert max(sizes) <= 1000
-    assert sum(sizes) == 50 * 4 * 50
+    assert 50 * 4 * 50 / 2 < sum(sizes) < 50 * 4 * 50  # keys behind the last row of a block are left out
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])

@@ -223,7 +223,7 @@ class MethodSuite:
         lookups: list[Lookup | None] = []
         for i in range(2):
             home = NodeHome(array("q", range(32)), "chunk")
-            lookups.append(Lookup(Variant(i, bytes([i]) * 16, 32, 9, 0, (), home), 32, None))
+            lookups.append(Lookup(Variant(i, bytes([i]) * 16, 32, 9, 0, (), 0, home), 32, None))
         return make_plan(
             opts=RequestOptions(
                 spans=((4, 36), (36, 68)), method=self.method.name, ratio=ratio, options=options, explain=True

@@ -15,10 +15,17 @@ from chunk_cache.variant import NodeHome, Variant
 NOT_STORED = Lookup(None, 0, "not_stored")
 
 
-def hit(length: int, covered_len: int | None = None, *, start: int = 0, generation: int = 0) -> Lookup:
+def hit(
+    length: int,
+    covered_len: int | None = None,
+    *,
+    start: int = 0,
+    generation: int = 0,
+    unit_cfo: float | None = None,
+) -> Lookup:
     home = NodeHome(array("q", range(length)), "chunk")
-    variant = Variant(7, b"k" * 16, length, start, generation, (), home)
-    return Lookup(variant, length if covered_len is None else covered_len, None)
+    variant = Variant(7, b"k" * 16, length, start, generation, (), 0, home)
+    return Lookup(variant, length if covered_len is None else covered_len, None, unit_cfo)
 
 
 def plan_of(spans: list[Span], lookups: list[Lookup | None], **given: Any) -> RecomputePlan:

@@ -21,6 +21,11 @@ def test_every_field_can_be_given() -> None:
         "min_reuse_len": 16,
         "kernel": "torch",
         "statistics_layers": "all",
+        "eviction": "frequency-reuse",
+        "promote_uses": 3,
+        "refresh_uses": 2,
+        "alpha": 1.5,
+        "max_cfo": 0.9,
     }
     assert dataclasses.asdict(parse_config(given)) == given
     assert set(given) == {field.name for field in dataclasses.fields(Config)}

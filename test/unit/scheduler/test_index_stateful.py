@@ -5,17 +5,29 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from chunk_cache.index import ChunkIndex
 from chunk_cache.keys import Partition
+from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
+from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.victims import EVICTIONS
 
 LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))
 CHUNKS = st.integers(0, len(LENS) - 1)
+INTER = st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4)
+
+
+def some_statistics(length: int, inter: list[int]) -> ChunkStatistics:
+    """Small integers, so that many CFOs are equal."""
+    values = np.ones(length, dtype=np.float32)
+    return ChunkStatistics(values, values, np.array(inter, dtype=np.float32), 0.5 + 0.125 * (sum(inter) % 4))
 
 
 @dataclass
@@ -28,8 +40,20 @@ class Record:
     generation: int
     context: tuple[bytes, ...]
     home: Home
+    statistics: ChunkStatistics | None = None
     last_use: int = 0
     num_uses: int = 0
+    frequency: float = 0.0
+    worth: float = 0.0
+
+    def unit_cfo(self, context: list[bytes]) -> float:
+        """By the paper's equations, one after the other."""
+        if self.statistics is None:
+            cci, inter = 1.0 if self.context else 0.5, np.zeros(len(self.context))
+        else:
+            cci, inter = self.statistics.cci, self.statistics.inter
+        beta = prefix_overlap(self.context, inter, context)
+        return cci * (1.0 - adjusted_overlap(beta, order_penalty(self.context, context)))
 
 
 @dataclass
@@ -39,6 +63,8 @@ class Model:
     max_variants: int
     max_per_chunk: int
     max_path_tokens: int
+    eviction: str
+    age: float = 0.0
     records: list[Record] = field(default_factory=list)
     path_uses: dict[PathTokens, int] = field(default_factory=dict)
     next_id: int = 0
@@ -50,6 +76,7 @@ class Model:
     def use(self, record: Record) -> None:
         self.clock += 1
         record.last_use = self.clock
+        record.worth = self.age + record.frequency
         if isinstance(record.home, PathHome):
             self.path_uses[record.home.path] = self.clock
 
@@ -60,12 +87,29 @@ class Model:
         self.records = [r for r in self.records if r not in records]
         self.forget_unheld()
 
+    def order(self, record: Record) -> tuple[float, bool, int]:
+        """Of all variants, smallest goes first."""
+        worth = record.worth if self.eviction == "frequency-reuse" else 0.0
+        return worth, record.generation == 0, record.last_use
+
+    def evict(self, record: Record) -> None:
+        self.age = max(self.age, record.worth)
+        self.drop([record])
+
     def make_path_room(self, num_new: int) -> None:
         while sum(len(p) for p in self.paths()) + num_new > self.max_path_tokens:
             oldest = min(self.paths(), key=lambda p: self.path_uses[p])
             self.drop([r for r in self.records if isinstance(r.home, PathHome) and r.home.path is oldest])
 
-    def add(self, chunk: int, start: int, generation: int, context: tuple[bytes, ...], home: Home) -> int | None:
+    def add(
+        self,
+        chunk: int,
+        start: int,
+        generation: int,
+        context: tuple[bytes, ...],
+        home: Home,
+        statistics: ChunkStatistics | None,
+    ) -> int | None:
         if isinstance(home, PathHome) and len(home.path) > self.max_path_tokens:
             return None
         peers = [r for r in self.records if r.chunk == chunk]
@@ -76,6 +120,7 @@ class Model:
             return None
         if same and same[0].generation == generation:
             same[0].home = home
+            same[0].statistics = statistics or same[0].statistics
             self.use(same[0])
             self.make_path_room(0)
             self.forget_unheld()
@@ -86,12 +131,15 @@ class Model:
         self.drop(worse if generation == 0 else same)
         peers = [r for r in self.records if r.chunk == chunk]
         if len(peers) >= self.max_per_chunk:
-            self.drop([sorted(peers, key=lambda r: (-r.generation, r.last_use))[0]])
+            if self.eviction == "lru":
+                self.evict(min(peers, key=lambda r: (-r.generation, r.last_use)))
+            else:
+                self.evict(min((r for r in peers if r.generation >= generation), key=self.order))
         if isinstance(home, PathHome) and home.path not in self.paths():
             self.make_path_room(len(home.path))
         while len(self.records) >= self.max_variants:
-            self.drop([min(self.records, key=lambda r: (r.generation == 0, r.last_use))])
-        record = Record(self.next_id, chunk, start, generation, context, home)
+            self.evict(min(self.records, key=self.order))
+        record = Record(self.next_id, chunk, start, generation, context, home, statistics)
         self.next_id += 1
         self.records.append(record)
         self.use(record)
@@ -100,11 +148,14 @@ class Model:
 
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
-        max_variants=st.integers(1, 8), max_per_chunk=st.integers(1, 3), max_path_tokens=st.sampled_from((12, 30, 200))
+        max_variants=st.integers(1, 8),
+        max_per_chunk=st.integers(1, 3),
+        max_path_tokens=st.sampled_from((12, 30, 200)),
+        eviction=st.sampled_from(EVICTIONS),
     )
-    def start(self, max_variants: int, max_per_chunk: int, max_path_tokens: int) -> None:
-        self.index = ChunkIndex(max_variants, max_per_chunk, max_path_tokens)
-        self.model = Model(max_variants, max_per_chunk, max_path_tokens)
+    def start(self, max_variants: int, max_per_chunk: int, max_path_tokens: int, eviction: str) -> None:
+        self.index = ChunkIndex(max_variants, max_per_chunk, max_path_tokens, eviction)
+        self.model = Model(max_variants, max_per_chunk, max_path_tokens, eviction)
         self.stored: dict[PathTokens | NodeHome, int] = {}  # home -> leading tokens that are still in the store
 
     def resolve(self, variant: Variant | Record) -> int:
@@ -113,26 +164,46 @@ class IndexMachine(RuleBasedStateMachine):
         left = self.stored[home.path] - home.start if isinstance(home, PathHome) else self.stored[home]
         return max(0, min(length, left))
 
-    def add(self, chunk: int, start: int, generation: int, context: tuple[bytes, ...], home: Home) -> bool:
+    def add(
+        self,
+        chunk: int,
+        start: int,
+        generation: int,
+        context: tuple[bytes, ...],
+        home: Home,
+        inter: list[int] | None = None,
+    ) -> bool:
+        statistics = None if inter is None else some_statistics(LENS[chunk], inter[: len(context)])
         wanted = self.index.wants(KEYS[chunk], start=start, generation=generation, context=context)
         variant = self.index.add(
-            KEYS[chunk], length=LENS[chunk], start=start, generation=generation, context=context, home=home
+            KEYS[chunk],
+            length=LENS[chunk],
+            start=start,
+            generation=generation,
+            context=context,
+            home=home,
+            statistics=statistics,
         )
-        expected = self.model.add(chunk, start, generation, context, home)
+        expected = self.model.add(chunk, start, generation, context, home, statistics)
         assert (variant.variant_id if variant else None) == expected
         fits = not isinstance(home, PathHome) or len(home.path) <= self.index.max_path_tokens
         assert (variant is not None) == (wanted and fits)
-        assert variant is None or variant.home is home
+        assert variant is None or variant.home == home
         return variant is not None
 
-    @rule(chunks=st.lists(CHUNKS, min_size=1, max_size=4), system_len=st.integers(0, 2), tail_len=st.integers(0, 3))
-    def remember_exact_prompt(self, chunks: list[int], system_len: int, tail_len: int) -> None:
+    @rule(
+        chunks=st.lists(CHUNKS, min_size=1, max_size=4),
+        system_len=st.integers(0, 2),
+        tail_len=st.integers(0, 3),
+        inter=INTER,
+    )
+    def remember_exact_prompt(self, chunks: list[int], system_len: int, tail_len: int, inter: list[int] | None) -> None:
         total = system_len + sum(LENS[c] for c in chunks) + tail_len
         path = PathTokens(array("q", range(total)), Partition())
         self.stored[path] = total
         start, context = system_len, ()
         for chunk in chunks:
-            self.add(chunk, start, 0, context, PathHome(path, start))
+            self.add(chunk, start, 0, context, PathHome(path, start), inter)
             start, context = start + LENS[chunk], (*context, KEYS[chunk])
 
     @rule(
@@ -141,11 +212,14 @@ class IndexMachine(RuleBasedStateMachine):
         generation=st.integers(0, 3),
         context=st.lists(CHUNKS, max_size=2),
         padding=st.integers(0, 2),
+        inter=INTER,
     )
-    def remember_node(self, chunk: int, start: int, generation: int, context: list[int], padding: int) -> None:
+    def remember_node(
+        self, chunk: int, start: int, generation: int, context: list[int], padding: int, inter: list[int] | None
+    ) -> None:
         home = NodeHome(array("q", range(LENS[chunk] + padding)), "chunk")
         self.stored[home] = LENS[chunk]
-        self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home)
+        self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter)
 
     @rule(data=st.data())
     def store_evicts(self, data: st.DataObject) -> None:
@@ -153,27 +227,52 @@ class IndexMachine(RuleBasedStateMachine):
             home = data.draw(st.sampled_from(list(self.stored)))
             self.stored[home] = data.draw(st.integers(0, self.stored[home]))
 
-    @rule(chunk=CHUNKS, max_generation=st.none() | st.integers(0, 3), use=st.booleans())
-    def look_up(self, chunk: int, max_generation: int | None, use: bool) -> None:
-        peers = sorted((r for r in self.model.records if r.chunk == chunk), key=lambda r: (r.generation, -r.last_use))
+    @rule(
+        chunk=CHUNKS,
+        max_generation=st.none() | st.integers(0, 3),
+        use=st.none() | st.sampled_from((0.25, 1.0, 4.0)),
+        context=st.none() | st.lists(CHUNKS, max_size=4),
+    )
+    def look_up(self, chunk: int, max_generation: int | None, use: float | None, context: list[int] | None) -> None:
+        new = None if context is None else [KEYS[c] for c in context]
+        peers = [r for r in self.model.records if r.chunk == chunk]
+        # Rounded, because the order of a sum may decide the last bit and with it a tie.
+        cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(new), 9) for r in peers}
+        peers.sort(key=lambda r: (cfo[r.variant_id], r.generation, -r.last_use))
         allowed = [r for r in peers if max_generation is None or r.generation <= max_generation]
         covered = [self.resolve(r) for r in allowed]
-        found = self.index.lookup(KEYS[chunk], self.resolve, max_generation=max_generation)
+        found = self.index.lookup(KEYS[chunk], self.resolve, context=new, max_generation=max_generation)
 
-        full = LENS[chunk] in covered
-        seen = allowed[: covered.index(LENS[chunk])] if full else allowed
-        self.model.drop([r for r in seen if self.resolve(r) == 0])
+        shares = [1.0 - (1.0 - cfo[r.variant_id]) * c / LENS[chunk] for r, c in zip(allowed, covered, strict=True)]
+        stored = [i for i in range(len(allowed)) if covered[i]]
+        # It stops where nothing better can come, and has then forgotten what it found gone until there.
+        num_seen = 0
+        while num_seen < len(allowed) and not any(
+            shares[i] <= cfo[allowed[num_seen].variant_id] for i in stored if i < num_seen
+        ):
+            num_seen += 1
+        self.model.drop([r for r in allowed[:num_seen] if self.resolve(r) == 0])
         if not any(covered):
             reason = "not_stored" if not peers else "generation_limit" if len(allowed) < len(peers) else "evicted"
             assert (found.variant, found.covered_len, found.reason) == (None, 0, reason)
             return
-        best = allowed[covered.index(max(covered))]
+        at = min(stored, key=lambda i: (shares[i], i))
+        best = allowed[at]
         assert found.variant is not None
-        assert (found.variant.variant_id, found.covered_len, found.reason) == (best.variant_id, max(covered), None)
-        if use:
-            assert self.index.touch(found.variant)
-            self.model.use(best)
+        assert (found.variant.variant_id, found.covered_len, found.reason) == (best.variant_id, covered[at], None)
+        assert found.unit_cfo == (None if new is None else pytest.approx(cfo[best.variant_id]))
+        if use is not None:
+            assert self.index.touch(found.variant, use)
             best.num_uses += 1
+            best.frequency += use
+            self.model.use(best)
+
+    @rule(turnovers=st.sampled_from((0.25, 1.0)))
+    def store_turns_over(self, turnovers: float) -> None:
+        self.index.advance_age(turnovers)
+        if self.model.eviction == "frequency-reuse":
+            self.model.age += turnovers
+        assert self.index.age == (0.0 if self.model.eviction == "lru" else self.model.age)
 
     @rule(variant_id=st.integers(0, 20))
     def discard(self, variant_id: int) -> None:
@@ -199,14 +298,15 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.index.check_integrity(self.resolve)
-        records = sorted(self.model.records, key=lambda r: (r.generation == 0, r.last_use))
+        records = sorted(self.model.records, key=self.model.order)
         assert [
-            (v.variant_id, v.key, v.start, v.generation, v.context, id(v.home), v.last_use, v.num_uses)
+            (v.variant_id, v.key, v.start, v.generation, v.context, v.home, v.last_use, v.reuse_frequency)
             for v in self.index
         ] == [
-            (r.variant_id, KEYS[r.chunk], r.start, r.generation, r.context, id(r.home), r.last_use, r.num_uses)
+            (r.variant_id, KEYS[r.chunk], r.start, r.generation, r.context, r.home, r.last_use, r.frequency)
             for r in records
         ]
+        assert [v.num_uses for v in self.index] == [r.num_uses for r in records]
         assert self.index.num_chunks == len({r.chunk for r in records})
         assert self.index.num_path_tokens == sum(len(p) for p in self.model.paths())
 

@@ -187,12 +187,11 @@ def test_reply_is_plain_json_and_explain_only_adds() -> None:
     assert json.loads(json.dumps(reply)) == reply
     assert json.loads(json.dumps(explained)) == explained
     assert reply["chunks"] == [
-        {"start": 0, "end": 40, "status": "hit", "reason": None},
+        {"start": 0, "end": 40, "status": "hit", "reason": None, "variant": 7, "cfo": None},
         {"start": 40, "end": 50, "status": "miss", "reason": "not_stored"},
     ]
     assert explained["explain"] == str(plan)
     assert explained["chunks"][0] == reply["chunks"][0] | {  # type: ignore[index]
-        "variant": 7,
         "generation": 0,
         "reused_tokens": 40,
         "shift": -3,
@@ -209,7 +208,7 @@ def test_plan_is_frozen_and_prints_as_a_table() -> None:
     text = str(plan)
     assert text.splitlines()[0] == "prompt 100 = prefix 0 + reused 40 + computed 60; load [0, 40)"
     assert text.splitlines()[1] == "rows 66; recomputed 6, computed 60; method epic, ratio 0.15, fallback -"
-    assert text.splitlines()[3].split() == ["0", "40", "hit", "-", "7", "0", "0", "40", "-3"]
+    assert text.splitlines()[3].split() == ["0", "40", "hit", "-", "7", "0", "-", "0", "40", "-3"]
     assert text.splitlines()[4].split() == ["40", "50", "miss", "not_stored"]
     assert len({len(line) for line in text.splitlines()[2:4]}) == 1
 

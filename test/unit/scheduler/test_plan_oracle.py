@@ -37,10 +37,39 @@ class Case:
     page_size: int
     min_reuse_len: int
     rankings: list[npt.NDArray[np.float32] | None] | None = None
+    alpha: float | None = None
+    max_cfo: float | None = None
 
     @property
     def method(self) -> Method:
         return METHODS[self.opts.method or self.default_method]
+
+    @property
+    def own_alpha(self) -> float | None:
+        """The alpha whose CFO is the budget; None = the ratio is."""
+        if "alpha" not in [option.name for option in self.method.options_schema]:
+            return None
+        given = dict(self.opts.options).get("alpha")
+        if given:
+            assert isinstance(given, float)
+            return given
+        return self.alpha if self.opts.ratio is None and self.alpha else None
+
+    def cfo(self, i: int) -> float | None:
+        lookup = self.lookups[i]
+        if lookup is None or lookup.unit_cfo is None:
+            return None
+        alphas = [a for a in (self.own_alpha, self.alpha, 1.0) if a is not None]
+        return alphas[0] * lookup.unit_cfo
+
+    def budget(self, i: int) -> float:
+        """The share of chunk i that is recomputed, of a method that chooses before the forward."""
+        cfo = self.cfo(i)
+        return self.ratio if self.own_alpha is None or cfo is None else min(1.0, cfo)
+
+    @property
+    def is_explicit(self) -> bool:
+        return self.opts.method is not None or self.opts.ratio is not None
 
     @property
     def ratio(self) -> float:
@@ -86,6 +115,8 @@ def cases(draw: st.DrawFn, *, mostly_hits: bool = False) -> Case:
         max_prefix_len=prompt_len - 1 if mostly_hits else draw(st.integers(0, prompt_len) | st.just(prompt_len - 1)),
         page_size=page_size,
         min_reuse_len=draw(st.sampled_from((0, 1, 5) if mostly_hits else (0, 1, 5, 12))),
+        alpha=draw(st.none() | st.sampled_from((0.0, 0.5, 3.0))),
+        max_cfo=draw(st.none() | st.sampled_from((0.0, 0.6))),
         rankings=draw(st.none() | st.tuples(*(a_ranking(end - start) for start, end in spans)).map(list)),
     )
 
@@ -103,7 +134,8 @@ def a_lookup(draw: st.DrawFn, span: Span, i: int) -> Lookup:
         return Lookup(None, 0, draw(st.sampled_from(("not_stored", "evicted", "generation_limit"))))
     home = NodeHome(array("q", range(length)), "chunk")
     start, generation = draw(st.integers(0, 100)), draw(st.integers(0, 3))
-    return Lookup(Variant(i, b"k" * 16, length, start, generation, (), home), covered_len, None)
+    unit_cfo = draw(st.none() | st.sampled_from((0.0, 0.25, 0.7, 1.0)))
+    return Lookup(Variant(i, b"k" * 16, length, start, generation, (), 0, home), covered_len, None, unit_cfo)
 
 
 @dataclass
@@ -119,7 +151,7 @@ class Oracle:
         self.load_end = case.prefix_len
         alive = set()
         for i, lookup in enumerate(case.lookups):
-            if case.opts.mode == "auto" and lookup is not None and lookup.variant is not None:
+            if case.opts.mode == "auto" and lookup is not None and lookup.variant is not None and not self.is_costly(i):
                 alive.add(i)
         while True:
             wanted = {p: i for i in alive for p in self.tokens(i)}
@@ -127,10 +159,14 @@ class Oracle:
             self.load_end = max(case.prefix_len, end - end % case.page_size)
             self.brought_in = {p: i for p, i in wanted.items() if p < self.load_end}
             counts = {i: list(self.brought_in.values()).count(i) for i in alive}
-            short = {i for i in alive if counts[i] < max(1, case.min_reuse_len)}
+            short = {i for i in alive if counts[i] < (1 if case.is_explicit else max(1, case.min_reuse_len))}
             if not short:
                 return
             alive -= short
+
+    def is_costly(self, i: int) -> bool:
+        cfo, limit = self.case.cfo(i), self.case.max_cfo
+        return cfo is not None and limit is not None and cfo > limit and not self.case.is_explicit
 
     def tokens(self, i: int) -> list[int]:
         """The positions chunk i could bring in if there were no pages."""
@@ -157,6 +193,8 @@ class Oracle:
         if all(p < case.prefix_len for p in stored):
             return Status.MISS, "not_stored"
         last = min(case.max_prefix_len, case.prompt_len - 1)
+        if self.is_costly(i) and max(start, case.prefix_len) < last:
+            return Status.SKIPPED, "high_cfo"
         return Status.SKIPPED, "prompt_end" if any(p >= last for p in stored) else "too_short"
 
 
@@ -182,19 +220,21 @@ class RowsOracle:
     def chosen_before(self, i: int) -> list[int]:
         """The rows of chunk i, one token at a time."""
         case, positions = self.case, self.positions(i)
-        num_rows = num_rows_at(case.ratio, len(positions))
+        num_rows = num_rows_at(case.budget(i), len(positions))
         if case.method.statistic is not None:
             chosen = sorted(positions, key=lambda p: (-self.worth(i, p), p))[:num_rows]
         elif case.method.name == "random":
             seed = dict(case.opts.options).get("seed", 0)
-            rows = case.method.rows_for_chunk(0, len(positions), case.ratio, seed=seed, chunk_key=case.chunk_keys[i])
+            rows = case.method.rows_for_chunk(
+                0, len(positions), case.budget(i), seed=seed, chunk_key=case.chunk_keys[i]
+            )
             chosen = [positions[row] for row in rows.tolist()]
         else:
             chosen = positions[:num_rows]
         size, threshold = case.option("group_size"), case.option("group_threshold")
         assert isinstance(size, int)
         assert isinstance(threshold, int)
-        if size == 0 or case.ratio == 1.0:
+        if size == 0 or case.budget(i) == 1.0:
             return sorted(chosen)
         start, end = case.opts.spans[i]
         kept = []
@@ -225,7 +265,8 @@ class RowsOracle:
     def selection(self, num_recomputed: int) -> Selection | None:
         case = self.case
         if case.method.stage is Stage.BEFORE:
-            is_due = case.option("focus_window") != 0 and 0 < case.ratio < 1 and num_recomputed > 0
+            some_left = any(case.budget(i) < 1 for i in self.hits)
+            is_due = case.option("focus_window") != 0 and some_left and num_recomputed > 0
             segments = []
         else:
             is_due = 0 < num_recomputed < len(self.brought_in)
@@ -245,7 +286,10 @@ def test_plan_equals_the_oracle(case: Case) -> None:
         positions = sorted(p for p, owner in oracle.brought_in.items() if owner == i)
         assert positions == list(range(chunk.dst_start, chunk.dst_end))
     assert plan.num_reused == len(oracle.brought_in)
-    assert (plan.method, plan.ratio) == (case.method.name, case.ratio)
+    share = plan.num_recomputed / plan.num_reused if plan.num_reused else 0.0
+    assert (plan.method, plan.ratio) == (case.method.name, case.ratio if case.own_alpha is None else share)
+    for i, chunk in enumerate(plan.chunks):
+        assert chunk.cfo == (case.cfo(i) if chunk.num_reused else None)
     for chunk in (c for c in plan.chunks if c.num_reused):
         lookup = case.lookups[plan.chunks.index(chunk)]
         assert lookup is not None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
         "explain": draw(st.booleans()),
     }
     dropped = draw(st.sets(st.sampled_from(sorted(set(value) - ({"method"} if options else set())))))
+    if options.get("alpha"):
+        dropped.add("ratio")  # the budget is one or the other
     return {key: item for key, item in value.items() if key not in dropped}
 
 
@@ -53,6 +56,15 @@ def test_round_trip_is_exact(value: dict[str, Any]) -> None:
         if name in value:
             assert getattr(opts, name) == value[name]
     assert hash(opts) == hash(loads(text))
+
+
+def test_ratio_and_alpha_are_two_budgets() -> None:
+    path = re.escape(
+        f"{DEFAULT_PATH}.options.alpha: given beside a ratio, which says the same budget; give one of them"
+    )
+    with pytest.raises(ChunkCacheRequestError, match=path):
+        parse_request({"method": "cache-craft", "ratio": 0.5, "options": {"alpha": 1.0}})
+    assert parse_request({"method": "cache-craft", "ratio": 0.5, "options": {"alpha": 0}}).ratio == 0.5
 
 
 def test_empty_object_means_the_defaults() -> None:

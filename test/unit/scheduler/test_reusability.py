@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from chunk_cache.reusability import (
     adjusted_overlap,
     context_impact,
+    first_places,
     fix_overhead,
     num_tokens_to_fix,
     order_penalty,
     prefix_overlap,
+    unit_cfo,
     use_weight,
 )
 
@@ -126,3 +128,11 @@ def test_overhead_by_hand() -> None:
     assert [num_tokens_to_fix(cfo, 10) for cfo in (0.0, 0.01, 0.5, 1.0, 7.0)] == [0, 1, 5, 10, 10]
     assert use_weight(0.25, 100) == 4.0
     assert use_weight(0.0, 100) == 100.0
+
+
+@given(context_with_mass(), contexts, st.floats(0.5, 1.0))
+def test_unit_cfo_is_what_its_parts_say(drawn: tuple[list[int], np.ndarray], new: list[int], cci: float) -> None:
+    context, inter = drawn
+    beta = prefix_overlap(context, inter, new)
+    expected = fix_overhead(1.0, cci, adjusted_overlap(beta, order_penalty(context, new)))
+    assert unit_cfo(cci, context, inter, first_places(new)) == pytest.approx(expected)

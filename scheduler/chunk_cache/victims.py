@@ -1,0 +1,201 @@
+"""Victim orders: which variant goes first when the index is full.
+
+    LruOrder         derived before exact, each least recently used first
+    FrequencyOrder   least worth first, then as above; a variant's worth is its reuse frequency f_r plus the age at its
+                     last use. The age is at least the worth of the last victim, and grows by one when the store that
+                     holds the KV was turned over once. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that
+                     of LFU with dynamic aging, Arlitt et al. 2000: without it a newcomer goes before anything that was
+                     ever used, and what was popular once stays for ever.)
+
+The owner says `add`, `touch` and `remove`; `first` names the victim. No wall clock, so every rank agrees.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias
+
+from chunk_cache.variant import Variant
+
+_Entry: TypeAlias = tuple[float, bool, int, int]
+
+
+class VictimOrder(Protocol):
+    """All variants of an index, in the order in which they go."""
+
+    age: float
+    """What a newcomer is worth; 0 where worth plays no part."""
+
+    def advance_age(self, amount: float) -> None: ...
+
+    def worth(self, variant: Variant) -> float:
+        """What the variant is worth now, in the unit of `age`."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Variant]: ...
+
+    def get(self, variant_id: int) -> Variant | None: ...
+
+    def add(self, variant: Variant) -> None: ...
+
+    def touch(self, variant: Variant) -> None:
+        """`last_use` or `reuse_frequency` have changed."""
+
+    def remove(self, variant: Variant) -> None: ...
+
+    def forget(self, variant: Variant) -> None:
+        """As `remove`, of a victim."""
+
+    def first(self) -> Variant:
+        """The victim; there must be one."""
+
+    def order(self, variant: Variant) -> tuple[float, ...]:
+        """Smaller goes earlier; to compare some variants with each other."""
+
+    def clear(self) -> None: ...
+
+    def check_integrity(self, clock: int) -> None:
+        """Raises an `AssertionError` where the order is not what it should be."""
+
+
+class LruOrder:
+    """See the head of this file; every operation is O(1)."""
+
+    age = 0.0
+
+    def advance_age(self, amount: float) -> None:
+        """Recency needs no age."""
+
+    def __init__(self) -> None:
+        self._exact: OrderedDict[int, Variant] = OrderedDict()
+        self._derived: OrderedDict[int, Variant] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._exact) + len(self._derived)
+
+    def __iter__(self) -> Iterator[Variant]:
+        yield from self._derived.values()
+        yield from self._exact.values()
+
+    def get(self, variant_id: int) -> Variant | None:
+        return self._exact.get(variant_id) or self._derived.get(variant_id)
+
+    def add(self, variant: Variant) -> None:
+        self._kind(variant)[variant.variant_id] = variant
+
+    def touch(self, variant: Variant) -> None:
+        self._kind(variant).move_to_end(variant.variant_id)
+
+    def remove(self, variant: Variant) -> None:
+        del self._kind(variant)[variant.variant_id]
+
+    forget = remove
+
+    def first(self) -> Variant:
+        return next(iter(self))
+
+    def worth(self, variant: Variant) -> float:
+        return 0.0
+
+    def order(self, variant: Variant) -> tuple[float, ...]:
+        return -variant.generation, variant.last_use
+
+    def clear(self) -> None:
+        self._exact.clear()
+        self._derived.clear()
+
+    def check_integrity(self, clock: int) -> None:
+        for name, kind, exact in (("exact", self._exact, True), ("derived", self._derived, False)):
+            previous = 0
+            for variant_id, variant in kind.items():
+                assert variant.variant_id == variant_id, f"{variant} is listed as {variant_id}"
+                assert variant.is_exact == exact, f"{variant} is listed as {name}"
+                assert previous < variant.last_use <= clock, f"{variant} is out of order in {name}"
+                previous = variant.last_use
+
+    def _kind(self, variant: Variant) -> OrderedDict[int, Variant]:
+        return self._exact if variant.is_exact else self._derived
+
+
+class FrequencyOrder:
+    """See the head of this file; every operation is O(log variants), amortised. `age` never falls."""
+
+    def __init__(self) -> None:
+        self.age = 0.0
+        self._variants: dict[int, Variant] = {}
+        self._current: dict[int, _Entry] = {}
+        self._heap: list[_Entry] = []  # with entries that are no longer current, dropped when they come to the top
+
+    def advance_age(self, amount: float) -> None:
+        assert amount >= 0.0, f"the age falls by {-amount}"
+        self.age += amount
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def __iter__(self) -> Iterator[Variant]:
+        for *_, variant_id in sorted(self._current.values()):
+            yield self._variants[variant_id]
+
+    def get(self, variant_id: int) -> Variant | None:
+        return self._variants.get(variant_id)
+
+    def add(self, variant: Variant) -> None:
+        self._variants[variant.variant_id] = variant
+        self.touch(variant)
+
+    def touch(self, variant: Variant) -> None:
+        entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant.variant_id)
+        self._current[variant.variant_id] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._variants) + 64:
+            self._heap = list(self._current.values())
+            heapq.heapify(self._heap)
+
+    def remove(self, variant: Variant) -> None:
+        del self._variants[variant.variant_id]
+        del self._current[variant.variant_id]
+
+    def forget(self, variant: Variant) -> None:
+        self.age = max(self.age, self._current[variant.variant_id][0])
+        self.remove(variant)
+
+    def first(self) -> Variant:
+        while self._current.get(self._heap[0][3]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._variants[self._heap[0][3]]
+
+    def worth(self, variant: Variant) -> float:
+        return self._current[variant.variant_id][0]
+
+    def order(self, variant: Variant) -> tuple[float, ...]:
+        return self._current[variant.variant_id]
+
+    def clear(self) -> None:
+        self._variants.clear()
+        self._current.clear()
+        self._heap.clear()
+
+    def check_integrity(self, clock: int) -> None:
+        assert self._current.keys() == self._variants.keys(), "an order without its variant, or the reverse"
+        assert set(self._current.values()) <= set(self._heap), "a variant is not in the heap"
+        for variant_id, (worth, is_exact, last_use, of) in self._current.items():
+            variant = self._variants[variant_id]
+            assert (variant.variant_id, variant.is_exact) == (of, is_exact), f"{variant} is listed as {variant_id}"
+            assert 0 < last_use == variant.last_use <= clock, f"{variant} was used at {last_use}"
+            assert variant.reuse_frequency <= worth <= self.age + variant.reuse_frequency + 1e-9, (
+                f"{variant} is worth {worth}"
+            )
+
+
+EVICTIONS = ("lru", "frequency-reuse")
+"""Names of the orders in `--chunk-cache-config`."""
+
+
+def victim_order(eviction: str) -> VictimOrder:
+    """A new order by its name, one of `EVICTIONS`."""
+    assert eviction in EVICTIONS, f"unknown eviction {eviction!r}"
+    return LruOrder() if eviction == "lru" else FrequencyOrder()

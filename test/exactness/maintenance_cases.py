@@ -1,0 +1,80 @@
+"""What the store does by itself, as scenarios for `exactness.runner`: promotion, idle refresh, eviction by reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.variant import NodeHome
+from exactness.cases import Prompt, Session
+from local_scheduler import Reply
+
+__all__ = ["CASES", "Session"]
+
+
+def variants_of(s: Session, chunk: list[int]) -> list[Any]:
+    key = chunk_key(Partition(), chunk)
+    return [variant for variant in s.local.cache._index if variant.key == key]
+
+
+def use(s: Session, chunk: list[int], **fields: Any) -> Reply:
+    """The chunk behind a new one, so that it is never an exact prefix."""
+    (reply,) = s.send(s.prompt([s.tokens(7), chunk]), **fields)
+    return reply
+
+
+def case_promotion(s: Session) -> dict[str, Any]:
+    """A popular chunk at the end of a long prompt, used until it is promoted and on; the pool is filled meanwhile."""
+    *cold, popular = s.chunks(60, 60, 60, 33)
+    s.send(s.prompt([*cold, popular], question=20), max_new_tokens=1)
+    (variant,) = variants_of(s, popular)
+    probe = s.prompt([s.tokens(7), popular])
+    homes, replies = [type(variant.home)], []
+    for _ in range(3):
+        replies += s.send(probe, ratio=0.0, options={"explain": True})
+        homes.append(type(variant.home))
+    for _ in range(8 * s.local.scheduler.max_total_num_tokens // 600):  # what was used twice lasts for four turnovers
+        plain_prompts(s, 3)
+        replies += s.send(probe, ratio=0.0, options={"explain": True})
+    return {
+        "homes": [home is NodeHome for home in homes],
+        "replies": replies,
+        "left_of_path": [s.local.cache._store.resolve(v) for chunk in cold for v in variants_of(s, chunk)],
+        "variant": variant.variant_id,
+    }
+
+
+def case_refresh(s: Session) -> dict[str, Any]:
+    """A chunk that a fused request computed: derived; used twice, then the server is idle."""
+    stored, missed = s.chunks(40, 30)
+    s.prime([stored])
+    (fused,) = s.send(s.prompt([s.tokens(5), stored, missed]), ratio=0.3)
+    (derived,) = variants_of(s, missed)
+    generations = [derived.generation]
+    for _ in range(2):
+        use(s, missed, ratio=0.3)
+    s.local.generate([])  # idle: nothing to answer
+    after = [(v.generation, v.context) for v in variants_of(s, missed)]
+    (hit,) = s.send(s.prompt([s.tokens(6), missed]), options={"explain": True})
+    return {"fused": fused, "generations": generations, "after": after, "context": derived.context, "hit": hit}
+
+
+def case_frequency(s: Session) -> list[str]:
+    """One chunk is used often, then more plain text comes by than the pool holds; is the chunk still there?"""
+    (popular,) = s.chunks(50)
+    s.prime([popular])
+    for _ in range(6):
+        use(s, popular)
+    plain_prompts(s, 2 * s.local.scheduler.max_total_num_tokens // 200)
+    return s.statuses(use(s, popular))
+
+
+def plain_prompts(s: Session, num: int) -> None:
+    for _ in range(num):
+        s.send(Prompt().text(s.tokens(200)), marked=False, max_new_tokens=1)
+
+
+CASES: dict[str, Callable[[Session], Any]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}

@@ -1,0 +1,67 @@
+"""What the store does by itself: popular variants are promoted, made exact while idle, and outlive what is not used."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from exactness.maintenance_cases import CASES
+from exactness.runner import Config, run_cases
+
+pytestmark = pytest.mark.slow
+
+EVERYTHING = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
+PROMOTING = (("promote_uses", 2),)
+NOTHING = (("promote_uses", 0),)
+REFRESHING = (("refresh_uses", 2),)
+
+
+@cache
+def outcomes(config: Config) -> dict[str, Any]:
+    return run_cases(config, is_ours=True, names=list(CASES), module="exactness.maintenance_cases")
+
+
+def outcome(case: str, options: tuple[tuple[str, Any], ...], **fields: Any) -> Any:
+    value = outcomes(Config(max_total_tokens=2048, options=options, **fields))[case]
+    assert not isinstance(value, str), value
+    return value
+
+
+@pytest.mark.parametrize(("options", "page_size"), [(EVERYTHING, 1), (PROMOTING, 16)])
+def test_a_popular_variant_is_promoted_and_its_path_goes(options: Any, page_size: int) -> None:
+    found = outcome("promotion", options, page_size=page_size)
+    assert found["homes"] == [False, False, True, True]
+    first, *others = found["replies"]
+    for reply in others:
+        assert reply.info["chunks"][1]["status"] == "hit"
+        assert reply.info["chunks"][1]["variant"] == found["variant"]
+        assert reply.output_ids == first.output_ids
+        assert reply.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    assert sum(found["left_of_path"]) == 0
+
+
+def test_without_promotion_the_path_stays_as_long_as_the_variant_is_used() -> None:
+    found = outcome("promotion", NOTHING)
+    assert found["homes"] == [False] * 4
+    assert found["left_of_path"] == [60, 60, 60]
+
+
+@pytest.mark.parametrize(("options", "tp_size"), [(EVERYTHING, 1), (REFRESHING, 2)])
+def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, tp_size: int) -> None:
+    found = outcome("refresh", options, tp_size=tp_size)
+    assert found["generations"] == [1]
+    assert found["after"] == [(0, found["context"])]
+    chunk = found["hit"].info["chunks"][1]
+    assert (chunk["status"], chunk["generation"]) == ("hit", 0)
+
+
+def test_nothing_is_refreshed_unless_asked_for() -> None:
+    found = outcome("refresh", NOTHING)
+    assert [generation for generation, _ in found["after"]] == [1]
+
+
+def test_eviction_by_frequency_keeps_what_is_reused() -> None:
+    assert outcome("frequency", EVERYTHING) == ["miss", "hit"]
+    assert outcome("frequency", NOTHING) == ["miss", "miss"]
