@@ -18,8 +18,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from chunk_cache.paths import PathLedger
 from chunk_cache.reusability import first_places, unit_cfo
 from chunk_cache.statistics import ChunkStatistics
@@ -460,9 +458,13 @@ def cfo_of(variant: Variant, place: Mapping[Hashable, int]) -> float:
     Of a variant without statistics nothing is known but its context: CCI is 1, its context chunks count alike.
     """
     statistics = variant.statistics
+    if variant.num_before and place.keys().isdisjoint(variant.prompt_keys):  # most variants, so it is asked first
+        return 1.0 if statistics is None else statistics.cci
+    context = variant.context
     if statistics is None:
-        return unit_cfo(1.0 if variant.context else 0.5, variant.context, np.zeros(len(variant.context)), place)
-    return unit_cfo(statistics.cci, variant.context, statistics.inter, place)
+        return unit_cfo(1.0 if context else 0.5, context, [0.0] * len(context), place)
+    inter, cci = statistics.of_context()
+    return unit_cfo(cci, context, inter, place)
 
 
 def _check_new(length: int, start: int, generation: int, home: Home) -> None:

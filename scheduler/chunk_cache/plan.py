@@ -250,9 +250,20 @@ def make_plan(
     scale = next((a for a in (budget_alpha, alpha) if a is not None), 1.0)
     if opts.names_method:
         min_reuse_len, max_cfo = 1, None
+    rankings = rankings or [None] * num_chunks
+    rules = _Rules(
+        mode=opts.mode,
+        prefix_len=prefix_len,
+        limit=limit,
+        limit_reason=limit_reason,
+        alpha=scale,
+        max_cfo=max_cfo,
+        is_shifted=bool(opts.option(SHIFT.name, SHIFT.default)),
+        statistic=method.statistic,
+    )
     chunks = [
-        _plan_chunk(span, lookup, opts, prefix_len, limit, limit_reason, scale, max_cfo)
-        for span, lookup in zip(opts.spans, lookups, strict=True)
+        _plan_chunk(span, lookup, ranking, rules)
+        for span, lookup, ranking in zip(opts.spans, lookups, rankings, strict=True)
     ]
     is_cut = [
         lookup is not None and span[0] + lookup.covered_len > limit
@@ -260,7 +271,6 @@ def make_plan(
     ]
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
     ratio = method.effective_ratio(opts.ratio, default_ratio)
-    rankings = rankings or [None] * num_chunks
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
     chosen = choose_rows(
@@ -311,18 +321,23 @@ def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
     )
 
 
-def _plan_chunk(
-    span: Span,
-    lookup: Lookup | None,
-    opts: RequestOptions,
-    prefix_len: int,
-    limit: int,
-    limit_reason: str,
-    alpha: float,
-    max_cfo: float | None,
-) -> ChunkPlan:
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What is the same for all chunks of one request."""
+
+    mode: str
+    prefix_len: int
+    limit: int
+    limit_reason: str
+    alpha: float
+    max_cfo: float | None
+    is_shifted: bool
+    statistic: str | None
+
+
+def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rules: _Rules) -> ChunkPlan:
     """One chunk by itself, before the load is rounded to pages."""
-    (start, end), mode = span, opts.mode
+    (start, end), mode, prefix_len, limit = span, rules.mode, rules.prefix_len, rules.limit
     if end <= prefix_len:
         return _without_load(start, end, Status.PREFIX, None)
     if mode == "off":
@@ -340,9 +355,9 @@ def _plan_chunk(
     if stored_end <= dst_start:
         return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
     if limit <= dst_start:
-        return _without_load(start, end, Status.SKIPPED, limit_reason)
-    cfo = None if lookup.unit_cfo is None else alpha * lookup.unit_cfo
-    if cfo is not None and max_cfo is not None and cfo > max_cfo:
+        return _without_load(start, end, Status.SKIPPED, rules.limit_reason)
+    cfo = None if lookup.unit_cfo is None else rules.alpha * lookup.unit_cfo
+    if cfo is not None and rules.max_cfo is not None and cfo > rules.max_cfo:
         return _without_load(start, end, Status.SKIPPED, "high_cfo")
     return ChunkPlan(
         start=start,
@@ -353,8 +368,10 @@ def _plan_chunk(
         dst_start=dst_start,
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
-        shift=(start - variant.start) if opts.option(SHIFT.name, SHIFT.default) else 0,
+        shift=(start - variant.start) if rules.is_shifted else 0,
         cfo=cfo,
+        # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
+        ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,
     )
 
 
@@ -395,7 +412,7 @@ def _budget(chunk: ChunkPlan, ratio: float) -> float:
 
 
 def _note_ranking(chunk: ChunkPlan, ranking: Ranking | None, statistic: str) -> ChunkPlan:
-    if not chunk.num_reused:
+    if not chunk.num_reused or chunk.ranked_by is not None:
         return chunk
     used = None if ranking is None else ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
     return replace(chunk, ranked_by="position" if used is None or np.isnan(used).all() else statistic)

@@ -81,10 +81,10 @@ def adjusted_overlap(beta: float, gamma: float) -> float:
 
 def first_places(new_context: Context) -> dict[Hashable, int]:
     """Where each chunk of a context stands first."""
-    return {chunk: i for i, chunk in reversed(list(enumerate(new_context)))}
+    return dict(zip(reversed(new_context), range(len(new_context) - 1, -1, -1), strict=True))
 
 
-def unit_cfo(cci: float, context: Context, inter: Mass, place: Mapping[Hashable, int]) -> float:
+def unit_cfo(cci: float, context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> float:
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
     The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt.
@@ -94,16 +94,16 @@ def unit_cfo(cci: float, context: Context, inter: Mass, place: Mapping[Hashable,
     """
     if not context:
         return 0.0 if not place else cci
+    if place.keys().isdisjoint(context):
+        return cci
     ranks = []
-    common = total = 0.0
-    for chunk, mass in zip(context, inter.tolist(), strict=True):
-        total += mass
+    common = 0.0
+    for chunk, mass in zip(context, inter, strict=True):
         rank = place.get(chunk)
         if rank is not None:
             ranks.append(rank)
             common += mass
-    if not ranks:
-        return cci
+    total = sum(inter)
     beta = min(1.0, common / total) if total else len(ranks) / len(context)
     return cci * (1.0 - beta * (1.0 - _discordance(ranks)))
 

@@ -59,10 +59,10 @@ def choose_rows(
         return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, start)
     is_row = is_missing.copy()
     budgets = [ratio] * len(chunks) if budgets is None else budgets
+    how = _Choice.of(method, opts)
     for chunk, key, ranking, budget in zip(chunks, keys, rankings, budgets, strict=True):
         if chunk.num_reused:
-            rows = _rows_of_chunk(chunk, key, ranking, method, budget, opts)
-            is_row[rows + (chunk.dst_start - load_start)] = True
+            is_row[how.rows(chunk, key, ranking, budget) + (chunk.dst_start - load_start)] = True
     num_recomputed = int(is_row.sum() - is_missing.sum())
     is_partial = any(budget < 1.0 for chunk, budget in zip(chunks, budgets, strict=True) if chunk.num_reused)
     is_dropping = is_selecting(method, opts.options) and is_partial and num_recomputed > 0
@@ -92,22 +92,36 @@ def _choose_in_forward(
     return ChosenRows(_positions(np.ones_like(is_missing), load_start), num_recomputed, 0, selection)
 
 
-def _rows_of_chunk(
-    chunk: ChunkPlan, key: bytes, ranking: Ranking | None, method: Method, ratio: float, opts: RequestOptions
-) -> Rows:
-    """Offsets in the reused part of one chunk, chosen before the forward."""
-    if ranking is not None:
-        ranking = ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
-    seed = opts.option("seed", 0)  # only some methods have it
-    size, threshold = (method.option(opts.options, option.name) for option in (GROUP_SIZE, GROUP_THRESHOLD))
-    assert isinstance(seed, int)
-    assert isinstance(size, int)
-    assert isinstance(threshold, int)
-    rows = method.rows_for_chunk(chunk.src_offset, chunk.num_reused, ratio, seed=seed, chunk_key=key, ranking=ranking)
-    if ratio == 1.0:
-        return rows
-    chunk_len = chunk.end - chunk.start
-    return group_rows(rows, offset_len=chunk.src_offset, chunk_len=chunk_len, size=size, threshold=threshold)
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a method that chooses before the forward does so, for all chunks of one request."""
+
+    method: Method
+    seed: int
+    group_size: int
+    group_threshold: int
+
+    @classmethod
+    def of(cls, method: Method, opts: RequestOptions) -> _Choice:
+        size, threshold = (method.option(opts.options, option.name) for option in (GROUP_SIZE, GROUP_THRESHOLD))
+        seed = opts.option("seed", 0)  # only some methods have it
+        assert isinstance(seed, int)
+        assert isinstance(size, int)
+        assert isinstance(threshold, int)
+        return cls(method, seed, size, threshold)
+
+    def rows(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
+        """Offsets in the reused part of one chunk."""
+        first, num = chunk.src_offset, chunk.num_reused
+        if ranking is not None:
+            ranking = ranking[first : first + num]
+        rows = self.method.rows_for_chunk(first, num, budget, seed=self.seed, chunk_key=key, ranking=ranking)
+        if budget == 1.0 or not self.group_size:
+            return rows
+        chunk_len = chunk.end - chunk.start
+        return group_rows(
+            rows, offset_len=first, chunk_len=chunk_len, size=self.group_size, threshold=self.group_threshold
+        )
 
 
 def _positions(is_row: npt.NDArray[np.bool_], load_start: int) -> Rows:

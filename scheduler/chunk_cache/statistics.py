@@ -60,6 +60,11 @@ class ChunkStatistics:
     def cci(self) -> float:
         return float(self._values[-1])
 
+    def of_context(self) -> tuple[list[float], float]:
+        """`inter` and `cci` at once: what every lookup asks of every variant."""
+        tail = self._values[-1 - self._num_context :].tolist()
+        return tail, tail.pop()
+
     @property
     def _num_tokens(self) -> int:
         return (len(self._values) - 1 - self._num_context) // 2

@@ -17,12 +17,15 @@ class RankedMethod(Method):
         if ranking is None:
             return np.arange(num_rows, dtype=np.int64)
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
-        score = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
-        least = np.partition(score, num_reused - num_rows)[num_reused - num_rows]
+        if np.isnan(ranking.sum()):  # one of them is
+            ranking = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
+        least = np.partition(ranking, num_reused - num_rows)[num_reused - num_rows]
         # All that are larger than the least one taken, and of its equals the first ones; no sort of the whole chunk.
-        is_chosen = score > least
-        is_chosen[np.flatnonzero(score == least)[: num_rows - int(is_chosen.sum())]] = True
-        return np.flatnonzero(is_chosen).astype(np.int64, copy=False)
+        is_chosen = ranking > least
+        num_equals = num_rows - np.count_nonzero(is_chosen)
+        is_chosen[(ranking == least).nonzero()[0][:num_equals]] = True
+        rows: Rows = is_chosen.nonzero()[0].astype(np.int64, copy=False)
+        return rows
 
 
 class CacheCraft(RankedMethod):

@@ -135,4 +135,4 @@ def test_unit_cfo_is_what_its_parts_say(drawn: tuple[list[int], np.ndarray], new
     context, inter = drawn
     beta = prefix_overlap(context, inter, new)
     expected = fix_overhead(1.0, cci, adjusted_overlap(beta, order_penalty(context, new)))
-    assert unit_cfo(cci, context, inter, first_places(new)) == pytest.approx(expected)
+    assert unit_cfo(cci, context, inter.tolist(), first_places(new)) == pytest.approx(expected)
