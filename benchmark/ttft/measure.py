@@ -191,7 +191,6 @@ def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) ->
         if number:
             pairs.append((seconds["auto"], seconds["off"]))
         tick(f"statistics: {seconds['auto']:.2f} s / {seconds['off']:.2f} s")
-        server.flush()
     losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
     low, high = _bootstrap_median(losses)
     loss = statistics.median(losses)

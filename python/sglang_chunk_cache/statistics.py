@@ -162,7 +162,7 @@ class StatisticsTaker:
             chosen = keep_where(inside, job.end - job.begin) + first
             received, by_segment = attention_mass(
                 q[chosen],
-                keys[job.slots][:, kv_heads],
+                keys[job.slots[:, None], kv_heads],
                 positions[chosen],
                 sm_scale=layer.scaling,
                 logit_cap=layer.logit_cap,
@@ -177,14 +177,14 @@ class StatisticsTaker:
             found = self._sums[index]
             self._sums[index] = sums if found is None else found + sums
 
-    def _own_heads(self, layer: RadixAttention) -> tuple[list[int], list[int]]:
+    def _own_heads(self, layer: RadixAttention) -> tuple[list[int], torch.Tensor]:
         """The heads that this rank looks at, counted from its first, and the key head of each."""
         num_heads = layer.tp_q_head_num * self._tp_size
         first = layer.tp_q_head_num * self._tp_rank
         self._num_sampled = len(sampled_heads(num_heads))
         heads = [h - first for h in sampled_heads(num_heads) if 0 <= h - first < layer.tp_q_head_num]
         group = layer.tp_q_head_num // layer.tp_k_head_num
-        return heads, [h // group for h in heads]
+        return heads, torch.tensor([h // group for h in heads], device=self._kv_pool.device)
 
     def _add_nothing(self, device: torch.device) -> None:
         """None of the heads are this rank's."""

@@ -76,13 +76,14 @@ def attention_mass(
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1).sum(0).div_(num_q_heads)
+        weights = torch.softmax(scores, dim=-1).sum(0)
         received[:num_keys] += weights.sum(0)
         if skip_self:
             received.index_add_(0, positions, weights.gather(1, positions[:, None])[:, 0], alpha=-1.0)
         if by_segment is not None and member is not None:
             torch.mm(weights, member[:num_keys], out=by_segment[rows])
-    return received, by_segment
+    # Sums over heads become means where they are few.
+    return received.div_(num_q_heads), None if by_segment is None else by_segment.div_(num_q_heads)
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: float) -> torch.Tensor:

@@ -1,0 +1,224 @@
+"""Comparisons: the same trace under several policies and sizes of the store, over several seeds.
+
+    compare_policies    policies x sizes of the KV memory
+    compare_bounds      N x M (variants of all chunks) x variants per chunk
+
+Both return a `Report`; the scenarios and `run` of the command line are made of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmark.common.results import markdown_table
+from benchmark.simulate.engine import simulate
+from benchmark.simulate.plots import add_legend, draw_lines
+from benchmark.simulate.report import Report, percent, row_of, spelled
+from benchmark.simulate.settings import Settings
+from benchmark.simulate.tally import Outcome
+from benchmark.simulate.trace import Trace
+from matplotlib.figure import Figure
+
+MakeTrace = Callable[[int], Trace]
+"""The trace of a seed."""
+WARM_UP = 0.1
+"""Share of the requests, from the first on, that are not counted."""
+
+POLICY_SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "lru": {"policy": "lru"},
+    "lfu": {"policy": "lfu"},
+    "fifo": {"policy": "fifo"},
+    "frequency-reuse": {"policy": "frequency-reuse"},
+    "frequency-reuse, ageing x10": {"policy": "frequency-reuse", "ageing": 10.0},
+    "frequency-reuse, no ageing": {"policy": "frequency-reuse", "ageing": 0.0},
+    "prefix cache": {"policy": "lru", "reuse": False},
+}
+"""What can be compared, by the label in tables and plots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay."""
+
+    seed: int
+    size: float
+    label: str
+    outcome: Outcome
+
+    @property
+    def first(self) -> int:
+        return round(WARM_UP * len(self.outcome.per_request))
+
+    def rate(self, name: str) -> float:
+        """A property of the `Tally` behind the warm-up."""
+        value: float = getattr(self.outcome.tally(self.first), name)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """All replays of a comparison."""
+
+    cells: tuple[Cell, ...]
+
+    def of(self, label: str, size: float) -> list[Cell]:
+        return [cell for cell in self.cells if (cell.label, cell.size) == (label, size)]
+
+    def mean(self, label: str, size: float, name: str) -> float:
+        return statistics.fmean(cell.rate(name) for cell in self.of(label, size))
+
+    def gains(self, label: str, other: str, size: float, name: str) -> list[float]:
+        """Per seed: how much lower than that of `other` a rate is, as a share of it."""
+        pairs = zip(self.of(label, size), self.of(other, size), strict=True)
+        return [1.0 - one.rate(name) / two.rate(name) for one, two in pairs]
+
+    def series(self, name: str) -> dict[str, tuple[list[float], list[list[float]]]]:
+        labels = list(dict.fromkeys(cell.label for cell in self.cells))
+        sizes = list(dict.fromkeys(cell.size for cell in self.cells))
+        return {
+            label: (sizes, [[cell.rate(name) for cell in self.of(label, size)] for size in sizes]) for label in labels
+        }
+
+
+def compare_policies(
+    name: str,
+    title: str,
+    make_trace: MakeTrace,
+    base: Settings,
+    *,
+    seeds: Sequence[int],
+    pool_shares: Sequence[float],
+    labels: Sequence[str],
+    intro: Sequence[str] = (),
+) -> Report:
+    """Args:
+    base: settings of all replays but for policy and pool.
+    pool_shares: KV memory in shares of one copy of every chunk that the trace brings.
+    labels: of `POLICY_SETTINGS`.
+    """
+    cells = []
+    for seed in seeds:
+        trace = make_trace(seed)
+        for share in pool_shares:
+            pool_tokens = max(trace.max_prompt_len, round(share * trace.distinct_tokens))
+            for label in labels:
+                changes = dict(POLICY_SETTINGS[label])
+                settings = replace(base, seed=seed, pool_tokens=pool_tokens, **changes)  # type: ignore[arg-type]
+                cells.append(Cell(seed, share, label, simulate(trace, settings)))
+    found = Cells(tuple(cells))
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        ticks = [100 * share for share in pool_shares]
+        for axes, rate, ylabel in (
+            (left, "computed_share", "tokens that are computed, % of the prompts"),
+            (right, "chunk_hit_rate", "chunks not computed in full, %"),
+        ):
+            series = {
+                label: ([100 * x for x in sizes], [[100 * v for v in seeds] for seeds in values])
+                for label, (sizes, values) in found.series(rate).items()
+            }
+            draw_lines(axes, series, xlabel="KV memory, % of one copy of each chunk", ylabel=ylabel, xticks=ticks)
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        add_legend(figure, left)
+
+    return Report(name, title, _rows(cells), [*intro, *_policy_tables(found, labels, pool_shares)], draw)
+
+
+def compare_bounds(
+    name: str,
+    title: str,
+    make_trace: MakeTrace,
+    base: Settings,
+    *,
+    seeds: Sequence[int],
+    max_variants: Sequence[int],
+    per_chunk: Sequence[int],
+    policies: Sequence[str],
+    intro: Sequence[str] = (),
+) -> Report:
+    """N x M against the bound of one chunk, in a KV memory that `base` says; policies: lru, frequency-reuse."""
+    cells = []
+    for seed in seeds:
+        trace = make_trace(seed)
+        for total in max_variants:
+            for most in per_chunk:
+                for policy in policies:
+                    settings = replace(
+                        base, seed=seed, policy=policy, max_variants=total, max_variants_per_chunk=min(most, total)
+                    )
+                    cells.append(Cell(seed, total, f"{policy}, {most} per chunk", simulate(trace, settings)))
+    found = Cells(tuple(cells))
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
+        for axes, policy in zip(panels, policies, strict=True):
+            series = {
+                label.removeprefix(f"{policy}, "): (sizes, [[100 * v for v in seeds] for seeds in values])
+                for label, (sizes, values) in found.series("computed_share").items()
+                if label.startswith(f"{policy}, ")
+            }
+            axes.set_title(policy, fontsize=10)
+            ylabel = "tokens that are computed, % of the prompts"
+            draw_lines(axes, series, xlabel="variants of all chunks", ylabel=ylabel, xticks=max_variants)
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        add_legend(figure, axes)
+
+    lines = [*intro]
+    for policy in policies:
+        header = ["variants of all chunks", *(f"{most} per chunk" for most in per_chunk)]
+        rows = [
+            [
+                f"{total:,}",
+                *(percent(found.mean(f"{policy}, {most} per chunk", total, "computed_share")) for most in per_chunk),
+            ]
+            for total in max_variants
+        ]
+        lines += ["", f"*{policy}: share of the prompt tokens that is computed.*", "", *markdown_table(header, rows)]
+    last = [cell for cell in cells if cell.seed == seeds[-1] and cell.size == max_variants[-1]]
+    spread = [[cell.label, spelled(cell.outcome.variants_per_chunk)] for cell in last]
+    lines += ["", f"*Variants per chunk at the end, of {max_variants[-1]:,} (variants:chunks).*", ""]
+    lines += markdown_table(["policy", "distribution"], spread)
+    return Report(name, title, _rows(cells), lines, draw)
+
+
+def _rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    return [
+        row_of(cell.outcome, seed=cell.seed, first=cell.first, pool_share=cell.size if cell.size <= 1 else None)
+        for cell in cells
+    ]
+
+
+def _policy_tables(found: Cells, labels: Sequence[str], shares: Sequence[float]) -> list[str]:
+    lines = []
+    columns = (
+        ("computed", "computed_share"),
+        ("of it again", "recomputed_share"),
+        ("chunks hit", "chunk_hit_rate"),
+        ("tokens hit", "token_hit_rate"),
+        ("CFO", "mean_fix_share"),
+    )
+    for share in shares:
+        rows = []
+        for label in labels:
+            stored = statistics.fmean(cell.rate("mean_stored") for cell in found.of(label, share))
+            last = found.of(label, share)[-1]
+            rates = [percent(found.mean(label, share, name)) for _, name in columns]
+            rows.append([label, *rates, f"{stored:,.0f}", spelled(last.outcome.variants_per_chunk)])
+        header = ["policy", *(name for name, _ in columns), "tokens stored", "variants:chunks"]
+        caption = f"*KV memory of {percent(share, 0)} of one copy of each chunk.*"
+        lines += ["", caption, "", *markdown_table(header, rows)]
+    second = "lru"
+    for first in labels:
+        if second not in labels or not first.startswith("frequency-reuse"):
+            continue
+        lines += ["", f"*{first} against {second}: tokens computed less, mean over the seeds.*", ""]
+        rows = []
+        for share in shares:
+            gains = found.gains(first, second, share, "computed_share")
+            spread = f"{percent(min(gains))} to {percent(max(gains))}"
+            rows.append([percent(share, 0), percent(statistics.fmean(gains)), spread])
+        lines += markdown_table(["KV memory", "less", "range"], rows)
+    return lines

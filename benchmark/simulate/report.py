@@ -1,0 +1,104 @@
+"""Reports: `row_of` makes one line of the table, `write_report` the CSV, the page and the plot of a scenario."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.simulate.tally import Outcome, Tally
+from matplotlib.figure import Figure
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a scenario found."""
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    """Of the CSV; all have the same columns."""
+    text: Sequence[str]
+    """Lines of Markdown between the title and where the numbers come from."""
+    draw: Callable[[Figure], None]
+    figure_size: tuple[float, float] = (11.0, 4.4)
+
+
+def label_of(outcome: Outcome) -> str:
+    """How plots and tables name a policy."""
+    settings = outcome.settings
+    if not settings.reuse:
+        return "prefix cache"
+    if settings.policy != "frequency-reuse" or settings.ageing == 1.0:
+        return settings.policy
+    return f"{settings.policy}, " + (f"ageing x{settings.ageing:g}" if settings.ageing else "no ageing")
+
+
+def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | None = None) -> dict[str, object]:
+    """One line of the CSV; rates over requests from `first` on, sizes at the end."""
+    settings, tally = outcome.settings, outcome.tally(first)
+    return {
+        "trace": outcome.trace,
+        "seed": seed,
+        "policy": label_of(outcome),
+        "remember": settings.remember if settings.reuse else "paths",
+        "pool_tokens": settings.pool_tokens,
+        "pool_share": None if pool_share is None else f"{pool_share:g}",
+        "max_variants": settings.max_variants,
+        "max_variants_per_chunk": settings.max_variants_per_chunk,
+        "max_generation": settings.max_generation,
+        "budget": f"ratio {settings.ratio:g}" if settings.alpha is None else f"alpha {settings.alpha:g}",
+        "requests": tally.num_requests,
+        "chunks": tally.num_chunks,
+        **_rates(tally),
+        "stored_mean": round(tally.mean_stored),
+        "stored_peak": outcome.peak_stored,
+        "stored_end": outcome.end_stored,
+        "dead_end": outcome.end_dead,
+        "evicted_nodes": outcome.num_evicted,
+        "variants_end": sum(size * num for size, num in outcome.variants_per_chunk.items()),
+        "chunks_end": sum(outcome.variants_per_chunk.values()),
+        "variants_per_chunk": spelled(outcome.variants_per_chunk),
+        "generations": spelled(outcome.generations),
+        "reasons": "; ".join(f"{reason}: {num}" for reason, num in outcome.reasons.items()),
+    }
+
+
+def _rates(tally: Tally) -> dict[str, str]:
+    names = ("chunk_hit_rate", "reuse_rate", "token_hit_rate", "recomputed_share", "computed_share", "mean_fix_share")
+    prefix_share = tally.num_prefix / tally.num_chunks if tally.num_chunks else 0.0
+    return {"prefix_share": f"{prefix_share:.5f}", **{name: f"{getattr(tally, name):.5f}" for name in names}}
+
+
+def spelled(counts: Mapping[int, int]) -> str:
+    """`size:number` pairs, as the CSV and the tables show a distribution."""
+    return " ".join(f"{size}:{num}" for size, num in counts.items())
+
+
+def percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def write_report(report: Report, folder: Path, origin: Sequence[str]) -> list[Path]:
+    """Writes `name`.csv, .md and .png into `folder`; returns them.
+
+    Args:
+        origin: lines of Markdown that say command, machine and versions.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{report.name}.{kind}" for kind in ("csv", "md", "png")]
+    with paths[0].open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(report.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(report.rows)
+    picture = ["", f"![{report.title}]({report.name}.png)", ""]
+    page = [f"# {report.title}", "", *origin, "", *report.text, *picture, f"All numbers: [{report.name}.csv]"]
+    page[-1] += f"({report.name}.csv)"
+    paths[1].write_text("\n".join(page) + "\n", encoding="utf-8")
+    figure = Figure(figsize=report.figure_size, layout="constrained")
+    report.draw(figure)
+    figure.savefig(paths[2], dpi=120)
+    return paths

@@ -1,0 +1,58 @@
+"""Settings: the simulated server, checked once and never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmark.simulate.store import POLICIES
+
+REMEMBER = ("missed", "contexts")
+
+
+class SettingsError(ValueError):
+    """A user's mistake about the simulated server: which setting, what is wrong, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The simulated server; names and defaults of `--chunk-cache-config` where it has them."""
+
+    pool_tokens: int
+    """KV memory, of everything cached and the running request."""
+    policy: str = "lru"
+    """One of `POLICIES`: the pool's; the index follows where it can (`index_eviction`)."""
+    max_variants: int = 200_000
+    max_variants_per_chunk: int = 8
+    max_path_tokens: int = 64_000_000
+    max_generation: int = 8
+    alpha: float | None = 1.0
+    """None: `ratio` of every reused chunk instead."""
+    ratio: float = 0.15
+    max_cfo: float | None = None
+    reuse: bool = True
+    """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
+    remember: str = "missed"
+    promote_uses: int = 8
+    ageing: float = 1.0
+    """Of frequency-reuse: by how much the index ages when the memory has been turned over once; the server's is 1."""
+    seed: int = 0
+    """Of the synthetic attention."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("policy", POLICIES), ("remember", REMEMBER)):
+            if getattr(self, name) not in known:
+                raise SettingsError(f"{name}: unknown {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name, least in (("pool_tokens", 1), ("max_variants", 1), ("max_variants_per_chunk", 1)):
+            if getattr(self, name) < least:
+                raise SettingsError(f"{name}: {getattr(self, name)} is too small; give at least {least}")
+        if self.alpha is not None and not 0 <= self.alpha < float("inf"):
+            raise SettingsError(f"alpha: {self.alpha} is not a number of at least 0; give one, 1 for example")
+        if not 0 <= self.ageing < float("inf"):
+            raise SettingsError(f"ageing: {self.ageing} is not a number of at least 0; give one, 1 as the server")
+        if not 0 <= self.ratio <= 1:
+            raise SettingsError(f"ratio: {self.ratio} is not in [0, 1]; give a number from 0 to 1")
+
+    @property
+    def index_eviction(self) -> str:
+        """The order of the index itself: it knows two; under lfu and fifo, which order the pool alone, it is lru."""
+        return "frequency-reuse" if self.policy == "frequency-reuse" else "lru"

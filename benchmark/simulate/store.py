@@ -1,0 +1,291 @@
+"""Pool: the KV memory of the simulated server, as a tree of chunks with a bounded number of tokens.
+
+    match       the nodes of a prompt's exact prefix
+    reserve     room for the running request; evicts leaves by policy, never one that is locked
+    add_path    what an exact prompt leaves: its chunks behind each other, shared with other prompts
+    add_own     a chunk that a fused request computed: a node of its own
+    use, use_prefix   a variant was brought in from a node; a prompt began with these nodes
+
+It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant (`chunk_cache.variant`). A
+node goes only when nothing stands behind it. Not modelled: pages, splits inside a chunk, tokens of answers, and more
+than one running request.
+
+Policies: `lru` the least recently used leaf goes; `fifo` the oldest; `lfu` the least often used; `frequency-reuse` the
+one of least worth, as the server's priorities do: a new node has the index's age, and a use lifts the node, and those
+in front of it, to the worth of its variant (`chunk_cache.victims`). Ties go by last use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from chunk_cache.variant import Variant
+
+POLICIES = ("lru", "lfu", "fifo", "frequency-reuse")
+SYSTEM = -1
+"""The label of the system prompt; chunks are numbered from 0, everything else has a label below."""
+
+Score: TypeAlias = tuple[float, int]
+"""The lowest goes first."""
+
+
+class Node:
+    """Tokens of one chunk (or of the system prompt, or of a question) behind its parent's."""
+
+    __slots__ = (
+        *("children", "created", "is_stored", "label", "last_use", "length", "num_locks", "num_uses", "parent"),
+        *("ticket", "variant", "worth"),
+    )
+
+    def __init__(self, parent: Node | None, label: int, length: int, clock: int) -> None:
+        self.parent = parent
+        self.label = label
+        self.length = length
+        self.children: dict[int, Node] = {}
+        self.created = self.last_use = clock
+        self.num_uses = 0
+        self.num_locks = 0
+        self.is_stored = True
+        self.variant: Variant | None = None
+        self.worth = 0
+        """The server's eviction priority: whole numbers, and it never falls."""
+        self.ticket = 0
+        """Of its entry in the pool's queue; those with other tickets no longer count."""
+
+    def __repr__(self) -> str:
+        return f"Node({self.label}, {self.length} tokens, {self.num_uses} uses)"
+
+    def behind(self) -> Iterator[Node]:
+        """The node and those in front of it, the root left out."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Pool:
+    """See the head of this file.
+
+    Args:
+        capacity: tokens, of cached nodes and of the running request together.
+        policy: one of `POLICIES`.
+        age: what a new node is worth, of `frequency-reuse` only.
+        on_evicted: told the share of the capacity that was evicted just now.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        policy: str,
+        *,
+        age: Callable[[], float] = float,
+        on_evicted: Callable[[float], None] | None = None,
+    ) -> None:
+        assert policy in POLICIES, f"unknown policy {policy!r}"
+        self._age = age
+        self._on_evicted = on_evicted
+        self.capacity = capacity
+        self.policy = policy
+        self.num_stored = 0
+        """Tokens of nodes."""
+        self.num_reserved = 0
+        """Tokens of the running request that are in no node."""
+        self.num_evicted = 0
+        self._root = Node(None, 0, 0, 0)
+        self._nodes: dict[int, Node] = {}  # variant id -> its node
+        self._heap: list[tuple[Score, int, Node]] = []
+        self._num_leaves = 0
+        self._num_own = 0
+        self._serial = 0
+        self._clock = 0
+
+    # Lookup.
+
+    def match(self, labels: Iterable[int]) -> list[Node]:
+        """The stored nodes of the longest exact prefix."""
+        nodes, node = [], self._root
+        for label in labels:
+            child = node.children.get(label)
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def node_of(self, variant: Variant) -> Node | None:
+        """Where a variant lives; None when it has been evicted."""
+        return self._nodes.get(variant.variant_id)
+
+    def resolve(self, variant: Variant) -> int:
+        """The index's question: how many leading tokens are stored."""
+        return variant.length if variant.variant_id in self._nodes else 0
+
+    def use(self, node: Node, worth: float = 0.0) -> None:
+        """A variant was brought in from here: what it stands behind is lifted too, but was not used itself.
+
+        Args:
+            worth: of the variant, in the unit of the age.
+        """
+        self._clock += 1
+        for one in node.behind():
+            one.last_use = self._clock
+            one.worth = max(one.worth, int(worth))
+        node.num_uses += 1
+        self._queue(node)
+
+    def use_prefix(self, nodes: Sequence[Node]) -> None:
+        """A prompt begins with these nodes."""
+        self._clock += 1
+        for node in nodes:
+            node.last_use = self._clock
+            node.num_uses += 1
+            self._queue(node)
+
+    def lock(self, nodes: Iterable[Node]) -> None:
+        """Keep these, and what they stand behind, until `unlock`."""
+        for node in nodes:
+            for one in node.behind():
+                one.num_locks += 1
+
+    def unlock(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            for one in node.behind():
+                one.num_locks -= 1
+
+    # Room.
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Room for the running request; False, and nothing reserved, where what is locked leaves too little."""
+        before = self.num_stored
+        has_room = True
+        while has_room and self.num_stored + self.num_reserved + num_tokens > self.capacity:
+            has_room = self._evict_one()
+        if has_room:
+            self.num_reserved += num_tokens
+        if self._on_evicted is not None and before > self.num_stored:
+            self._on_evicted((before - self.num_stored) / self.capacity)
+        return has_room
+
+    def release(self) -> None:
+        """The running request is over."""
+        self.num_reserved = 0
+
+    # Remember. New nodes take over tokens that are reserved.
+
+    def add_path(self, labels: Sequence[int], lengths: Sequence[int]) -> list[Node]:
+        """The nodes of an exact prompt, new or found; one per label."""
+        nodes, node = [], self._root
+        for label, length in zip(labels, lengths, strict=True):
+            child = node.children.get(label)
+            if child is None:
+                child = self._add(node, label, length)
+            child.worth = max(child.worth, int(self._age()))
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def add_own(self, length: int, worth: float = 0.0) -> Node:
+        """A node that no prompt finds as its prefix."""
+        self._num_own += 1
+        return self._add(self._root, SYSTEM - self._num_own, length, worth)
+
+    def settle(self, node: Node, variant: Variant) -> None:
+        """The variant lives in this node from now on."""
+        assert node.is_stored, f"{variant} in {node}, which is gone"
+        left = self._nodes.get(variant.variant_id)
+        if left is not None and left is not node:
+            left.variant = None
+        if node.variant is not None and node.variant is not variant:
+            del self._nodes[node.variant.variant_id]
+        node.variant = variant
+        self._nodes[variant.variant_id] = node
+
+    def score(self, node: Node) -> Score:
+        """What the policy compares."""
+        if self.policy == "lru":
+            return 0.0, node.last_use
+        if self.policy == "fifo":
+            return 0.0, node.created
+        return float(node.num_uses if self.policy == "lfu" else node.worth), node.last_use
+
+    def num_dead(self, is_known: Callable[[Variant], bool]) -> int:
+        """Tokens of own nodes whose variant the index has dropped: nobody will find them again."""
+        own = (node for label, node in self._root.children.items() if label < SYSTEM)
+        return sum(node.length for node in own if node.variant is None or not is_known(node.variant))
+
+    def check_integrity(self) -> None:
+        """Counts everything from scratch.
+
+        Raises:
+            AssertionError: something does not agree.
+        """
+        nodes = list(self._walk(self._root))
+        assert self.num_stored == sum(node.length for node in nodes), "stored tokens"
+        assert self.num_stored + self.num_reserved <= self.capacity, "over capacity"
+        assert self._num_leaves == sum(not node.children for node in nodes), "leaves"
+        assert all(node.is_stored for node in nodes), "an evicted node is in the tree"
+        homes = {node.variant.variant_id: node for node in nodes if node.variant is not None}
+        assert homes == self._nodes, f"nodes say {homes}, variants {self._nodes}"
+        queued = {node for score, ticket, node in self._heap if ticket == node.ticket and score == self.score(node)}
+        missing = [node for node in nodes if not node.children and node not in queued]
+        assert not missing, f"leaves that are never evicted: {missing}"
+
+    def _walk(self, node: Node) -> Iterator[Node]:
+        for child in node.children.values():
+            yield child
+            yield from self._walk(child)
+
+    def _add(self, parent: Node, label: int, length: int, worth: float = 0.0) -> Node:
+        assert self.num_reserved >= length, f"{length} tokens of {self.num_reserved} reserved ones"
+        self._clock += 1
+        node = Node(parent, label, length, self._clock)
+        node.worth = int(max(worth, self._age()))
+        self._num_leaves += 1 if parent is self._root or parent.children else 0
+        parent.children[label] = node
+        self.num_stored += length
+        self.num_reserved -= length
+        self._queue(node)
+        return node
+
+    def _queue(self, node: Node) -> None:
+        """Its score has changed, or it became a leaf."""
+        if node.children:
+            return
+        self._serial += 1
+        node.ticket = self._serial
+        heapq.heappush(self._heap, (self.score(node), node.ticket, node))
+        if len(self._heap) > 4 * self._num_leaves + 1024:
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
+            heapq.heapify(self._heap)
+
+    def _evict_one(self) -> bool:
+        locked = []
+        is_evicted = False
+        while self._heap and not is_evicted:
+            _, ticket, node = heapq.heappop(self._heap)
+            if ticket != node.ticket or not node.is_stored or node.children:
+                continue
+            if node.num_locks:
+                locked.append(node)
+            else:
+                self._remove(node)
+                is_evicted = True
+        for node in locked:
+            self._queue(node)
+        return is_evicted
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None, "the root stays"
+        del parent.children[node.label]
+        node.is_stored = False
+        self.num_stored -= node.length
+        self.num_evicted += 1
+        self._num_leaves -= 1
+        if node.variant is not None:
+            del self._nodes[node.variant.variant_id]
+        if parent is not self._root and not parent.children:
+            self._num_leaves += 1
+            self._queue(parent)

@@ -1,0 +1,120 @@
+"""Tally and Outcome: what a replay counted, request by request, and what lies in the store at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from benchmark.simulate.settings import Settings
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over requests. Chunks: prefix + hit + miss + skipped. Tokens: prompt = prefix + reused + computed."""
+
+    num_requests: int
+    num_chunks: int
+    num_prefix: int
+    """Chunks wholly inside the exact prefix."""
+    num_hit: int
+    num_miss: int
+    num_skipped: int
+    """Stored but not used; the reason is in `Outcome.reasons`."""
+    num_all_hit: int
+    """Requests of which no chunk was computed in full."""
+    prompt_tokens: int
+    prefix_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    """Reused tokens that are computed again."""
+    stored_tokens: int
+    """In nodes, after each request, summed up over them; see `mean_stored`."""
+
+    @property
+    def chunk_hit_rate(self) -> float:
+        """Chunks that were not computed in full, of all; exact prefix and hits."""
+        return _share(self.num_prefix + self.num_hit, self.num_chunks)
+
+    @property
+    def reuse_rate(self) -> float:
+        """Hits among the chunks that do not lie in the exact prefix."""
+        return _share(self.num_hit, self.num_chunks - self.num_prefix)
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Prompt tokens found in the exact prefix or brought in."""
+        return _share(self.prefix_tokens + self.reused_tokens, self.prompt_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were not found."""
+        return self.prompt_tokens - self.prefix_tokens - self.reused_tokens
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the prompt tokens: brought in, and computed again all the same."""
+        return _share(self.recomputed_tokens, self.prompt_tokens)
+
+    @property
+    def computed_share(self) -> float:
+        """Of the prompt tokens: computed because not found, or computed again. What a prefill costs."""
+        return _share(self.computed_tokens + self.recomputed_tokens, self.prompt_tokens)
+
+    @property
+    def mean_fix_share(self) -> float:
+        """Recomputed share of the reused tokens: CFO, weighted by tokens."""
+        return _share(self.recomputed_tokens, self.reused_tokens)
+
+    @property
+    def mean_stored(self) -> float:
+        return _share(self.stored_tokens, self.num_requests)
+
+
+FIELDS = tuple(Tally.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What one replay gave."""
+
+    trace: str
+    settings: Settings
+    per_request: Counts
+    """`[num_requests, len(FIELDS)]`."""
+    reasons: Mapping[str, int]
+    """Chunks by status and reason."""
+    variants_per_chunk: Mapping[int, int]
+    """At the end, of those still stored: number of variants -> chunks that have so many."""
+    variants_by_chunk: Mapping[int, int]
+    """At the end: chunk -> its variants."""
+    generations: Mapping[int, int]
+    """At the end: generation -> variants."""
+    cci: Mapping[str, float]
+    """Quantiles over all KV that was computed for the store."""
+    index: Mapping[str, int]
+    """`ChunkIndex.stats()` at the end."""
+    peak_stored: int
+    end_stored: int
+    end_dead: int
+    """Tokens of stored nodes whose variant the index has dropped."""
+    num_evicted: int
+    num_promoted: int
+    num_computed: Mapping[int, int]
+    """Chunk -> how often it was computed in full."""
+
+    def tally(self, first: int = 0, last: int | None = None) -> Tally:
+        """Sums over requests `[first, last)`."""
+        return Tally(*(int(value) for value in self.per_request[first:last].sum(axis=0)))
+
+    def windows(self, size: int) -> list[Tally]:
+        """Sums over each `size` requests; a last shorter window is left out."""
+        return [self.tally(i, i + size) for i in range(0, len(self.per_request) - size + 1, size)]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,341 @@
+"""Traces: which chunks each request of a stream brings, in which order. `generate` draws one, `PRESETS` names a few.
+
+    Popularity   Zipf: the chunk of rank r is drawn with weight r^-zipf; ranks are dealt to chunks at random
+    sessions     a share of a request's chunks comes from earlier requests of its session; many are open at once
+    topics       a share of them lies near the request's first chunk, as sections of one manual do
+    growth       the corpus grows while the trace runs; a new chunk enters at a rank drawn like any other
+    drift        every few requests a share of the ranks is dealt anew
+    orders       "new": no two requests have the same chunks in the same order; "drawn": as drawn, the popular ones
+                 tend to stand in front; "sorted": by number, as systems do that reorder for the sake of the prefix
+
+The same spec gives the same trace; every draw comes from one generator seeded with `TraceSpec.seed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+ORDERS = ("new", "drawn", "sorted")
+MIN_CHUNK_LEN = 16
+_TRIES = 200  # draws until a request's order must have turned out new
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class TraceError(ValueError):
+    """A user's mistake about a trace: which field or line, what is wrong, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt: the system prompt, these chunks in this order, a question."""
+
+    chunks: tuple[int, ...]
+    """Numbers of chunks, each at most once."""
+    question_len: int
+    session: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in the order in which they are answered."""
+
+    name: str
+    requests: tuple[Request, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each chunk, by its number."""
+    system_len: int
+    preloaded: tuple[int, ...] = ()
+    """Chunks that are computed one by one behind the system prompt before the first request."""
+
+    def __post_init__(self) -> None:
+        assert min(self.lengths, default=1) >= 1, "a chunk without tokens"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all prompts together, with repetition."""
+        return sum(len(request.chunks) for request in self.requests)
+
+    @property
+    def distinct(self) -> set[int]:
+        """Numbers of the chunks that appear in a prompt."""
+        return {chunk for request in self.requests for chunk in request.chunks}
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens of one copy of every chunk that appears."""
+        return sum(self.lengths[chunk] for chunk in self.distinct)
+
+    def prompt_len(self, request: Request) -> int:
+        return self.system_len + sum(self.lengths[chunk] for chunk in request.chunks) + request.question_len
+
+    @property
+    def max_prompt_len(self) -> int:
+        return max((self.prompt_len(request) for request in self.requests), default=self.system_len)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpec:
+    """What `generate` draws. Shares lie in [0, 1], lengths are tokens."""
+
+    name: str = "zipf"
+    num_requests: int = 10_000
+    num_chunks: int = 2_000
+    """Chunks of the corpus, once it has grown."""
+    chunks_per_request: int = 5
+    zipf: float = 1.0
+    chunk_len: int = 500
+    """Mean."""
+    length_spread: float = 0.4
+    """Of the logarithm of the length; 0 = all chunks are equal."""
+    system_len: int = 64
+    question_len: int = 32
+    order: str = "new"
+    session_len: float = 1.0
+    """Mean requests of a session; 1 = there are none."""
+    session_share: float = 0.0
+    open_sessions: int = 20
+    topic_size: int = 20
+    topic_share: float = 0.3
+    initial_share: float = 1.0
+    """Of the corpus, when the trace begins; it grows evenly until the end."""
+    drift_every: int = 0
+    """Requests between two drifts; 0 = popularity stays."""
+    drift_share: float = 1.0
+    repeat_share: float = 0.0
+    """Requests that bring exactly what an earlier one brought, in its order."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            _check(name, getattr(self, name), least, None)
+        for name in ("session_share", "topic_share", "initial_share", "drift_share", "repeat_share"):
+            _check(name, getattr(self, name), 0.0, 1.0)
+        if self.order not in ORDERS:
+            raise TraceError(f"order: unknown order {self.order!r}; known orders: {', '.join(ORDERS)}")
+        if self.num_initial < self.chunks_per_request:
+            raise TraceError(
+                f"chunks_per_request: {self.chunks_per_request} of a corpus that begins with {self.num_initial}; "
+                "give a smaller number, or raise num_chunks or initial_share"
+            )
+        if self.order == "new" and self.repeat_share:
+            raise TraceError("repeat_share: no order is new when requests repeat; use order drawn or sorted")
+
+    @property
+    def num_initial(self) -> int:
+        return max(1, round(self.initial_share * self.num_chunks))
+
+
+_LEAST: Mapping[str, float] = MappingProxyType(
+    {
+        "num_requests": 1,
+        "num_chunks": 1,
+        "chunks_per_request": 1,
+        "chunk_len": 1,
+        "open_sessions": 1,
+        "zipf": 0,
+        "length_spread": 0,
+        "system_len": 0,
+        "question_len": 1,
+        "session_len": 1,
+        "topic_size": 1,
+        "drift_every": 0,
+        "seed": 0,
+    }
+)
+
+
+def _check(name: str, value: float, least: float, most: float | None) -> None:
+    if value >= least and (most is None or value <= most):  # NaN fails
+        return
+    allowed = f"at least {least:g}" if most is None else f"in [{least:g}, {most:g}]"
+    raise TraceError(f"{name}: {value!r} is not {allowed}; give such a number")
+
+
+PRESETS: Mapping[str, TraceSpec] = MappingProxyType(
+    {
+        "zipf": TraceSpec("zipf"),
+        "sessions": TraceSpec("sessions", session_len=6.0, session_share=0.55, order="drawn", repeat_share=0.05),
+        "growing": TraceSpec("growing", initial_share=0.2),
+        "drift": TraceSpec("drift", drift_every=1_000),
+        "orders": TraceSpec("orders", num_chunks=1_000, chunks_per_request=8),
+    }
+)
+"""Named traces; `dataclasses.replace` changes them."""
+
+
+def spec_fields() -> dict[str, type]:
+    """Name and type of every field of a `TraceSpec` but its name."""
+    kinds = {"int": int, "float": float, "str": str}
+    return {item.name: kinds[str(item.type)] for item in fields(TraceSpec) if item.name != "name"}
+
+
+def generate(spec: TraceSpec) -> Trace:
+    """Draw a trace."""
+    rng = np.random.default_rng(spec.seed)
+    lengths = _draw_lengths(rng, spec.num_chunks, spec.chunk_len, spec.length_spread)
+    requests = tuple(_Drawing(spec, rng).requests())
+    return Trace(spec.name, requests, lengths, spec.system_len)
+
+
+@dataclass(frozen=True, slots=True)
+class MixSpec:
+    """A knowledge base computed in advance, uploads that users share, and chunks that come once (FusionRAG 5.3.3)."""
+
+    name: str = "storage"
+    num_requests: int = 1_000
+    chunks_per_request: int = 5
+    num_known: int = 1_000
+    num_shared: int = 300
+    known_share: float = 0.6
+    shared_share: float = 0.3
+    zipf: float = 1.0
+    chunk_len: int = 500
+    length_spread: float = 0.4
+    system_len: int = 64
+    question_len: int = 32
+    seed: int = 0
+
+
+def generate_mix(spec: MixSpec) -> Trace:
+    """Draw a trace of known, shared and unique chunks; each place of a prompt is one of them by the given shares."""
+    rng = np.random.default_rng(spec.seed)
+    slots = spec.num_requests * spec.chunks_per_request
+    kinds = rng.choice(3, size=slots, p=[spec.known_share, spec.shared_share, 1 - spec.known_share - spec.shared_share])
+    known, shared = _Zipf(rng, spec.num_known, spec.zipf), _Zipf(rng, spec.num_shared, spec.zipf)
+    num_chunks = spec.num_known + spec.num_shared
+    requests = []
+    for i in range(spec.num_requests):
+        chunks: list[int] = []
+        for kind in kinds[i * spec.chunks_per_request : (i + 1) * spec.chunks_per_request]:
+            if kind == 2:
+                chunks.append(num_chunks)
+                num_chunks += 1
+                continue
+            first, source = ((0, known), (spec.num_known, shared))[kind]
+            for _ in range(_TRIES):
+                chunk = first + source.draw()
+                if chunk not in chunks:
+                    chunks.append(chunk)
+                    break
+        requests.append(Request(tuple(chunks), spec.question_len))
+    lengths = _draw_lengths(rng, num_chunks, spec.chunk_len, spec.length_spread)
+    return Trace(spec.name, tuple(requests), lengths, spec.system_len, tuple(range(spec.num_known)))
+
+
+def _draw_lengths(rng: np.random.Generator, num: int, mean: int, spread: float) -> tuple[int, ...]:
+    drawn = mean * np.exp(spread * rng.standard_normal(num) - spread**2 / 2)
+    return tuple(int(length) for length in np.clip(np.rint(drawn), min(MIN_CHUNK_LEN, mean), 8 * mean))
+
+
+class _Zipf:
+    """Ranks from 0, drawn with weight (rank + 1)^-exponent."""
+
+    def __init__(self, rng: np.random.Generator, num: int, exponent: float) -> None:
+        self._rng = rng
+        self._sums: Floats = np.cumsum(np.arange(1, num + 1, dtype=np.float64) ** -exponent)
+
+    def draw(self, num: int | None = None) -> int:
+        """One of the first `num` ranks."""
+        sums = self._sums[:num]
+        return int(np.searchsorted(sums, self._rng.random() * sums[-1], side="right"))
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    seen: list[int] = field(default_factory=list)
+
+
+class _Drawing:
+    """The state of one `generate`."""
+
+    def __init__(self, spec: TraceSpec, rng: np.random.Generator) -> None:
+        self._spec = spec
+        self._rng = rng
+        self._zipf = _Zipf(rng, spec.num_chunks, spec.zipf)
+        order = rng.permutation(spec.num_chunks)
+        self._by_rank: list[int] = order[: spec.num_initial].tolist()
+        self._waiting: list[int] = order[spec.num_initial :].tolist()  # the last one enters next
+        self._sessions = [_Session(i) for i in range(spec.open_sessions)]
+        self._num_sessions = spec.open_sessions
+        self._is_seen: set[tuple[int, ...]] = set()
+
+    def requests(self) -> Iterator[Request]:
+        spec, made = self._spec, list[Request]()
+        num_growing = spec.num_chunks - spec.num_initial
+        for i in range(spec.num_requests):
+            while len(self._by_rank) < spec.num_initial + num_growing * i // spec.num_requests:
+                self._by_rank.insert(self._zipf.draw(len(self._by_rank)), self._waiting.pop())
+            if spec.drift_every and i and i % spec.drift_every == 0:
+                self._drift()
+            if made and spec.repeat_share and self._rng.random() < spec.repeat_share:
+                request = made[self._rng.integers(len(made))]
+            else:
+                request = self._request()
+            made.append(request)
+            yield request
+
+    def _drift(self) -> None:
+        num = round(self._spec.drift_share * len(self._by_rank))
+        places = self._rng.choice(len(self._by_rank), size=num, replace=False)
+        chunks = [self._by_rank[place] for place in places]
+        for place, i in zip(places, self._rng.permutation(num), strict=True):
+            self._by_rank[place] = chunks[i]
+
+    def _request(self) -> Request:
+        place = int(self._rng.integers(len(self._sessions)))
+        session = self._sessions[place]
+        for _ in range(_TRIES):
+            chunks = self._order(self._draw_chunks(session))
+            if self._spec.order != "new":
+                break
+            if chunks not in self._is_seen:
+                self._is_seen.add(chunks)
+                break
+        else:
+            problem = f"found no new order in {_TRIES} draws of {self._spec.chunks_per_request} chunks"
+            raise TraceError(f"order: {problem}; raise chunks_per_request or num_chunks, or use order drawn")
+        session.seen.extend(chunk for chunk in chunks if chunk not in session.seen)
+        if self._rng.random() < 1.0 / self._spec.session_len:
+            self._sessions[place] = _Session(self._num_sessions)
+            self._num_sessions += 1
+        return Request(chunks, self._spec.question_len, session.number)
+
+    def _draw_chunks(self, session: _Session) -> list[int]:
+        chunks: list[int] = []
+        while len(chunks) < self._spec.chunks_per_request:
+            chunk = self._draw_chunk(session, chunks[0] if chunks else None)
+            if chunk not in chunks:
+                chunks.append(chunk)
+        return chunks
+
+    def _draw_chunk(self, session: _Session, first: int | None) -> int:
+        spec, rng = self._spec, self._rng
+        if session.seen and rng.random() < spec.session_share:
+            return session.seen[rng.integers(len(session.seen))]
+        if first is not None and rng.random() < spec.topic_share:
+            begin = first - first % spec.topic_size
+            chunk = begin + int(rng.integers(min(spec.topic_size, spec.num_chunks - begin)))
+            if not self._waiting or chunk in self._by_rank:
+                return chunk
+        return self._by_rank[self._zipf.draw(len(self._by_rank))]
+
+    def _order(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        if self._spec.order == "sorted":
+            return tuple(sorted(chunks))
+        if self._spec.order == "new":
+            return tuple(chunks[i] for i in self._rng.permutation(len(chunks)))
+        return tuple(chunks)
+
+
+def shortened(spec: TraceSpec, num_requests: int) -> TraceSpec:
+    """The same spec with fewer requests; drift comes as often in proportion."""
+    drift_every = spec.drift_every and max(1, spec.drift_every * num_requests // spec.num_requests)
+    return replace(spec, num_requests=num_requests, drift_every=drift_every)

@@ -1,0 +1,63 @@
+"""The command: from a trace to CSV, page and plot; a user's mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from benchmark.simulate.scenarios import SCENARIOS, trend_per_thousand
+from benchmark.simulate.simulate import main
+
+
+def test_a_users_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "requests.jsonl"
+    assert main(["trace", "--set", "num_requests=40", "num_chunks=30", "chunk_len=50", "--out", str(trace)]) == 0
+    command = ["run", "--jsonl", str(trace), "--pool", "600", "1200", "--policies", "lru", "frequency-reuse"]
+    assert main([*command, "--out", str(tmp_path), "--name", "mine"]) == 0
+    with (tmp_path / "mine.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["policy"], row["pool_tokens"]) for row in rows] == [
+        ("lru", "600"),
+        ("frequency-reuse", "600"),
+        ("lru", "1200"),
+        ("frequency-reuse", "1200"),
+    ]
+    assert all(0 < float(row["computed_share"]) <= 1 for row in rows)
+    page = (tmp_path / "mine.md").read_text()
+    assert "- command: `" in page
+    assert "| frequency-reuse |" in page
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert "| lru |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["storage", "snapshot", "orders"])
+def test_a_scenario_writes_its_report(name: str, tmp_path: Path) -> None:
+    assert main(["scenarios", name, "--share", "0.005", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.csv", f"{name}.md", f"{name}.png"}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["scenarios", "zip"], f"unknown scenario 'zip'; known: {', '.join(SCENARIOS)}"),
+        (["scenarios", "--share", "0"], "--share: 0.0 is not in (0, 1]"),
+        (["run", "--trace", "zip"], "--trace: unknown trace 'zip'; known: zipf"),
+        (["run", "--set", "num_chunk=3"], "--set num_chunk=3: unknown name 'num_chunk'; known: num_requests"),
+        (["run", "--set", "num_chunks=x"], "--set num_chunks=x: 'x' is not of type int; give one"),
+        (["run", "--policies", "arc"], "--policies: unknown policy 'arc'; known: lru"),
+        (["run", "--set", "num_requests=5", "--pool", "100"], "--pool: 100 tokens do not hold the longest prompt"),
+        (["run", "--jsonl", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_trend_is_a_slope_per_thousand_requests() -> None:
+    assert trend_per_thousand([0.1, 0.2, 0.3], 500) == pytest.approx(0.2)
+    assert trend_per_thousand([0.1], 500) == 0.0
