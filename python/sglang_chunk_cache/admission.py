@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from sglang_chunk_cache.maintenance import is_refresh
 from sglang_chunk_cache.request import PARAM_NAME, DocChunkRequest, state_of
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _uncount_loaded(adder: PrefillAdder, req: Req, load_len: int) -> None:
 def _report(adder: PrefillAdder, req: Req, state: DocChunkRequest) -> None:
     assert state.plan is not None
     state.reported = state.plan
-    adder.tree_cache.chunk_metrics.count_plan(state.plan)
+    if not is_refresh(req.rid):
+        adder.tree_cache.chunk_metrics.count_plan(state.plan)
     if req.customized_info is None:
         req.customized_info = {}
     req.customized_info[PARAM_NAME] = [json.dumps(state.plan.reply(explain=state.options.explain))]

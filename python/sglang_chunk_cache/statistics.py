@@ -113,6 +113,7 @@ class StatisticsTaker:
         group = get_tp_group()
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
         self._num_sampled = 1
+        self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums: list[torch.Tensor | None] = [None] * len(jobs)
 
     @classmethod
@@ -150,7 +151,7 @@ class StatisticsTaker:
             row_lens: rows of each request.
         """
         heads, kv_heads = self._own_heads(layer)
-        if not heads:
+        if not len(heads):
             self._add_nothing(q.device)
             return
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
@@ -177,14 +178,17 @@ class StatisticsTaker:
             found = self._sums[index]
             self._sums[index] = sums if found is None else found + sums
 
-    def _own_heads(self, layer: RadixAttention) -> tuple[list[int], torch.Tensor]:
-        """The heads that this rank looks at, counted from its first, and the key head of each."""
-        num_heads = layer.tp_q_head_num * self._tp_size
-        first = layer.tp_q_head_num * self._tp_rank
-        self._num_sampled = len(sampled_heads(num_heads))
-        heads = [h - first for h in sampled_heads(num_heads) if 0 <= h - first < layer.tp_q_head_num]
-        group = layer.tp_q_head_num // layer.tp_k_head_num
-        return heads, torch.tensor([h // group for h in heads], device=self._kv_pool.device)
+    def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
+        if self._heads is None:
+            first = layer.tp_q_head_num * self._tp_rank
+            sampled = sampled_heads(layer.tp_q_head_num * self._tp_size)
+            heads = [h - first for h in sampled if 0 <= h - first < layer.tp_q_head_num]
+            group = layer.tp_q_head_num // layer.tp_k_head_num
+            both = torch.tensor([heads, [h // group for h in heads]], dtype=torch.int64)
+            q_heads, kv_heads = both.to(self._kv_pool.device, non_blocking=True)
+            self._num_sampled, self._heads = len(sampled), (q_heads, kv_heads)
+        return self._heads
 
     def _add_nothing(self, device: torch.device) -> None:
         """None of the heads are this rank's."""

@@ -13,9 +13,9 @@ from exactness.runner import Config, run_cases
 pytestmark = pytest.mark.slow
 
 EVERYTHING = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
-PROMOTING = (("promote_uses", 2),)
+BY_FREQUENCY = (("eviction", "frequency-reuse"), ("promote_uses", 2))
+BY_RECENCY = (("promote_uses", 2), ("refresh_uses", 2))
 NOTHING = (("promote_uses", 0),)
-REFRESHING = (("refresh_uses", 2),)
 
 
 @cache
@@ -29,9 +29,11 @@ def outcome(case: str, options: tuple[tuple[str, Any], ...], **fields: Any) -> A
     return value
 
 
-@pytest.mark.parametrize(("options", "page_size"), [(EVERYTHING, 1), (PROMOTING, 16)])
-def test_a_popular_variant_is_promoted_and_its_path_goes(options: Any, page_size: int) -> None:
-    found = outcome("promotion", options, page_size=page_size)
+@pytest.mark.parametrize(
+    ("options", "fields"), [(EVERYTHING, {}), (BY_FREQUENCY, {"page_size": 16}), (BY_RECENCY, {"tp_size": 2})]
+)
+def test_a_popular_variant_is_promoted_and_its_path_goes(options: Any, fields: dict[str, Any]) -> None:
+    found = outcome("promotion", options, **fields)
     assert found["homes"] == [False, False, True, True]
     first, *others = found["replies"]
     for reply in others:
@@ -48,7 +50,7 @@ def test_without_promotion_the_path_stays_as_long_as_the_variant_is_used() -> No
     assert found["left_of_path"] == [60, 60, 60]
 
 
-@pytest.mark.parametrize(("options", "tp_size"), [(EVERYTHING, 1), (REFRESHING, 2)])
+@pytest.mark.parametrize(("options", "tp_size"), [(EVERYTHING, 1), (BY_RECENCY, 2)])
 def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, tp_size: int) -> None:
     found = outcome("refresh", options, tp_size=tp_size)
     assert found["generations"] == [1]
