@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import re
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 TEST_DIR = Path(__file__).parent
 # Helper modules of the tests (tiny_models, server_fixture) are imported by their plain name.
 sys.path.insert(0, str(TEST_DIR))
+_STATUS = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +51,25 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     ]
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     Path(target).write_text("\n".join(lines) + "\n")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leaves without tearing the interpreter down, once everything is reported.
+
+    Of the native libraries that SGLang loads, one has been seen to crash there, after all tests had passed.
+    """
+    status = config.stash.get(_STATUS, None)
+    if status is None:
+        return  # nothing was run: --help, --version
+    config.get_terminal_writer().flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _commit() -> str:
