@@ -79,7 +79,7 @@ def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = 
         pipes.append(receiver)
         processes.append(process)
     try:
-        results = pipes[0].recv() if pipes[0].poll(600) else "no answer within 600 s"
+        results = pipes[0].recv() if pipes[0].poll(850) else "no answer within 850 s"
     except EOFError:
         results = "the scheduler process died"
     finally:
