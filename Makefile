@@ -13,6 +13,9 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PY := $(BIN)/python
+# Two processes share the tests: most of the time goes into imports, which use one core. Each needs about 6 GiB.
+TEST_JOBS ?= 2
+SHARED := -n $(TEST_JOBS) --dist loadgroup
 # The name holds the folder, so that an environment that came along with a copied tree is rebuilt, not trusted.
 STAMP := .venv/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
@@ -28,8 +31,8 @@ demo: $(STAMP)
 	$(PY) benchmark/demo/demo.py
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not server and not slow and not all" test
-	$(PY) -m pytest -m "(server or slow) and not all" test
+	$(PY) -m pytest $(SHARED) -m "not server and not slow and not all" test
+	$(PY) -m pytest $(SHARED) -m "(server or slow) and not all" test
 
 test-all: $(STAMP)
 	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test

@@ -1,4 +1,8 @@
-"""Options and fixtures for all tests: `--all` for the full matrix, and a folder for models made on the spot."""
+"""Options and fixtures for all tests: `--all` for the full matrix, and a folder for models made on the spot.
+
+Also which tests stay together when several processes share the work (`pytest -n 2 --dist loadgroup`, `make test`): all
+that use the servers of `server/conftest.py`, and otherwise the tests of a module, which share what it has started.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,10 @@ TEST_DIR = Path(__file__).parent
 # Helper modules of the tests (tiny_models, server_fixture) are imported by their plain name.
 sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
+SHARED_SERVERS = ("server", "stock")
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:  # one core for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,12 +86,25 @@ def _commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if IS_WORKER:
+        share_out(items)
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="full matrix only: pytest --all")
     for item in items:
         if "all" in item.keywords:
             item.add_marker(skip)
+
+
+def share_out(items: list[pytest.Item]) -> None:
+    """Names the group of each test, and puts the largest group first: nobody shall wait for it at the end."""
+    modules = {item.path for item in items if not set(SHARED_SERVERS).isdisjoint(getattr(item, "fixturenames", ()))}
+    for item in items:
+        if item.path in modules:
+            item.add_marker(pytest.mark.xdist_group("servers"))
+        elif item.get_closest_marker("independent") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TEST_DIR))))
+    items.sort(key=lambda item: item.path not in modules)
 
 
 @pytest.fixture(scope="session")

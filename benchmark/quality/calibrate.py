@@ -30,20 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark.common.machine import ROOT
 from benchmark.common.results import RESULTS_DIR, describe_run
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
-from benchmark.quality.calibration.asking import ALONE, ALPHA, BY, RATIO, SHUFFLED, STORED, Sheet, condition_of
+from benchmark.quality.calibration.asking import ALPHA, BY, RATIO, answers_of, condition_of
 from benchmark.quality.calibration.config_file import read_config, write_config
 from benchmark.quality.calibration.curve import choose, mean_score, point_of
 from benchmark.quality.calibration.report import Calibration, flags, table, text_table, verdict, write_report
 from benchmark.quality.campaign import PATIENCE_S, prompt_builder
 from benchmark.quality.conditions import REFERENCE, Condition, MethodSpec, parse_method
 from benchmark.quality.evaluate import COLUMNS, find_models, load, server_flags
-from benchmark.quality.experiment import fingerprint
+from benchmark.quality.experiment import Experiment, fingerprint
 from benchmark.quality.loaders.ruler import Size
 from benchmark.quality.metrics import METRICS
 from benchmark.quality.question import DataError
 from benchmark.quality.replies import ReplyLog
 from benchmark.quality.report import METRIC_NAMES
-from benchmark.quality.session import SetupError
+from benchmark.quality.session import ALONE, SHUFFLED, STORED, SetupError
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS
 from benchmark.quality.tasks import KINDS, Task, TaskOptions
 from rich.console import Console
@@ -143,8 +143,8 @@ def conditions_of(method: MethodSpec, by: str, values: Sequence[float]) -> dict[
 
 def ask(
     args: argparse.Namespace, tasks: Sequence[Task], conditions: Sequence[Condition], console: Console
-) -> tuple[list[Sheet], int]:
-    """One sheet per task with all replies, and how many were asked for; a server starts only where some are missing.
+) -> tuple[list[Experiment], int]:
+    """One experiment per task with all replies, and how many were asked for; no server starts where none are missing.
 
     Raises:
         DataError, SetupError, ServerError, httpx.HTTPError: what is needed is not there, or a server failed.
@@ -153,7 +153,7 @@ def ask(
     build = prompt_builder(path, chat=args.chat)
     given = server_flags(args.server_flags)
     with ExitStack() as stack:
-        sheets = []
+        experiments = []
         for task in tasks:
             settings = {
                 "model": fingerprint(path),
@@ -162,19 +162,20 @@ def ask(
                 "stored": args.stored,
             }
             log = ReplyLog(args.work / name / args.stored / f"{task.family}.jsonl", settings, resume=args.resume)
-            sheets.append(Sheet(task, task.prompts(build), stack.enter_context(log), args.stored))
-        missing = sum(sheet.num_missing(conditions) for sheet in sheets)
+            stack.enter_context(log)
+            experiments.append(Experiment(name, task, task.prompts(build), log, args.stored))
+        missing = sum(experiment.num_missing(conditions) for experiment in experiments)
         if not missing:
-            return sheets, 0
+            return experiments, 0
         env = offline_env() if Path(path).is_dir() else {}
         patience = {"start_deadline_s": PATIENCE_S, "request_timeout_s": PATIENCE_S}
         with Progress(TextColumn("{task.description}"), *COLUMNS, console=console) as progress:
             bar = progress.add_task(f"{name}: starting a server", total=missing)
             with Server(path, *given, env=env, log_path=args.work / name / "server.log", **patience) as server:
-                for sheet in sheets:
-                    progress.update(bar, description=f"{name}: {sheet.task.family}")
-                    sheet.ask(server, conditions, lambda num: progress.advance(bar, num))
-        return sheets, missing
+                for experiment in experiments:
+                    progress.update(bar, description=f"{name}: {experiment.task.family}")
+                    experiment.ask(server, conditions, lambda num: progress.advance(bar, num))
+        return experiments, missing
 
 
 def calibrate(args: argparse.Namespace, console: Console) -> Calibration:
@@ -186,15 +187,15 @@ def calibrate(args: argparse.Namespace, console: Console) -> Calibration:
     method, tasks = parse_method(args.method), load(args)
     conditions = conditions_of(method, args.by, args.values)
     asked = list(conditions.values())
-    sheets, num_asked = ask(args, tasks, asked, console)
-    full = {sheet.task.family: sheet.answers(REFERENCE) for sheet in sheets}
+    experiments, num_asked = ask(args, tasks, asked, console)
+    full = {experiment.task.family: answers_of(experiment, REFERENCE) for experiment in experiments}
     if mean_score(full) == 0:
         raise DataError(
             "--data: the full prefill scores 0 on all prompts, so there is nothing to keep; look at --metric, "
             "--prompt-template and --chat, or take another model."
         )
     points = [
-        point_of(value, full, {sheet.task.family: sheet.answers(condition) for sheet in sheets})
+        point_of(value, full, {each.task.family: answers_of(each, condition) for each in experiments})
         for value, condition in conditions.items()
     ]
     names = dict.fromkeys(METRIC_NAMES[task.metric] for task in tasks)
@@ -204,9 +205,9 @@ def calibrate(args: argparse.Namespace, console: Console) -> Calibration:
         keep=args.keep,
         score_name=next(iter(names)) if len(names) == 1 else "score",
         full_score=mean_score(full),
-        num_prompts=sum(len(sheet.prompts) for sheet in sheets),
+        num_prompts=sum(len(experiment.prompts) for experiment in experiments),
         num_asked=num_asked,
-        num_kept=sum(sheet.num_needed(asked) for sheet in sheets) - num_asked,
+        num_kept=sum(experiment.num_needed(asked) for experiment in experiments) - num_asked,
         points=points,
         choice=choose(points, args.keep),
     )

@@ -18,7 +18,7 @@ from benchmark.quality.question import DataError
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
-from chunk_cache.methods.options import FOCUS_WINDOW, GROUP_SIZE, value_of
+from chunk_cache.methods.options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
@@ -51,7 +51,7 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to ask; `method` is None for the reference."""
+    """One way to ask; `method` is None for the reference, `ratio` also where the method's `alpha` takes its place."""
 
     method: MethodSpec | None
     ratio: float | None = None
@@ -65,8 +65,9 @@ class Condition:
         """What goes into `custom_params.chunk_cache`."""
         if self.method is None:
             return {"mode": "off"}
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses one beside alpha
         options = {"options": dict(self.method.options)} if self.method.options else {}
-        return {"method": self.method.method, "ratio": self.ratio, **options}
+        return {"method": self.method.method, **ratio, **options}
 
 
 REFERENCE = Condition(None)
@@ -113,9 +114,18 @@ def has_no_shift() -> bool:
 
 
 def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> list[Condition]:
-    """All methods x ratios, without those that ask for the same thing twice."""
+    """All methods x ratios, without those that ask for the same thing twice.
+
+    Raises:
+        DataError: a method has an `alpha`, which takes the place of the ratio.
+    """
     found: dict[Condition, None] = {}
     for spec in methods:
+        if ALPHA.name in dict(spec.options):
+            raise DataError(
+                f"--methods: {spec.label} cannot be asked by ratio; leave {ALPHA.name} out, or ask by alpha with "
+                "python -m sglang_chunk_cache.calibrate."
+            )
         for ratio in ratios:
             found[Condition(spec, METHODS[spec.method].effective_ratio(ratio, ratio))] = None
     return list(found)

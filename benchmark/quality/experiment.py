@@ -1,7 +1,8 @@
 """Experiment: one model and one task, from prompts to table rows.
 
 - `Experiment.ask` asks what is missing in the reply log, the reference first.
-- `Experiment.num_missing` says how much that is, `Experiment.rows` tabulates what is complete.
+- `Experiment.num_missing` says how much that is, `Experiment.reply` finds one, `Experiment.rows` tabulates what is
+  complete.
 - `fingerprint` tells one model from another for the reply log.
 """
 
@@ -16,7 +17,7 @@ from benchmark.common.server import Server
 from benchmark.quality.conditions import REFERENCE, Condition, parse_method
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.replies import Reply, ReplyLog
-from benchmark.quality.session import Session
+from benchmark.quality.session import ALONE, Session
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
 
@@ -25,12 +26,17 @@ HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task asked of one model; `prompts` has one prompt per question of the task."""
+    """A task asked of one model; `prompts` has one prompt per question of the task, `stored` is one of `STORED`."""
 
     model: str
     task: Task
     prompts: Sequence[Prompt]
     log: ReplyLog
+    stored: str = ALONE
+
+    def num_needed(self, conditions: Sequence[Condition]) -> int:
+        """Replies, the reference's included."""
+        return len(self._distinct()) * (1 + len(conditions))
 
     def num_missing(self, conditions: Iterable[Condition]) -> int:
         """Replies that are not in the log, the reference's included."""
@@ -43,12 +49,12 @@ class Experiment:
         Raises:
             SetupError: a reply was not computed as wanted.
         """
-        session = Session(server, self.task.asking)
+        session = Session(server, self.task.asking, self.stored)
         missing = [prompt for prompt in self._distinct() if self.log.find(prompt.key, REFERENCE) is None]
         if missing:
             for replies in session.ask_reference(missing):
                 self._keep(replies, tick)
-        references = {prompt.key: self._found(prompt.key, REFERENCE) for prompt in self.prompts}
+        references = {prompt.key: self.reply(prompt, REFERENCE) for prompt in self.prompts}
         lengths = {key: reply.prompt_len for key, reply in references.items()}
         for block in session.blocks(self._distinct(), lengths):
             asks = [(p, c) for c in conditions for p in block if self.log.find(p.key, c) is None]
@@ -57,10 +63,16 @@ class Experiment:
                 for replies in session.ask(asks, references):
                     self._keep(replies, tick)
 
+    def reply(self, prompt: Prompt, condition: Condition) -> Reply:
+        """The reply to a prompt that has been asked under this condition."""
+        reply = self.log.find(prompt.key, condition)
+        assert reply is not None, f"{condition.label} at {condition.ratio} of {prompt.key} was not asked"
+        return reply
+
     def rows(self) -> list[Row]:
         """All conditions for which every prompt has a reply, this run's and those of earlier ones."""
         conditions = self._complete()
-        replies = {c: {p.key: self._found(p.key, c) for p in self.prompts} for c in (REFERENCE, *conditions)}
+        replies = {c: {p.key: self.reply(p, c) for p in self.prompts} for c in (REFERENCE, *conditions)}
         asked = [(question, prompt.key) for question, prompt in zip(self.task.questions, self.prompts, strict=True)]
         return tabulate(self.model, self.task.family, self.task.metric, asked, replies, conditions)
 
@@ -75,11 +87,6 @@ class Experiment:
     def _keep(self, replies: list[Reply], tick: Callable[[int], None]) -> None:
         self.log.append(replies)
         tick(len(replies))
-
-    def _found(self, prompt_key: str, condition: Condition) -> Reply:
-        reply = self.log.find(prompt_key, condition)
-        assert reply is not None, f"{condition.label} at {condition.ratio} of {prompt_key} was not asked"
-        return reply
 
 
 def fingerprint(model: str | Path) -> str:

@@ -2,7 +2,8 @@
 
 - `PromptFormat` says how system prompt, chunks and question become text; `read_format` reads one from a file.
 - `build_prompt` applies it, `build_chat_prompt` puts the result through a model's chat template as well.
-- `Prompt.text` is the whole prompt, `Prompt.priming()` the short ones that compute each chunk behind the system prompt.
+- `Prompt.text` is the whole prompt, `Prompt.priming()` the short ones that compute each chunk behind the system prompt,
+  `Prompt.shuffled()` the one that computes all of them in another order.
 
 A chunk is written the same way wherever it stands, so its format must not depend on its number.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,6 +54,15 @@ class Prompt:
     def priming(self, tail: str = "") -> tuple[str, ...]:
         """One marked prompt per different chunk: the chunk alone behind the head, and `tail` behind it."""
         return tuple(SEPARATOR.join((self.head, chunk, tail)) for chunk in dict.fromkeys(self.chunks))
+
+    def shuffled(self, tail: str = "") -> str:
+        """The marked prompt with its different chunks in another order, the same one every time, and `tail` behind."""
+        chunks = list(dict.fromkeys(self.chunks))
+        before = list(chunks)
+        draw = random.Random(self.key)
+        while len(chunks) > 1 and chunks == before:  # the same order would be an exact prefix, and nothing to reuse
+            draw.shuffle(chunks)
+        return SEPARATOR.join((self.head, *chunks, tail))
 
     @property
     def partition(self) -> str:

@@ -11,6 +11,12 @@ A reference prompt enters the exact cache, where the same prompt would later fin
 first and the cache is emptied behind them. Fused prompts leave nothing behind. Every reply must say that each chunk
 was taken from the store (`hit`), or lay in the exact prefix (`prefix`); anything else is a `SetupError`, because the
 numbers would not mean what they are said to.
+
+What `prime` stores decides what Cache-Craft's alpha means, for CFO compares the context of a chunk with the one it had
+when it was stored:
+
+    ALONE      [system, chunk] once per chunk; without a context CFO = alpha / 2 for all of them
+    SHUFFLED   [system, all chunks of the prompt in another order] once per prompt, computed exactly
 """
 
 from __future__ import annotations
@@ -34,6 +40,8 @@ MAX_BATCH = 64  # prompts in one call
 # decoding they stay below one, so nothing that was primed is evicted.
 PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
 MIN_LOGPROB = -1e4  # stands for a probability of zero
+ALONE, SHUFFLED = "alone", "shuffled"
+STORED = (ALONE, SHUFFLED)
 
 Ask: TypeAlias = tuple[Prompt, Condition]
 Extra: TypeAlias = Mapping[str, Any]
@@ -61,9 +69,11 @@ class Asking:
 class Session:
     """Asks one server. Not for several threads."""
 
-    def __init__(self, server: Server, asking: Asking) -> None:
+    def __init__(self, server: Server, asking: Asking, stored: str = ALONE) -> None:
+        """`stored` is one of `STORED`."""
         self._server = server
         self._asking = asking
+        self._stored = stored
         self._pool_len = int(server.get("/v1/loads").json()["loads"][0]["max_total_num_tokens"])
         # The last page of a path is stored only when it is full, so a chunk must not end there.
         page_size = int(server.get("/server_info").json()["page_size"])
@@ -104,12 +114,16 @@ class Session:
             yield block
 
     def prime(self, prompts: Sequence[Prompt]) -> None:
-        """Empties the caches and stores every chunk of these prompts, computed alone behind its system prompt."""
+        """Empties the caches and stores every chunk of these prompts."""
         self._server.flush()
         tail = self._priming_tail
-        wanted = dict.fromkeys((text, prompt.partition) for prompt in prompts for text in prompt.priming(tail))
-        texts = list(wanted)
-        batches = [texts[i : i + MAX_BATCH] for i in range(0, len(texts), MAX_BATCH)]
+        if self._stored == SHUFFLED:
+            texts = [(prompt.shuffled(tail), prompt.partition) for prompt in prompts]
+            size = self._batch_size([(prompt, REFERENCE) for prompt in prompts])
+        else:
+            wanted = dict.fromkeys((text, prompt.partition) for prompt in prompts for text in prompt.priming(tail))
+            texts, size = list(wanted), MAX_BATCH
+        batches = [texts[i : i + size] for i in range(0, len(texts), size)]
         with ThreadPoolExecutor(NUM_CALLS) as calls:
             for _ in calls.map(self._prime_batch, batches):
                 pass
@@ -134,10 +148,14 @@ class Session:
             ]
 
     def _prime_batch(self, batch: Sequence[tuple[str, str]]) -> None:
+        params: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
+        if self._stored == SHUFFLED:
+            # Nothing stored is brought in, so every variant is that of a full prefill in its context.
+            params["custom_params"] = {"chunk_cache": {"mode": "exact"}}
         body = {
             "text": [text for text, _ in batch],
             "extra_key": [partition for _, partition in batch],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "sampling_params": params,
         }
         self._server.post("/generate", body)
 
@@ -221,18 +239,29 @@ def _common(prompt: Prompt, condition: Condition, out: Mapping[str, Any]) -> dic
 
 def _check_reuse(prompt: Prompt, chunk_cache: Mapping[str, Any], condition: Condition) -> None:
     assert condition.method is not None
-    assert condition.ratio is not None
-    used, wanted = (chunk_cache["method"], chunk_cache["ratio"]), (condition.method.method, condition.ratio)
-    if used != wanted:
-        raise SetupError(f"Prompt {prompt.key} was asked with {wanted} and answered with {used}.")
+    method, ratio = chunk_cache["method"], chunk_cache["ratio"]
+    if method != condition.method.method or condition.ratio not in (None, ratio):
+        raise SetupError(
+            f"Prompt {prompt.key} was asked with {condition.request} and answered with {method}, ratio {ratio}."
+        )
+    label = condition.label if condition.ratio is None else f"{condition.label}, ratio {condition.ratio:g}"
+    if condition.ratio is None:
+        is_ranked = 0 < chunk_cache["recomputed_tokens"] < chunk_cache["reused_tokens"]
+    else:
+        is_ranked = 0 < condition.ratio < 1
     for number, chunk in enumerate(chunk_cache["chunks"], 1):
         if chunk["status"] not in ("hit", "prefix"):
             raise SetupError(
                 f"Chunk {number} of prompt {prompt.key} was not reused but {chunk['status']} ({chunk['reason']}) with "
-                f"{condition.label}, ratio {condition.ratio:g}; where it says evicted or memory, give the server a "
-                "larger --max-total-tokens in --server-flags."
+                f"{label}; where it says evicted or memory, give the server a larger --max-total-tokens in "
+                "--server-flags."
             )
-        if chunk.get("ranked_by") == "position" and 0 < condition.ratio < 1:
+        if condition.ratio is None and chunk["status"] == "hit" and chunk.get("cfo") is None:
+            raise SetupError(
+                f"The CFO of chunk {number} of prompt {prompt.key} is unknown, so {condition.label} would fall back to "
+                "the server's ratio; let the server take statistics, see docs/methods.md."
+            )
+        if is_ranked and chunk.get("ranked_by") == "position":
             raise SetupError(
                 f"No statistics were stored with chunk {number} of prompt {prompt.key}, so {condition.label} would "
                 "rank by position; let the server take them, see docs/methods.md."

@@ -113,6 +113,11 @@ class Maintenance:
         while len(self._origins) > MAX_NOTED:
             self._origins.popitem(last=False)
 
+    @property
+    def has_noted(self) -> bool:
+        """Whether anything may be computed again."""
+        return bool(self._origins)
+
     def next_refresh(self) -> TokenizedGenerateReqInput | None:
         """The request that computes the most popular derived variant exactly; None where none is popular enough."""
         best: Variant | None = None
@@ -145,7 +150,7 @@ def is_refresh(rid: str) -> bool:
 def on_idle(_result: None, scheduler: Any) -> None:
     """AFTER `Scheduler.on_idle`."""
     maintenance: Maintenance | None = getattr(scheduler.tree_cache, "maintenance", None)
-    if maintenance is None or not scheduler.is_fully_idle():
+    if maintenance is None or not maintenance.has_noted or not scheduler.is_fully_idle():
         return
     request = maintenance.next_refresh()
     if request is not None:

@@ -55,7 +55,7 @@ class ChunkSums:
         Args:
             outside: `[num computed tokens]`, from prompt position `begin` on.
             received: `[chunk length]`.
-            by_chunk: `[chunk + 1]` on each context chunk, last on earlier tokens of the chunk itself.
+            by_chunk: `[chunk]` on each context chunk.
         """
         start, end = self._spans[chunk]
         if chunk not in self._sums:
@@ -74,8 +74,8 @@ class ChunkSums:
         return ChunkStatistics.taken(
             outside.numpy(),
             torch.where(outside.isnan(), outside, received).numpy(),
-            inter=by_chunk[:-1].numpy(),
-            intra=float(by_chunk[-1]),
+            inter=by_chunk.numpy(),
+            intra=float(received.sum()),
             context_lens=[end - start for start, end in self._spans[:chunk]],
         )
 
@@ -97,6 +97,11 @@ class _Job:
         return self.state.options.spans[self.chunk]
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Lengths of its sums: per row outside, per key of the chunk received, per context chunk."""
+        return self.end - self.begin, self.end - self.span[0], self.chunk
+
+    @property
     def segment_starts(self) -> list[int]:
         """Keys in parts: in front of the first chunk, then by turns a chunk and the text behind it, last this chunk."""
         earlier = [bound for span in self.state.options.spans[: self.chunk] for bound in span]
@@ -114,7 +119,9 @@ class StatisticsTaker:
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
         self._num_sampled = 1
         self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sums: list[torch.Tensor | None] = [None] * len(jobs)
+        self._total = torch.zeros(sum(sum(job.sizes) for job in jobs), device=kv_pool.device)
+        self._sums = torch.split(self._total, [sum(job.sizes) for job in jobs])  # views
+        self._is_observed = False
 
     @classmethod
     def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
@@ -150,13 +157,13 @@ class StatisticsTaker:
             positions: `[num_rows]` int64.
             row_lens: rows of each request.
         """
+        self._is_observed = True
         heads, kv_heads = self._own_heads(layer)
         if not len(heads):
-            self._add_nothing(q.device)
             return
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
         keys = self._kv_pool.get_key_buffer(layer.layer_id)
-        for index, job in enumerate(self._jobs):
+        for job, sums in zip(self._jobs, self._sums, strict=True):
             first = sum(row_lens[: job.request])
             rows = slice(first, first + row_lens[job.request])
             inside = (positions[rows] >= job.begin) & (positions[rows] < job.end)
@@ -173,10 +180,7 @@ class StatisticsTaker:
             assert by_segment is not None
             on_context = by_segment[:, 1 : 2 * job.chunk : 2]
             outside = on_context.sum(1) if job.chunk else by_segment[:, 0]
-            received = received[job.span[0] :]
-            sums = torch.cat([outside, received, on_context.sum(0), received.sum(0, keepdim=True)]) * len(heads)
-            found = self._sums[index]
-            self._sums[index] = sums if found is None else found + sums
+            sums.add_(torch.cat([outside, received[job.span[0] :], on_context.sum(0)]), alpha=len(heads))
 
     def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
@@ -190,23 +194,15 @@ class StatisticsTaker:
             self._num_sampled, self._heads = len(sampled), (q_heads, kv_heads)
         return self._heads
 
-    def _add_nothing(self, device: torch.device) -> None:
-        """None of the heads are this rank's."""
-        for index, job in enumerate(self._jobs):
-            if self._sums[index] is None:
-                num = (job.end - job.begin) + (job.end - job.span[0]) + job.chunk + 1
-                self._sums[index] = torch.zeros(num, device=device)
-
     def finish(self) -> None:
         """Hands the sums to the requests, averaged over the sampled heads of all ranks."""
-        if any(sums is None for sums in self._sums):
+        if not self._is_observed:
             return  # the forward did not run the layers (it was replayed from a graph)
-        parts = [sums for sums in self._sums if sums is not None]
-        lens = [len(part) for part in parts]
-        total = sum_over_ranks(torch.cat(parts) / self._num_sampled, self._tp_size)
-        for job, sums in zip(self._jobs, torch.split(total, lens), strict=True):
-            num_rows, num_keys = job.end - job.begin, job.end - job.span[0]
-            outside, received, by_chunk = torch.split(sums, [num_rows, num_keys, job.chunk + 1])
+        parts = torch.split(
+            sum_over_ranks(self._total / self._num_sampled, self._tp_size),
+            [size for job in self._jobs for size in job.sizes],
+        )
+        for job, outside, received, by_chunk in zip(self._jobs, parts[::3], parts[1::3], parts[2::3], strict=True):
             received = torch.nn.functional.pad(received, (0, job.span[1] - job.end))
             assert job.state.sums is not None
             job.state.sums.add(job.chunk, job.begin, outside, received, by_chunk)

@@ -29,6 +29,7 @@ from chunk_cache.index import Lookup
 from chunk_cache.methods import METHODS, Ranking, Rows, Stage
 from chunk_cache.methods.options import SHIFT
 from chunk_cache.request import RequestOptions
+from chunk_cache.reusability import share_to_fix
 from chunk_cache.rows import choose_rows
 from chunk_cache.selection import Selection
 from chunk_cache.types import REASONS, Span, Status
@@ -408,7 +409,7 @@ def _round_load(
 
 def _budget(chunk: ChunkPlan, ratio: float) -> float:
     """The share of a reused chunk that its CFO asks to recompute; the ratio where none is known."""
-    return ratio if chunk.cfo is None else min(1.0, chunk.cfo)
+    return ratio if chunk.cfo is None else share_to_fix(chunk.cfo)
 
 
 def _note_ranking(chunk: ChunkPlan, ranking: Ranking | None, statistic: str) -> ChunkPlan:

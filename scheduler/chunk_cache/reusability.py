@@ -5,7 +5,7 @@
     order_penalty     gamma how far what is common stands in another order (Kendall's tau distance)  eq. 7
     adjusted_overlap  beta' = beta (1 - gamma)                                                       eq. 8
     fix_overhead      CFO   = alpha CCI (1 - beta'), not clipped yet                                 eq. 12
-    num_tokens_to_fix       ceil(CFO n) of n tokens, CFO clipped to [0, 1]                           section 3.2.1
+    share_to_fix            CFO clipped to [0, 1]: the share of its tokens that is recomputed        section 3.2.1
     use_weight              what one use adds to a variant's reuse frequency f_r                     section 3.3
 
 `mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
@@ -56,13 +56,7 @@ def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float
     assert len(context) == len(inter), f"{len(inter)} masses of {len(context)} chunks"
     if not context:
         return float(not new_context)
-    found = frozenset(new_context)
-    mass = np.asarray(inter, dtype=np.float64).tolist()
-    total: float = sum(mass)
-    if total == 0.0:
-        return sum(chunk in found for chunk in context) / len(context)
-    common: float = sum(part for chunk, part in zip(context, mass, strict=True) if chunk in found)
-    return min(1.0, common / total)
+    return _common(context, np.asarray(inter, dtype=np.float64).tolist(), first_places(new_context))[0]
 
 
 def order_penalty(context: Context, new_context: Context) -> float:
@@ -96,16 +90,8 @@ def unit_cfo(cci: float, context: Context, inter: Sequence[float], place: Mappin
         return 0.0 if not place else cci
     if place.keys().isdisjoint(context):
         return cci
-    ranks = []
-    common = 0.0
-    for chunk, mass in zip(context, inter, strict=True):
-        rank = place.get(chunk)
-        if rank is not None:
-            ranks.append(rank)
-            common += mass
-    total = sum(inter)
-    beta = min(1.0, common / total) if total else len(ranks) / len(context)
-    return cci * (1.0 - beta * (1.0 - _discordance(ranks)))
+    beta, ranks = _common(context, inter, place)
+    return fix_overhead(1.0, cci, adjusted_overlap(beta, _discordance(ranks)))
 
 
 def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
@@ -113,9 +99,9 @@ def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
     return alpha * cci * (1.0 - adjusted)
 
 
-def num_tokens_to_fix(cfo: float, length: int) -> int:
-    """How many of `length` tokens are recomputed: 0 to `length` (section 3.2.1)."""
-    return math.ceil(min(1.0, max(0.0, cfo)) * length)
+def share_to_fix(cfo: float) -> float:
+    """The share of a chunk's tokens that is recomputed, in [0, 1] (section 3.2.1)."""
+    return min(1.0, max(0.0, cfo))
 
 
 def use_weight(cfo: float, length: int) -> float:
@@ -124,6 +110,19 @@ def use_weight(cfo: float, length: int) -> float:
     A use that needs no fixing would count without bound; it counts as one that fixes a single token.
     """
     return min(1.0 / cfo, float(length)) if cfo > 0.0 else float(length)
+
+
+def _common(context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> tuple[float, list[int]]:
+    """beta, and where the common chunks stand in the new context, in the order of the old one, which is not empty."""
+    ranks = []
+    common = 0.0
+    for chunk, mass in zip(context, inter, strict=True):
+        rank = place.get(chunk)
+        if rank is not None:
+            ranks.append(rank)
+            common += mass
+    total = sum(inter)
+    return min(1.0, common / total) if total else len(ranks) / len(context), ranks
 
 
 def _discordance(ranks: Sequence[int]) -> float:

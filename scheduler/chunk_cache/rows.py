@@ -64,8 +64,9 @@ def choose_rows(
         if chunk.num_reused:
             is_row[how.rows(chunk, key, ranking, budget) + (chunk.dst_start - load_start)] = True
     num_recomputed = int(is_row.sum() - is_missing.sum())
-    is_partial = any(budget < 1.0 for chunk, budget in zip(chunks, budgets, strict=True) if chunk.num_reused)
-    is_dropping = is_selecting(method, opts.options) and is_partial and num_recomputed > 0
+    # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
+    is_partial = 0 < num_recomputed < sum(chunk.num_reused for chunk in chunks)
+    is_dropping = is_partial and is_selecting(method, opts.options)
     selection = Selection(method.name, opts.options, ratio, (), start) if is_dropping else None
     return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
 

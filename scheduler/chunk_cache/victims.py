@@ -19,7 +19,8 @@ from typing import Protocol, TypeAlias
 
 from chunk_cache.variant import Variant
 
-_Entry: TypeAlias = tuple[float, bool, int, int]
+_Entry: TypeAlias = tuple[float, bool, int, Variant]
+"""Worth, whether exact, last use; no two variants were used last at one time, so the variant is never compared."""
 
 
 class VictimOrder(Protocol):
@@ -125,7 +126,6 @@ class FrequencyOrder:
 
     def __init__(self) -> None:
         self.age = 0.0
-        self._variants: dict[int, Variant] = {}
         self._current: dict[int, _Entry] = {}
         self._heap: list[_Entry] = []  # with entries that are no longer current, dropped when they come to the top
 
@@ -134,29 +134,27 @@ class FrequencyOrder:
         self.age += amount
 
     def __len__(self) -> int:
-        return len(self._variants)
+        return len(self._current)
 
     def __iter__(self) -> Iterator[Variant]:
-        for *_, variant_id in sorted(self._current.values()):
-            yield self._variants[variant_id]
+        for *_, variant in sorted(self._current.values()):
+            yield variant
 
     def get(self, variant_id: int) -> Variant | None:
-        return self._variants.get(variant_id)
-
-    def add(self, variant: Variant) -> None:
-        self._variants[variant.variant_id] = variant
-        self.touch(variant)
+        entry = self._current.get(variant_id)
+        return None if entry is None else entry[3]
 
     def touch(self, variant: Variant) -> None:
-        entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant.variant_id)
+        entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant)
         self._current[variant.variant_id] = entry
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._variants) + 64:
+        if len(self._heap) > 2 * len(self._current) + 64:
             self._heap = list(self._current.values())
             heapq.heapify(self._heap)
 
+    add = touch
+
     def remove(self, variant: Variant) -> None:
-        del self._variants[variant.variant_id]
         del self._current[variant.variant_id]
 
     def forget(self, variant: Variant) -> None:
@@ -164,27 +162,25 @@ class FrequencyOrder:
         self.remove(variant)
 
     def first(self) -> Variant:
-        while self._current.get(self._heap[0][3]) != self._heap[0]:
+        while self._current.get(self._heap[0][3].variant_id) is not self._heap[0]:
             heapq.heappop(self._heap)
-        return self._variants[self._heap[0][3]]
+        return self._heap[0][3]
 
     def worth(self, variant: Variant) -> float:
         return self._current[variant.variant_id][0]
 
     def order(self, variant: Variant) -> tuple[float, ...]:
-        return self._current[variant.variant_id]
+        return self._current[variant.variant_id][:3]
 
     def clear(self) -> None:
-        self._variants.clear()
         self._current.clear()
         self._heap.clear()
 
     def check_integrity(self, clock: int) -> None:
-        assert self._current.keys() == self._variants.keys(), "an order without its variant, or the reverse"
-        assert set(self._current.values()) <= set(self._heap), "a variant is not in the heap"
-        for variant_id, (worth, is_exact, last_use, of) in self._current.items():
-            variant = self._variants[variant_id]
-            assert (variant.variant_id, variant.is_exact) == (of, is_exact), f"{variant} is listed as {variant_id}"
+        assert set(map(id, self._current.values())) <= set(map(id, self._heap)), "a variant is not in the heap"
+        for variant_id, (worth, is_exact, last_use, variant) in self._current.items():
+            is_listed = (variant.variant_id, variant.is_exact) == (variant_id, is_exact)
+            assert is_listed, f"{variant} is listed as {variant_id}"
             assert 0 < last_use == variant.last_use <= clock, f"{variant} was used at {last_use}"
             assert variant.reuse_frequency <= worth <= self.age + variant.reuse_frequency + 1e-9, (
                 f"{variant} is worth {worth}"

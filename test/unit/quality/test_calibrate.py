@@ -17,20 +17,14 @@ import numpy as np
 import pytest
 from benchmark.common.results import describe_run
 from benchmark.quality import calibrate
-from benchmark.quality.calibration.asking import (
-    ALONE,
-    SHUFFLED,
-    CalibrationSession,
-    condition_of,
-    shuffled,
-)
+from benchmark.quality.calibration.asking import condition_of
 from benchmark.quality.calibration.config_file import read_config, write_config
 from benchmark.quality.calibration.curve import Answers, Point, choose, point_of, share_interval
 from benchmark.quality.calibration.report import Calibration, flags, table, to_markdown, verdict, write_report
 from benchmark.quality.conditions import MethodSpec, parse_method
 from benchmark.quality.prompts import SEPARATOR, Prompt
 from benchmark.quality.question import DataError
-from benchmark.quality.session import SetupError
+from benchmark.quality.session import ALONE, SHUFFLED, Session, SetupError
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from sglang_chunk_cache import calibrate as entry
@@ -183,10 +177,12 @@ def test_alpha_is_asked_without_a_ratio() -> None:
 def test_a_shuffled_prompt_has_another_order() -> None:
     for number in range(50):
         prompt = Prompt(f"head {number}", ("a", "b", "a", "c"), "tail")
-        assert sorted(shuffled(prompt)) == ["a", "b", "c"]
-        assert shuffled(prompt) != ("a", "b", "c")
-        assert shuffled(prompt) == shuffled(prompt)
-    assert shuffled(Prompt("", ("a",), "")) == ("a",)
+        head, *chunks, tail = prompt.shuffled(" x").split(SEPARATOR)
+        assert (head, tail) == (prompt.head, " x")
+        assert sorted(chunks) == ["a", "b", "c"]
+        assert chunks != ["a", "b", "c"]
+        assert prompt.shuffled(" x") == prompt.shuffled(" x")
+    assert Prompt("", ("a",), "").shuffled() == SEPARATOR.join(("", "a", ""))
 
 
 class MadeUpServer:
@@ -374,7 +370,7 @@ def test_kept_replies_are_not_asked_again(folder: Path, monkeypatch: pytest.Monk
 def test_a_reply_that_is_not_what_was_asked_ends_the_run(change: dict[str, Any], message: str) -> None:
     server = made_up(by_alpha, num=1)
     task = synthetic_task("carry", TaskOptions(num=1, seed=calibrate.VALIDATION_SEED))
-    session = CalibrationSession(server, task.asking, SHUFFLED)
+    session = Session(server, task.asking, SHUFFLED)
     prompts = task.prompts()
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     asks = [(prompts[0], condition_of(CRAFT, "alpha", 1.0))]

@@ -25,6 +25,10 @@ def model(tmp_path: Path) -> Path:
     ("arguments", "message"),
     [
         (["--methods", "best"], "--methods: unknown method 'best'"),
+        (
+            ["--methods", "cache-craft:alpha=1"],
+            "leave alpha out, or ask by alpha with python -m sglang_chunk_cache.calibrate",
+        ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
         (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE or jsonl:FILE."),
         (["--tasks", "jsonl:{folder}/none.jsonl"], "{folder}/none.jsonl: cannot be read"),

@@ -265,12 +265,10 @@ class RowsOracle:
     def selection(self, num_recomputed: int) -> Selection | None:
         case = self.case
         if case.method.stage is Stage.BEFORE:
-            some_left = any(case.budget(i) < 1 for i in self.hits)
-            is_due = case.option("focus_window") != 0 and some_left and num_recomputed > 0
-            segments = []
+            may_drop, segments = case.option("focus_window") != 0, []
         else:
-            is_due = 0 < num_recomputed < len(self.brought_in)
-            segments = self.segments
+            may_drop, segments = True, self.segments
+        is_due = may_drop and 0 < num_recomputed < len(self.brought_in)
         last_end = max((end for _, end in case.opts.spans), default=0)
         question = min(last_end, case.prompt_len - 1)
         selection = Selection(case.method.name, case.opts.options, case.ratio, tuple(segments), question)

@@ -53,8 +53,8 @@ def test_at_ratio_zero_nothing_is_chosen(method: str, ratio: float) -> None:
     assert (plan.selection, plan.num_late_rows, plan.num_recomputed) == (None, 0, 0)
 
 
-@SCORED
-@pytest.mark.parametrize("ratio", [1.0, 0.99])  # 0.99 of 48 rounds up to all
+@pytest.mark.parametrize("method", ["cacheblend", "a3", "fusionrag", "epic", "cache-craft"])
+@pytest.mark.parametrize("ratio", [1.0, 0.99])  # 0.99 of 48 rounds up to all, and of 20 and 8
 def test_where_the_budget_is_all_rows_nothing_is_chosen(method: str, ratio: float) -> None:
     plan = scored(method, ratio, options=(("focus_window", 3), ("group_size", 8)))
     assert plan.row_positions.tolist() == list(range(68))

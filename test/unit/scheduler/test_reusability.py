@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunk_cache.methods import num_rows_at
 from chunk_cache.reusability import (
     adjusted_overlap,
     context_impact,
     first_places,
     fix_overhead,
-    num_tokens_to_fix,
     order_penalty,
     prefix_overlap,
+    share_to_fix,
     unit_cfo,
     use_weight,
 )
@@ -115,9 +116,9 @@ def test_overhead_and_tokens_stay_in_range(alpha: float, cci: float, beta: float
     assert 0.0 <= adjusted <= beta
     cfo = fix_overhead(alpha, cci, adjusted)
     assert cfo >= 0.0
-    tokens = num_tokens_to_fix(cfo, length)
+    tokens = num_rows_at(share_to_fix(cfo), length)
     assert 0 <= tokens <= length
-    assert tokens >= min(1.0, cfo) * length
+    assert tokens >= min(1.0, cfo) * length * (1 - 1e-8)
     assert 0.0 < use_weight(cfo, length) <= length
 
 
@@ -125,7 +126,7 @@ def test_overhead_by_hand() -> None:
     assert fix_overhead(2.0, 0.75, adjusted_overlap(0.8, 0.5)) == pytest.approx(0.9)
     assert fix_overhead(0.5, 0.5, 0.0) == 0.25  # an empty context behind which there is one now: alpha / 2
     assert fix_overhead(3.0, 1.0, 1.0) == 0.0
-    assert [num_tokens_to_fix(cfo, 10) for cfo in (0.0, 0.01, 0.5, 1.0, 7.0)] == [0, 1, 5, 10, 10]
+    assert [num_rows_at(share_to_fix(cfo), 10) for cfo in (0.0, 0.01, 0.5, 1.0, 7.0)] == [0, 1, 5, 10, 10]
     assert use_weight(0.25, 100) == 4.0
     assert use_weight(0.0, 100) == 100.0
 

@@ -13,7 +13,8 @@ from benchmark.simulate.store import POLICIES
 from benchmark.simulate.tally import FIELDS
 from benchmark.simulate.trace import Request, Trace, TraceSpec, generate
 
-from chunk_cache.reusability import num_tokens_to_fix, unit_cfo
+from chunk_cache.methods import num_rows_at
+from chunk_cache.reusability import share_to_fix, unit_cfo
 
 SMALL = TraceSpec(num_requests=150, num_chunks=60, chunk_len=40, topic_share=0.2, seed=3)
 ROOMY = Settings(10**6)
@@ -53,7 +54,7 @@ def test_the_budget_is_the_cfo_of_the_synthetic_attention() -> None:
     key0, key1 = _Replay(trace, Settings(10**6, seed=7)).keys
     statistics = attention.statistics(key1, 100, [key0], [100])
     moved = 1.5 * unit_cfo(statistics.cci, [key0], statistics.inter, {})
-    expected = num_tokens_to_fix(moved, 100) + num_tokens_to_fix(1.5 * 0.5, 100)
+    expected = sum(num_rows_at(share_to_fix(cfo), 100) for cfo in (moved, 1.5 * 0.5))
     assert outcome.tally().recomputed_tokens == expected
 
 
