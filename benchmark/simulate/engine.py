@@ -91,13 +91,17 @@ class _Replay:
             settings.max_variants_per_chunk,
             settings.max_path_tokens,
             eviction=settings.index_eviction,
+            ageing=settings.ageing,
         )
-        self.pool = Pool(settings.pool_tokens, settings.policy, age=lambda: self.index.age, on_evicted=self._age)
+        self.pool = Pool(
+            settings.pool_tokens, settings.policy, age=lambda: self.index.age, on_evicted=self._note_evicted
+        )
         self.attention = SyntheticAttention(settings.seed)
         self.keys = [chunk_key(_PARTITION, array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
 
-    def _age(self, turnovers: float) -> None:
-        self.index.advance_age(self.settings.ageing * turnovers)
+    def _note_evicted(self, num_tokens: int) -> None:
+        self.index.advance_age(num_tokens / self.pool.capacity)
+        self.index.sweep(self.pool.resolve, num_tokens)
 
     def _is_known(self, variant: Variant) -> bool:
         return self.index.get(variant.variant_id) is variant

@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmark.simulate.tally import Outcome, Tally
 from matplotlib.figure import Figure
 
+from chunk_cache.victims import AGEING
+
 Row = Mapping[str, object]
 
 
@@ -32,9 +34,9 @@ def label_of(outcome: Outcome) -> str:
     settings = outcome.settings
     if not settings.reuse:
         return "prefix cache"
-    if settings.policy != "frequency-reuse" or settings.ageing == 1.0:
+    if settings.policy != "frequency-reuse" or settings.ageing == AGEING:
         return settings.policy
-    return f"{settings.policy}, " + (f"ageing x{settings.ageing:g}" if settings.ageing else "no ageing")
+    return f"{settings.policy}, " + (f"ageing {settings.ageing:g}" if settings.ageing else "no ageing")
 
 
 def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | None = None) -> dict[str, object]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from benchmark.simulate.store import POLICIES
 
+from chunk_cache.victims import AGEING
+
 REMEMBER = ("missed", "contexts")
 
 
@@ -33,8 +35,8 @@ class Settings:
     """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
     remember: str = "missed"
     promote_uses: int = 8
-    ageing: float = 1.0
-    """Of frequency-reuse: by how much the index ages when the memory has been turned over once; the server's is 1."""
+    ageing: float = AGEING
+    """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
     seed: int = 0
     """Of the synthetic attention."""
 
@@ -48,7 +50,9 @@ class Settings:
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
             raise SettingsError(f"alpha: {self.alpha} is not a number of at least 0; give one, 1 for example")
         if not 0 <= self.ageing < float("inf"):
-            raise SettingsError(f"ageing: {self.ageing} is not a number of at least 0; give one, 1 as the server")
+            raise SettingsError(
+                f"ageing: {self.ageing} is not a number of at least 0; give one, {AGEING:g} as the server"
+            )
         if not 0 <= self.ratio <= 1:
             raise SettingsError(f"ratio: {self.ratio} is not in [0, 1]; give a number from 0 to 1")
 

@@ -26,6 +26,8 @@ from benchmark.simulate.jsonl import read_jsonl, write_jsonl
 from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.trace import PRESETS, Trace, TraceError, TraceSpec, generate, spec_fields
 
+from chunk_cache.victims import AGEING
+
 if TYPE_CHECKING:
     from benchmark.simulate.report import Report
 
@@ -45,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = run.add_argument
     policies = ("lru", "lfu", "fifo", "frequency-reuse")
     add("--policies", nargs="+", default=policies, metavar="POLICY", help=f"default: {' '.join(policies)}")
-    add("--ageing", type=float, default=1.0, help="of frequency-reuse (default: 1, as the server)")
+    add("--ageing", type=float, default=AGEING, help="of frequency-reuse (default: %(default)g, as the server)")
     add("--pool", nargs="+", type=int, metavar="TOKENS", help="sizes of the KV memory")
     add(
         "--pool-share",

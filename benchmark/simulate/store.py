@@ -72,7 +72,7 @@ class Pool:
         capacity: tokens, of cached nodes and of the running request together.
         policy: one of `POLICIES`.
         age: what a new node is worth, of `frequency-reuse` only.
-        on_evicted: told the share of the capacity that was evicted just now.
+        on_evicted: told how many tokens were evicted just now.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Pool:
         policy: str,
         *,
         age: Callable[[], float] = float,
-        on_evicted: Callable[[float], None] | None = None,
+        on_evicted: Callable[[int], None] | None = None,
     ) -> None:
         assert policy in POLICIES, f"unknown policy {policy!r}"
         self._age = age
@@ -165,7 +165,7 @@ class Pool:
         if has_room:
             self.num_reserved += num_tokens
         if self._on_evicted is not None and before > self.num_stored:
-            self._on_evicted((before - self.num_stored) / self.capacity)
+            self._on_evicted(before - self.num_stored)
         return has_room
 
     def release(self) -> None:

@@ -88,6 +88,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             max_variants_per_chunk=self.chunk_config.max_variants_per_chunk,
             max_path_tokens=self.chunk_config.max_path_tokens,
             eviction=self.chunk_config.eviction,
+            ageing=self.chunk_config.ageing,
         )
         self._is_by_frequency = self.chunk_config.eviction == "frequency-reuse"
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
@@ -242,17 +243,18 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         result = super().evict(params)
-        self._grow_older(result.num_tokens_evicted)
+        self._note_evicted(result.num_tokens_evicted)
         return result
 
     def evict_for_alloc(self, *args: Any, **kwargs: Any) -> EvictResult:
         result = super().evict_for_alloc(*args, **kwargs)
-        self._grow_older(result.num_tokens_evicted)
+        self._note_evicted(result.num_tokens_evicted)
         return result
 
-    def _grow_older(self, num_evicted: int) -> None:
-        if self._index is not None and num_evicted:
-            self._index.advance_age(num_evicted / self.token_to_kv_pool_allocator.size)
+    def _note_evicted(self, num_tokens: int) -> None:
+        if self._index is not None and num_tokens:
+            self._index.advance_age(num_tokens / self.token_to_kv_pool_allocator.size)
+            self._index.sweep(self._store.resolve, num_tokens)
 
     # Remember.
 

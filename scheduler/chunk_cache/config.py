@@ -8,7 +8,7 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 from chunk_cache.methods.options import ALPHA, layer_numbers
-from chunk_cache.victims import EVICTIONS
+from chunk_cache.victims import AGEING, EVICTIONS
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton")
@@ -30,6 +30,8 @@ class Config:
     """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
     eviction: str = "lru"
     """Which variant goes first, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    ageing: float = AGEING
+    """With frequency-reuse: by how much what is new is worth more when the KV pool has been turned over once."""
     promote_uses: int = 8
     """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
     refresh_uses: int = 0
@@ -94,7 +96,9 @@ def _check(key: str, value: object) -> object:
             raise user_error(ChunkCacheConfigError, path, problem, f"known {key}s: {', '.join(choices)}")
         return value
     if key in ("alpha", "max_cfo"):
-        return None if value is None else _check_number(value, path)
+        return None if value is None else _check_number(value, path, "give such a number, or null")
+    if key == "ageing":
+        return _check_number(value, path, "give such a number, or leave the key out")
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
@@ -103,10 +107,10 @@ def _check(key: str, value: object) -> object:
     return value
 
 
-def _check_number(value: object, path: str) -> float:
+def _check_number(value: object, path: str, remedy: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= ALPHA.maximum:
         problem = f"{show(value)} is not a number in [0, {ALPHA.maximum:g}]"
-        raise user_error(ChunkCacheConfigError, path, problem, "give such a number, or null")
+        raise user_error(ChunkCacheConfigError, path, problem, remedy)
     return float(value)
 
 

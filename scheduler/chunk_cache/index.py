@@ -4,6 +4,7 @@
     lookup        the best variant of a chunk that is still stored; forgets those that are gone
     touch         a variant was used
     move          a variant got another home
+    sweep         forget some of what is gone, so that what the store has evicted takes no place here
     discard, discard_home, clear   forget
 
 The index stores no KV and protects nothing from eviction: the radix tree does both. It has bounds of its own (variants,
@@ -14,6 +15,7 @@ contexts), amortised over what it forgets; O(log variants) more where victims ar
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
@@ -23,7 +25,7 @@ from chunk_cache.reusability import first_places, unit_cfo
 from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.types import REASONS
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant, holder_of
-from chunk_cache.victims import victim_order
+from chunk_cache.victims import AGEING, victim_order
 
 Resolve: TypeAlias = Callable[[Variant], int]
 """How many leading tokens of the variant are still stored; 0 = gone."""
@@ -47,6 +49,12 @@ class Lookup:
         assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
 
 
+TOKENS_PER_LOOK = 128
+"""Of evicted ones, for which a sweep looks at one variant more; a chunk usually has more tokens."""
+
+MAX_GONE_KEYS = 4096
+"""Chunks that are remembered as evicted, the newest; only for the reason that a lookup gives."""
+
 _NOT_STORED = Lookup(None, 0, "not_stored")
 _EVICTED = Lookup(None, 0, "evicted")
 _GENERATION_LIMIT = Lookup(None, 0, "generation_limit")
@@ -66,7 +74,7 @@ class IndexCounters:
     num_dropped_variants: int = 0
     num_dropped_paths: int = 0
     num_gone: int = 0
-    """Variants a lookup found no longer stored."""
+    """Variants that a lookup or a sweep found no longer stored."""
     num_discarded: int = 0
     num_lookups: int = 0
     num_full: int = 0
@@ -81,10 +89,16 @@ class ChunkIndex:
         max_variants_per_chunk: of one chunk. A variant never takes the place of one of lower generation.
         max_path_tokens: tokens of remembered paths (8 bytes each); the least recently used path goes first.
         eviction: which variant goes first, one of `victims.EVICTIONS`.
+        ageing: by how much the age grows when the store has been turned over once.
     """
 
     def __init__(
-        self, max_variants: int, max_variants_per_chunk: int, max_path_tokens: int, eviction: str = "lru"
+        self,
+        max_variants: int,
+        max_variants_per_chunk: int,
+        max_path_tokens: int,
+        eviction: str = "lru",
+        ageing: float = AGEING,
     ) -> None:
         assert min(max_variants, max_variants_per_chunk, max_path_tokens) >= 1, "every bound must be at least 1"
         self.max_variants = max_variants
@@ -93,8 +107,11 @@ class ChunkIndex:
         self.counters = IndexCounters()
         self._by_key: dict[bytes, list[Variant]] = {}
         self._order = victim_order(eviction)
+        self._ageing = ageing
         self._num_derived = 0
         self._paths = PathLedger()
+        self._turns: deque[int] = deque()  # every variant once, and some that are gone
+        self._gone_keys: dict[bytes, None] = {}
         self._next_id = 0
         self._clock = 0
 
@@ -213,7 +230,7 @@ class ChunkIndex:
         self.counters.num_lookups += 1
         peers = self._by_key.get(key)
         if peers is None:
-            return _NOT_STORED
+            return _EVICTED if key in self._gone_keys else _NOT_STORED
         allowed = [p for p in peers if max_generation is None or p.generation <= max_generation]
         is_limited = len(allowed) < len(peers)
         best: Variant | None = None
@@ -224,8 +241,7 @@ class ChunkIndex:
             covered_len = resolve(variant)
             assert 0 <= covered_len <= variant.length, f"{covered_len} tokens stored of {variant}"
             if covered_len == 0:
-                self._remove(variant)
-                self.counters.num_gone += 1
+                self._forget_gone(variant)
                 continue
             share = 1.0 - (1.0 - (cfo or 0.0)) * covered_len / variant.length
             if best is None or share < best_share:
@@ -237,6 +253,24 @@ class ChunkIndex:
         else:
             self.counters.num_partial += 1
         return Lookup(best, best_len, None, best_cfo)
+
+    def sweep(self, resolve: Resolve, num_evicted: int) -> int:
+        """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.
+
+        It looks at some variants, each in its turn, in proportion to what was evicted. That keeps the share of those
+        that are gone small at a cost that does not depend on how many there are.
+        """
+        num_gone = 0
+        for _ in range(min(1 + num_evicted // TOKENS_PER_LOOK, len(self._turns))):
+            variant = self.get(self._turns.popleft())
+            if variant is None:
+                continue
+            if resolve(variant):
+                self._turns.append(variant.variant_id)
+            else:
+                self._forget_gone(variant)
+                num_gone += 1
+        return num_gone
 
     def touch(self, variant: Variant, weight: float = 1.0) -> bool:
         """Count a use; False when the variant has left the index meanwhile.
@@ -257,8 +291,8 @@ class ChunkIndex:
         return self._order.age
 
     def advance_age(self, turnovers: float) -> None:
-        """The store has evicted `turnovers` times what it holds; what is not used loses one use for each."""
-        self._order.advance_age(turnovers)
+        """The store has evicted `turnovers` times what it holds; what was not used meanwhile is worth less for it."""
+        self._order.advance_age(self._ageing * turnovers)
 
     def worth(self, variant: Variant) -> float:
         """Reuse frequency of a variant of this index, aged; 0 with eviction lru."""
@@ -310,6 +344,8 @@ class ChunkIndex:
         self._order.clear()
         self._num_derived = 0
         self._paths.clear()
+        self._turns.clear()
+        self._gone_keys.clear()
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters, for metrics and logs."""
@@ -340,6 +376,10 @@ class ChunkIndex:
         num_derived = sum(not v.is_exact for v in variants)
         assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
         self._check_chunks(variants)
+        turns = sorted(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
+        assert turns == sorted(v.variant_id for v in variants), f"turns {turns} are not those of the variants"
+        assert len(self._turns) <= 2 * len(variants) + 64, f"{len(self._turns)} turns of {len(variants)} variants"
+        assert self._by_key.keys().isdisjoint(self._gone_keys), "a chunk is stored and gone"
         paths: dict[PathTokens, set[int]] = {}
         nodes: set[NodeHome] = set()
         for v in variants:
@@ -414,6 +454,8 @@ class ChunkIndex:
         self._order.add(variant)
         self._num_derived += not variant.is_exact
         self._enter_home(variant)
+        self._gone_keys.pop(variant.key, None)
+        self._turns.append(variant.variant_id)
 
     def _remove(self, variant: Variant, *, is_victim: bool = False) -> None:
         peers = self._by_key[variant.key]
@@ -423,6 +465,17 @@ class ChunkIndex:
         (self._order.forget if is_victim else self._order.remove)(variant)
         self._num_derived -= not variant.is_exact
         self._leave_home(variant)
+        if len(self._turns) > 2 * len(self) + 64:
+            self._turns = deque(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
+
+    def _forget_gone(self, variant: Variant) -> None:
+        """The store has evicted it."""
+        self._remove(variant)
+        self.counters.num_gone += 1
+        if variant.key not in self._by_key:
+            self._gone_keys[variant.key] = None
+            if len(self._gone_keys) > MAX_GONE_KEYS:
+                del self._gone_keys[next(iter(self._gone_keys))]
 
     def _enter_home(self, variant: Variant) -> None:
         holder = variant.holder

@@ -2,10 +2,10 @@
 
     LruOrder         derived before exact, each least recently used first
     FrequencyOrder   least worth first, then as above; a variant's worth is its reuse frequency f_r plus the age at its
-                     last use. The age is at least the worth of the last victim, and grows by one when the store that
-                     holds the KV was turned over once. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that
-                     of LFU with dynamic aging, Arlitt et al. 2000: without it a newcomer goes before anything that was
-                     ever used, and what was popular once stays for ever.)
+                     last use. The age is at least the worth of the last victim, and grows when the store that holds
+                     the KV is turned over, by `AGEING` each time. (Cache-Craft section 3.3 evicts by lowest f_r. The
+                     age is that of LFU with dynamic aging, Arlitt et al. 2000: without it a newcomer goes before
+                     anything that was ever used, and what was popular once stays for ever.)
 
 The owner says `add`, `touch` and `remove`; `first` names the victim. No wall clock, so every rank agrees.
 """
@@ -18,6 +18,10 @@ from collections.abc import Iterator
 from typing import Protocol, TypeAlias
 
 from chunk_cache.variant import Variant
+
+AGEING = 10.0
+"""By how much the age grows per turnover unless the server's configuration says otherwise: the value that the simulator
+found to keep most of the gain where popularity lasts, and to lose next to nothing where it does not."""
 
 _Entry: TypeAlias = tuple[float, bool, int, Variant]
 """Worth, whether exact, last use; no two variants were used last at one time, so the variant is never compared."""

@@ -22,6 +22,7 @@ def test_every_field_can_be_given() -> None:
         "kernel": "torch",
         "statistics_layers": "all",
         "eviction": "frequency-reuse",
+        "ageing": 2.5,
         "promote_uses": 3,
         "refresh_uses": 2,
         "alpha": 1.5,
@@ -46,6 +47,13 @@ def test_every_field_can_be_given() -> None:
         ({"max_path_tokens": "9"}, "--chunk-cache-config: max_path_tokens: '9' is not an integer"),
         ({"max_generation": -1}, "--chunk-cache-config: max_generation: -1 is not an integer of at least 0"),
         ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: None is not an integer"),
+        *[
+            (
+                {"ageing": value},
+                f"--chunk-cache-config: ageing: {value!r} is not a number in [0, 1000]; give such a number, or leave",
+            )
+            for value in (None, True, -1, 1001, "10", float("nan"))
+        ],
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
         *[

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
 from chunk_cache.keys import Partition
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 
@@ -64,11 +64,42 @@ def test_stored_chunk_is_found(index: ChunkIndex) -> None:
     index.check_integrity(ALL)
 
 
-def test_gone_variant_is_evicted_once_and_then_unknown(index: ChunkIndex) -> None:
+def test_a_chunk_without_variants_stays_evicted_until_it_is_added_again(index: ChunkIndex) -> None:
     add(index, A, path_of())
-    assert index.lookup(A, lambda _: 0).reason == "evicted"
+    for _ in range(2):
+        assert index.lookup(A, lambda _: 0).reason == "evicted"
+        assert (len(index), index.num_chunks, index.num_paths, index.num_path_tokens) == (0, 0, 0, 0)
+    variant = added(add(index, A))
+    index.discard(variant.variant_id)
     assert index.lookup(A, ALL).reason == "not_stored"
-    assert (len(index), index.num_chunks, index.num_paths, index.num_path_tokens) == (0, 0, 0, 0)
+
+
+def test_a_sweep_gives_each_variant_its_turn(index: ChunkIndex) -> None:
+    variants = [added(add(index, bytes([i]) * 16, node(f"n{i}"))) for i in range(50)]
+    looks: list[int] = []
+
+    def resolve(variant: Variant) -> int:
+        looks.append(variant.variant_id)
+        return 0 if variant.variant_id % 5 == 0 else variant.length
+
+    assert [index.sweep(resolve, 19 * TOKENS_PER_LOOK + 7) for _ in range(3)] == [4, 4, 2]
+    assert looks == [*range(50), *(i for i in range(50) if i % 5)][:60]
+    assert len(index) == 40
+    assert index.lookup(variants[0].key, ALL).reason == "evicted"
+    index.check_integrity(ALL)
+
+
+def test_only_the_newest_evicted_chunks_are_remembered(index: ChunkIndex) -> None:
+    for i in range(MAX_GONE_KEYS + 1):
+        add(index, i.to_bytes(16))
+        index.sweep(lambda _: 0, 0)
+    assert [index.lookup(i.to_bytes(16), ALL).reason for i in (0, 1)] == ["not_stored", "evicted"]
+
+
+def test_turns_do_not_pile_up_where_nothing_is_swept(index: ChunkIndex) -> None:
+    for i in range(1000):
+        add(index, (i % 3).to_bytes(16), node(), start=i)
+        index.check_integrity()
 
 
 def test_full_cover_wins_over_a_partial_one_of_a_lower_generation(index: ChunkIndex) -> None:

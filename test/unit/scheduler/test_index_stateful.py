@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from chunk_cache.index import ChunkIndex
+from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.keys import Partition
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
-from chunk_cache.victims import EVICTIONS
+from chunk_cache.victims import AGEING, EVICTIONS
 
 LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))
@@ -69,6 +69,7 @@ class Model:
     path_uses: dict[PathTokens, int] = field(default_factory=dict)
     next_id: int = 0
     clock: int = 0
+    gone: set[int] = field(default_factory=set)
 
     def paths(self) -> list[PathTokens]:
         return list({r.home.path: None for r in self.records if isinstance(r.home, PathHome)})
@@ -86,6 +87,11 @@ class Model:
     def drop(self, records: list[Record]) -> None:
         self.records = [r for r in self.records if r not in records]
         self.forget_unheld()
+
+    def drop_gone(self, records: list[Record]) -> None:
+        """As `drop`, of what the store has evicted."""
+        self.drop(records)
+        self.gone |= {r.chunk for r in records} - {r.chunk for r in self.records}
 
     def order(self, record: Record) -> tuple[float, bool, int]:
         """Of all variants, smallest goes first."""
@@ -141,6 +147,7 @@ class Model:
             self.evict(min(self.records, key=self.order))
         record = Record(self.next_id, chunk, start, generation, context, home, statistics)
         self.next_id += 1
+        self.gone.discard(chunk)
         self.records.append(record)
         self.use(record)
         return record.variant_id
@@ -251,9 +258,12 @@ class IndexMachine(RuleBasedStateMachine):
             shares[i] <= cfo[allowed[num_seen].variant_id] for i in stored if i < num_seen
         ):
             num_seen += 1
-        self.model.drop([r for r in allowed[:num_seen] if self.resolve(r) == 0])
+        was_gone = chunk in self.model.gone
+        self.model.drop_gone([r for r in allowed[:num_seen] if self.resolve(r) == 0])
         if not any(covered):
-            reason = "not_stored" if not peers else "generation_limit" if len(allowed) < len(peers) else "evicted"
+            reason = "generation_limit" if len(allowed) < len(peers) else "evicted"
+            if not peers:
+                reason = "evicted" if was_gone else "not_stored"
             assert (found.variant, found.covered_len, found.reason) == (None, 0, reason)
             return
         at = min(stored, key=lambda i: (shares[i], i))
@@ -267,11 +277,27 @@ class IndexMachine(RuleBasedStateMachine):
             best.frequency += use
             self.model.use(best)
 
+    @rule(count=st.integers(0, 10))
+    def sweep(self, count: int) -> None:
+        gone = {r.variant_id for r in self.model.records if self.resolve(r) == 0}
+        num_gone = self.index.sweep(self.resolve, count * TOKENS_PER_LOOK)
+        left = {variant.variant_id for variant in self.index}
+        swept = [r for r in self.model.records if r.variant_id not in left]
+        assert {r.variant_id for r in swept} <= gone
+        assert len(swept) == num_gone <= 1 + count
+        self.model.drop_gone(swept)
+
+    @rule()
+    def sweep_all(self) -> None:
+        gone = [r for r in self.model.records if self.resolve(r) == 0]
+        assert self.index.sweep(self.resolve, 1000 * TOKENS_PER_LOOK) == len(gone)
+        self.model.drop_gone(gone)
+
     @rule(turnovers=st.sampled_from((0.25, 1.0)))
     def store_turns_over(self, turnovers: float) -> None:
         self.index.advance_age(turnovers)
         if self.model.eviction == "frequency-reuse":
-            self.model.age += turnovers
+            self.model.age += AGEING * turnovers
         assert self.index.age == (0.0 if self.model.eviction == "lru" else self.model.age)
 
     @rule(variant_id=st.integers(0, 20))
@@ -292,6 +318,7 @@ class IndexMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.index.clear()
         self.model.drop(self.model.records)
+        self.model.gone.clear()
 
     @invariant()
     def index_equals_model(self) -> None:

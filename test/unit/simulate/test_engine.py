@@ -129,14 +129,17 @@ def test_more_contexts_mean_less_to_fix() -> None:
     assert contexts.mean_fix_share < missed.mean_fix_share
 
 
-def test_frequency_reuse_beats_lru_on_zipf_and_not_when_popularity_drifts() -> None:
-    def computed(policy: str, drift_every: int) -> float:
+def test_frequency_reuse_beats_lru_on_zipf_and_needs_its_ageing_when_popularity_drifts() -> None:
+    def computed(policy: str, drift_every: int, **changes: float) -> float:
         spec = TraceSpec(num_requests=800, num_chunks=300, chunk_len=50, drift_every=drift_every)
         trace = generate(spec)
-        return simulate(trace, Settings(round(0.2 * trace.distinct_tokens), policy)).tally(100).computed_share
+        settings = Settings(round(0.2 * trace.distinct_tokens), policy, **changes)
+        return simulate(trace, settings).tally(100).computed_share
 
     assert computed("frequency-reuse", 0) < computed("lru", 0)
-    assert computed("frequency-reuse", 100) > computed("lru", 100)
+    without_ageing = computed("frequency-reuse", 100, ageing=0.0)
+    assert without_ageing > computed("lru", 100)
+    assert computed("frequency-reuse", 100) < without_ageing
 
 
 def test_reuse_does_not_decay_under_new_orders() -> None:

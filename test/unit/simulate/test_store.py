@@ -77,8 +77,8 @@ def test_what_is_locked_is_passed_over_and_goes_later() -> None:
 
 
 def test_a_new_node_begins_with_the_age() -> None:
-    turned: list[float] = []
-    pool = Pool(20, "frequency-reuse", age=lambda: 3.0 * len(turned), on_evicted=turned.append)
+    evicted: list[int] = []
+    pool = Pool(20, "frequency-reuse", age=lambda: 3.0 * len(evicted), on_evicted=evicted.append)
     assert pool.reserve(20)
     old, _ = pool.add_own(10), pool.add_own(10)
     pool.release()
@@ -86,7 +86,7 @@ def test_a_new_node_begins_with_the_age() -> None:
     assert pool.reserve(10)
     new = pool.add_own(10)
     pool.release()
-    assert turned == [0.5]
+    assert evicted == [10]
     assert pool.reserve(10)  # the newcomer is worth 3, the node that was used 2
     assert (old.is_stored, new.is_stored) == (False, True)
 
