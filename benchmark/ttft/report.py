@@ -7,6 +7,8 @@ from typing import Any
 
 from benchmark.common.results import Spread, markdown_table, run_markdown
 
+LOSS_HEADER = ("loss", "95 % interval", "target")
+
 
 def to_markdown(report: Mapping[str, Any]) -> list[str]:
     """Lines of a document with all parts that were measured."""
@@ -101,43 +103,35 @@ def _selection(rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _statistics(row: Mapping[str, Any]) -> list[str]:
-    header = ("remembered, s", "mode off, s", "loss", "95 % interval", "target")
-    cells = (
-        Spread(**row["with_s"]).text(3),
-        Spread(**row["without_s"]).text(3),
-        f"{row['loss_percent']:+.1f} %",
-        "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
-        f"{row['target']:g} %",
-    )
+    header = ("remembered, s", "mode off, s", *LOSS_HEADER)
     return [
         f"Prompts of chunks that are new, {row['with_s']['num']} pairs: remembered, with the statistics that methods",
         'rank by and CFO is made of, against `"mode": "off"` on the same server.',
         "",
-        *markdown_table(header, [cells]),
+        *markdown_table(header, [_loss_cells(row)]),
     ]
 
 
 def _plain(rows: list[Mapping[str, Any]]) -> list[str]:
-    header = ("request", "prompt", "output", "with `--chunk-cache`, s", "without, s", "loss", "95 % interval", "target")
-    cells = [
-        (
-            row["request"],
-            row["prompt_tokens"],
-            row["output_tokens"],
-            Spread(**row["with_s"]).text(3),
-            Spread(**row["without_s"]).text(3),
-            f"{row['loss_percent']:+.1f} %",
-            "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
-            f"{row['target']:g} %",
-        )
-        for row in rows
-    ]
+    header = ("request", "prompt", "output", "with `--chunk-cache`, s", "without, s", *LOSS_HEADER)
+    cells = [(row["request"], row["prompt_tokens"], row["output_tokens"], *_loss_cells(row)) for row in rows]
     return [
         f"The same new prompt to two servers in turns, {rows[0]['with_s']['num']} pairs; the server that is not asked",
         "is paused. Loss is the median over pairs; the interval is what resampling the pairs makes of it.",
         "",
         *markdown_table(header, cells),
     ]
+
+
+def _loss_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Seconds with and without, and the columns of `LOSS_HEADER`."""
+    return (
+        Spread(**row["with_s"]).text(3),
+        Spread(**row["without_s"]).text(3),
+        f"{row['loss_percent']:+.1f} %",
+        "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
+        f"{row['target']:g} %",
+    )
 
 
 def _memory(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forw
 (sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
-that `statistics_layers` names, by `NUM_HEADS` of the model's query heads: attention that is written out costs several
+that `statistics_layers` names, by a few of the model's query heads: attention that is written out costs several
 times that of a kernel that keeps it to itself, and a few heads tell nearly what all do (docs/variants.md has the
 numbers). A token whose KV was found and not computed has no statistics.
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
-NUM_HEADS = 4
-"""Query heads that are looked at, evenly spread over the model's; all of them in a model that has no more."""
+MAX_HEADS, NUM_HEADS = 4, 3
+"""Query heads that are looked at: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
 
 
 def sampled_heads(num_heads: int) -> list[int]:
     """Which query heads of a model are looked at, ascending."""
-    count = min(NUM_HEADS, num_heads)
+    count = num_heads if num_heads <= MAX_HEADS else NUM_HEADS
     return [i * num_heads // count for i in range(count)]
 
 

@@ -18,7 +18,7 @@ import torch
 __all__ = ["attention_mass"]
 
 # Scores that exist at one time: on a CPU what its second-level caches hold, since they are walked over several times.
-_BLOCK_ELEMENTS_CPU = 1 << 20
+_BLOCK_ELEMENTS_CPU = 1 << 19
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -91,7 +91,9 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-    scores = torch.bmm(grouped.float(), keys).mul_(sm_scale).view(num_q_heads, num_rows, -1)
+    scores = q.new_empty(num_kv_heads, grouped.shape[1], keys.shape[2], dtype=torch.float32)
+    torch.baddbmm(scores, grouped.float(), keys, beta=0.0, alpha=sm_scale, out=scores)
+    scores = scores.view(num_q_heads, num_rows, -1)
     if logit_cap > 0:
         scores = (scores / logit_cap).tanh_().mul_(logit_cap)
     return scores
