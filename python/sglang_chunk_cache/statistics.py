@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
-MAX_HEADS, NUM_HEADS = 4, 3
+MAX_HEADS, NUM_HEADS = 4, 2
 """Query heads that are looked at: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
 
 

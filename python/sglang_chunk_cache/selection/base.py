@@ -52,10 +52,9 @@ class RowsAtLayer:
         """`[num_question]` int64."""
         return self.positions[len(self.positions) - self.num_question :]
 
-    def reused(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that lie in the slots of the rows: reused where the row is, undefined where it is computed anew."""
-        slots = self.kv_slots[self.positions]
-        return self.k_buffer[slots], self.v_buffer[slots]
+    def slots(self) -> torch.Tensor:
+        """`[num_rows]` int64: where the K and V of the rows lie, reused where the row is, undefined where it is not."""
+        return self.kv_slots[self.positions]
 
     def keys(self) -> torch.Tensor:
         """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed."""

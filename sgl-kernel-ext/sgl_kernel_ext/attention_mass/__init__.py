@@ -6,7 +6,8 @@
     row at 4    x x x x x                  by_segment[row, s] = the same, summed over the keys of segment s instead
     row at 7    x x x x x x x x
 
-A row at position p sees the keys 0..p. Scores and sums are fp32; only one block of rows exists at a time.
+A row at position p sees the keys 0..p. Scores and sums are fp32. On a CPU only one block of rows exists at a time, on a
+GPU a Triton kernel keeps a tile of them in registers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from sgl_kernel_ext.backend import Backend, resolve_backend
 
 __all__ = ["attention_mass"]
 
@@ -31,6 +34,8 @@ def attention_mass(
     logit_cap: float = 0.0,
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
+    lse: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The softmax mass of one request's rows on its keys.
 
@@ -44,6 +49,8 @@ def attention_mass(
         logit_cap: where positive, scores are `cap * tanh(score / cap)`.
         segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
         skip_self: leave out of `received` what a row gives to the key at its own position.
+        lse: [num_rows, num_q_heads] fp32, the log of the sum of exp(score) over the keys that a row sees, which flash
+            attention returns beside its output; None = found here.
 
     Returns:
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
@@ -57,7 +64,16 @@ def attention_mass(
         >>> received.shape, round(float(received.sum()), 3)
         (torch.Size([10]), 2.0)
     """
-    _check(q, k, row_positions, segment_starts)
+    _check(q, k, row_positions, segment_starts, lse)
+    if q.shape[0] and k.shape[0] and resolve_backend(backend, q.device) == "triton":
+        from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
+
+        starts = None
+        if segment_starts is not None:
+            starts = torch.tensor([*segment_starts, k.shape[0]]).to(q.device, non_blocking=True)
+        return attention_mass_triton(
+            q, k, row_positions, starts, lse, sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
+        )
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
@@ -76,7 +92,8 @@ def attention_mass(
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1).sum(0)
+        weights = torch.softmax(scores, dim=-1) if lse is None else scores.sub_(lse[rows].t()[:, :, None]).exp_()
+        weights = weights.sum(0)
         received[:num_keys] += weights.sum(0)
         if skip_self:
             received.index_add_(0, positions, weights.gather(1, positions[:, None])[:, 0], alpha=-1.0)
@@ -106,13 +123,21 @@ def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device
     return ((keys >= bounds[:-1]) & (keys < bounds[1:])).float()
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, row_positions: torch.Tensor, segment_starts: Sequence[int] | None) -> None:
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_positions: torch.Tensor,
+    segment_starts: Sequence[int] | None,
+    lse: torch.Tensor | None,
+) -> None:
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q, k: shapes {tuple(q.shape)} and {tuple(k.shape)} do not fit: head_dim or head count")
     if row_positions.shape != (q.shape[0],) or row_positions.dtype != torch.int64:
         raise ValueError(
             f"row_positions: {row_positions.dtype} {tuple(row_positions.shape)}, need int64 ({q.shape[0]},)"
         )
+    if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32):
+        raise ValueError(f"lse: {lse.dtype} {tuple(lse.shape)}, need float32 {tuple(q.shape[:2])}")
     if segment_starts is not None:
         starts = list(segment_starts)
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > k.shape[0]:

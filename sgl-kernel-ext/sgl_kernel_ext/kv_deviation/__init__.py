@@ -1,36 +1,100 @@
 """Deviation of key and value from what was stored: CacheBlend's measure of how wrong a reused token is.
 
-kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 (CacheBlend section 4.3), over all heads
+    kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 (CacheBlend section 4.3), over all heads
+
+The old K and V may be given token by token, or as the pool's buffers with the slots of the tokens; an old K that was
+stored for another position is turned on the way.
 """
 
 from __future__ import annotations
 
 import torch
 
+from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+
 __all__ = ["kv_deviation"]
 
 
-def kv_deviation(k_new: torch.Tensor, v_new: torch.Tensor, k_old: torch.Tensor, v_old: torch.Tensor) -> torch.Tensor:
+def kv_deviation(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_old: torch.Tensor,
+    v_old: torch.Tensor,
+    *,
+    slots: torch.Tensor | None = None,
+    position_delta: torch.Tensor | None = None,
+    spec: RotarySpec | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
     """Squared deviation per token, in fp32 whatever the dtype.
 
     Args:
-        k_new, k_old: [num_tokens, num_kv_heads, head_dim], at the same rotary phase.
-        v_new, v_old: [num_tokens, num_kv_heads, v_head_dim].
+        k_new: [num_tokens, num_kv_heads, head_dim].
+        v_new: [num_tokens, num_kv_heads, v_head_dim].
+        k_old, v_old: the same shapes; with `slots` [num_slots, ...] instead.
+        slots: [num_tokens] int64, where the old K and V of each token lie; None = token i at i.
+        position_delta: [num_tokens] int64, by how many positions the old K is turned first; None = K is at the phase of
+            the new one already. Given together with `spec`.
+        spec: the model's rotation.
 
     Returns:
         [num_tokens] fp32. Of one tensor-parallel rank's heads; the sum over ranks is the deviation.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes or dtypes do not fit together, or only one of `position_delta` and `spec` is given.
     """
-    if k_new.shape != k_old.shape or v_new.shape != v_old.shape or k_new.shape[0] != v_new.shape[0]:
-        raise ValueError(
-            f"k_new {tuple(k_new.shape)}, k_old {tuple(k_old.shape)}, v_new {tuple(v_new.shape)}, "
-            f"v_old {tuple(v_old.shape)}: need the same shape of new and old, and as many tokens of K as of V"
-        )
+    _check(k_new, v_new, k_old, v_old, slots, position_delta, spec)
+    if k_new.shape[0] and resolve_backend(backend, k_new.device) == "triton":
+        from sgl_kernel_ext.kv_deviation.triton import kv_deviation_triton
+
+        return kv_deviation_triton(k_new, v_new, k_old, v_old, slots, position_delta, spec)
+    if slots is not None:
+        k_old, v_old = k_old[slots], v_old[slots]
+    if position_delta is not None and spec is not None:
+        k_old = _turned(k_old, position_delta, spec)
     return _squared(k_new, k_old) + _squared(v_new, v_old)
+
+
+def _turned(k: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
+    """`[num_tokens, num_kv_heads, head_dim]` fp32."""
+    cos, sin = (table[:, None] for table in rotation_table(spec, position_delta))
+    half, rotary_dim = spec.rotary_dim // 2, spec.rotary_dim
+    first, second = (slice(0, half), slice(half, rotary_dim))
+    if not spec.is_neox:
+        first, second = (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2))
+    old = k.float()
+    x, y = old[..., first], old[..., second]
+    new = old.clone()
+    new[..., first], new[..., second] = x * cos - y * sin, y * cos + x * sin
+    return new
 
 
 def _squared(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     difference = new.flatten(1).float() - old.flatten(1).float()
     return torch.linalg.vecdot(difference, difference)
+
+
+def _check(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_old: torch.Tensor,
+    v_old: torch.Tensor,
+    slots: torch.Tensor | None,
+    position_delta: torch.Tensor | None,
+    spec: RotarySpec | None,
+) -> None:
+    skipped = 0 if slots is None else 1  # with slots, new and old differ in their number
+    shapes_fit = k_new.shape[skipped:] == k_old.shape[skipped:] and v_new.shape[skipped:] == v_old.shape[skipped:]
+    if not shapes_fit or k_new.shape[0] != v_new.shape[0] or k_old.shape[0] != v_old.shape[0]:
+        raise ValueError(
+            f"k_new {tuple(k_new.shape)}, k_old {tuple(k_old.shape)}, v_new {tuple(v_new.shape)}, "
+            f"v_old {tuple(v_old.shape)}: need the same shape of new and old, and as many tokens of K as of V"
+        )
+    for name, index in (("slots", slots), ("position_delta", position_delta)):
+        if index is not None and (index.shape != k_new.shape[:1] or index.dtype != torch.int64):
+            raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, need int64 ({k_new.shape[0]},)")
+    if (position_delta is None) != (spec is None):
+        raise ValueError("position_delta, spec: give both, to turn the old K, or none")
+    if spec is not None and spec.rotary_dim > k_new.shape[2]:
+        raise ValueError(f"spec: {spec.rotary_dim} rotary dimensions, but heads have {k_new.shape[2]}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from sgl_kernel_ext.rotary import RotarySpec
 
 
 def kv_deviation_reference(
@@ -11,10 +15,29 @@ def kv_deviation_reference(
     k_old: torch.Tensor,
     v_old: torch.Tensor,
     *,
+    slots: torch.Tensor | None = None,
+    position_delta: torch.Tensor | None = None,
+    spec: RotarySpec | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """[num_tokens] in `dtype`, one token at a time."""
-    pairs = ((k_new, k_old), (v_new, v_old))
-    tokens = range(k_new.shape[0])
-    values = [sum(((new[t].to(dtype) - old[t].to(dtype)) ** 2).sum() for new, old in pairs) for t in tokens]
+    values = []
+    for token in range(k_new.shape[0]):
+        at = token if slots is None else int(slots[token])
+        k = k_old[at].to(dtype)
+        if spec is not None and position_delta is not None:
+            k = _turned(k, int(position_delta[token]), spec)
+        k_off, v_off = k_new[token].to(dtype) - k, v_new[token].to(dtype) - v_old[at].to(dtype)
+        values.append((k_off**2).sum() + (v_off**2).sum())
     return torch.stack(values) if values else torch.zeros(0, dtype=dtype)
+
+
+def _turned(k: torch.Tensor, delta: int, spec: RotarySpec) -> torch.Tensor:
+    """One token's K, `[num_kv_heads, head_dim]`: pair i turns by delta x inv_freq[i]."""
+    half = spec.rotary_dim // 2
+    new = k.clone()
+    for i, frequency in enumerate(spec.inv_freq.double().tolist()):
+        a, b = (i, i + half) if spec.is_neox else (2 * i, 2 * i + 1)
+        cos, sin = math.cos(delta * frequency), math.sin(delta * frequency)
+        new[:, a], new[:, b] = k[:, a] * cos - k[:, b] * sin, k[:, b] * cos + k[:, a] * sin
+    return new

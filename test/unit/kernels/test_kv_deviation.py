@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sgl_kernel_ext import RotarySpec, copy_rotate
 from sgl_kernel_ext.kv_deviation import kv_deviation
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sgl_kernel_ext.rotary import default_inv_freq
 
 
 def build(num_tokens=9, num_kv_heads=2, head_dim=16, v_head_dim=None, dtype=torch.float32, scale=1.0, seed=0):
@@ -98,6 +100,52 @@ def test_inputs_are_not_written():
     check(*tensors)
     for tensor, copy in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor, copy, atol=0, rtol=0)
+
+
+SPECS = [RotarySpec(dim, is_neox, default_inv_freq(1e4, dim)) for dim in (16, 8, 2) for is_neox in (True, False)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.rotary_dim}-{spec.is_neox}")
+def test_the_old_k_is_found_in_its_slot_and_turned(spec):
+    k_new, v_new, k_old, v_old = build()
+    slots = torch.tensor([40, 3, 3, 7, 0, 41, 12, 9, 30])
+    k_pool, v_pool = torch.full((42, 2, 16), float("nan")), torch.full((42, 2, 16), float("nan"))
+    k_pool[slots], v_pool[slots] = k_old, v_old
+    given = {"slots": slots, "position_delta": torch.tensor([0, 1, -1, 70_000, -9, 0, 3, 5, 100]), "spec": spec}
+    expected = kv_deviation_reference(k_new, v_new, k_pool, v_pool, **given)
+    found = kv_deviation(k_new, v_new, k_pool, v_pool, **given)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=2e-5)
+
+
+def test_a_copy_that_was_turned_does_not_deviate():
+    """What copy_rotate has moved is what the shift of the old K says."""
+    spec = SPECS[0]
+    k, v, _, _ = build()
+    slots, there = torch.arange(9), torch.arange(9, 18)
+    k_pool, v_pool = torch.cat([k, torch.zeros_like(k)]), torch.cat([v, torch.zeros_like(v)])
+    delta = torch.full((9,), 123)
+    copy_rotate([k_pool], [v_pool], slots, there, delta, spec)
+    found = kv_deviation(k_pool[there], v_pool[there], k_pool, v_pool, slots=slots, position_delta=delta, spec=spec)
+    assert found.max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"slots": torch.arange(8)}, r"slots: torch.int64 \(8,\), need int64 \(9,\)"),
+        ({"slots": torch.arange(9).int()}, "slots: torch.int32"),
+        ({"position_delta": torch.arange(9)}, "position_delta, spec: give both"),
+        ({"spec": SPECS[0]}, "position_delta, spec: give both"),
+        ({"position_delta": torch.arange(3), "spec": SPECS[0]}, "position_delta: torch.int64"),
+        (
+            {"position_delta": torch.arange(9), "spec": RotarySpec(32, True, default_inv_freq(1e4, 32))},
+            "spec: 32 rotary dimensions, but heads have 16",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        kv_deviation(*build(), **given)
 
 
 @pytest.mark.parametrize("place", range(4))

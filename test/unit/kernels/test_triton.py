@@ -19,10 +19,11 @@ HERE = Path(__file__).parent
 
 
 @needs_triton
-@pytest.mark.parametrize("cases", ["interpreted_copy_rotate.py", "interpreted_sparse_extend.py"])
-def test_in_the_interpreter(cases):
+@pytest.mark.parametrize("operation", ["attention_mass", "copy_rotate", "kv_deviation", "sparse_extend"])
+def test_in_the_interpreter(operation):
+    cases = HERE / f"interpreted_{operation}.py"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / cases)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
