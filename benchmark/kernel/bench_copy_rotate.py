@@ -1,19 +1,20 @@
 """Time copy_rotate for all layers of a model, against a plain copy of the same slots by index.
 
-    python benchmark/kernel/bench_copy_rotate.py --threads 2 --out results.json
+    python benchmark/kernel/bench_copy_rotate.py
+    python benchmark/kernel/bench_copy_rotate.py --num-layers 32 --kv-heads 8 --head-dim 128 --num-tokens 32768
 
 `--num-tokens` tokens in eight chunks, each moved by another distance. `runs`: a chunk lies in consecutive slots;
-`pages`: in scattered pages of 16; `scattered`: every slot by itself. `gigabytes_per_s` counts K and V once read and
-once written. The op is compared with its float64 definition first; nothing is timed if that fails.
+`pages`: in scattered pages of 16; `scattered`: every slot by itself. The op's tests run first; nothing is timed if one
+fails.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from bench_report import describe_machine, measure, print_table, write_json
+from harness import bandwidth, finish, flop_rate, measure, parser, prepare
 
 from sgl_kernel_ext import RotarySpec, copy_rotate
 from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
@@ -22,21 +23,18 @@ from sgl_kernel_ext.rotary import default_inv_freq
 NUM_CHUNKS = 8
 UNIT_LEN = {"runs": None, "pages": 16, "scattered": 1}
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+NOTES = (
+    "Milliseconds of all layers, median. *plain*: the same slots copied by index, K not turned. *floor*: K and V read",
+    "once and written once at the measured bandwidth; *share of it*: the floor over the best time.",
+)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=None, choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "triton"])
-    parser.add_argument("--num-layers", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--num-tokens", type=int, default=4096)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's choice")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    return parser.parse_args()
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__.splitlines()[0], num_layers=12, kv_heads=12, head_dim=64, num_tokens=4096)
+    args = made.parse_args(argv)
+    if args.num_tokens % (16 * NUM_CHUNKS):
+        made.error(f"--num-tokens: {args.num_tokens} must be a multiple of {16 * NUM_CHUNKS}")
+    return args
 
 
 def choose_slots(kind: str, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,22 +74,15 @@ def self_check(
 
 
 @torch.inference_mode()
-def main() -> None:
-    args = parse_args()
-    if args.num_tokens % (16 * NUM_CHUNKS):
-        raise SystemExit(f"--num-tokens: {args.num_tokens} must be a multiple of {16 * NUM_CHUNKS}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    device, dtype, about = prepare(args, "copy_rotate")
     pools = make_pools(args, device, dtype)
     spec = RotarySpec(args.head_dim, True, default_inv_freq(10_000.0, args.head_dim)).to(device)
     delta = (torch.arange(NUM_CHUNKS, device=device) * 97 - 300).repeat_interleave(args.num_tokens // NUM_CHUNKS)
-    machine = describe_machine(device)
-    print(machine)
-    print(f"{args.num_layers} layers, {args.kv_heads} heads x {args.head_dim}, {args.num_tokens} tokens, {dtype}")
-
-    gigabytes = 4 * args.num_layers * args.num_tokens * args.kv_heads * args.head_dim * dtype.itemsize / 1e9
+    copied = bandwidth(device)
+    num_bytes = 4 * args.num_layers * args.num_tokens * args.kv_heads * args.head_dim * dtype.itemsize
+    floor = 1e3 * num_bytes / copied
     results = []
     for kind in UNIT_LEN:
         slots = tuple(part.to(device) for part in choose_slots(kind, args.num_tokens))
@@ -104,18 +95,18 @@ def main() -> None:
         results.append(
             {
                 "slots": kind,
-                "ms": ms["copy_rotate"].median,
-                "plain_copy_ms": ms["plain"].median,
-                "best_ms": ms["copy_rotate"].best,
-                "best_plain_copy_ms": ms["plain"].best,
-                "best_gigabytes_per_s": gigabytes / ms["copy_rotate"].best * 1e3,
+                "copy_rotate": ms["copy_rotate"].median,
+                "best": ms["copy_rotate"].best,
+                "floor": floor,
+                "share of it": floor / ms["copy_rotate"].best,
+                "plain": ms["plain"].median,
+                "best plain": ms["plain"].best,
             }
         )
-    print_table(list(results[0]), [list(row.values()) for row in results])
-    if args.out:
-        keys = ("num_layers", "kv_heads", "head_dim", "num_tokens")
-        shape = {key: getattr(args, key) for key in keys}
-        write_json(args.out, {"machine": machine, "dtype": str(dtype), "shape": shape, "results": results})
+    shape = f"{args.num_layers} layers, {args.kv_heads} heads x {args.head_dim}, {args.num_tokens} tokens"
+    rate = flop_rate(device, dtype)
+    report = about | {"shape": shape, "gigabytes_per_s": copied / 1e9, "gigaflops": rate / 1e9, "results": results}
+    finish(args, "copy_rotate", "Copying KV with a rotary shift", report, NOTES)
 
 
 if __name__ == "__main__":

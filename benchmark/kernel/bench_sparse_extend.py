@@ -1,42 +1,38 @@
-"""Time sparse_extend against a full causal prefill by torch's scaled_dot_product_attention, side by side.
+"""Time sparse_extend against a full causal prefill, and against masked attention of the same rows, side by side.
 
-    python benchmark/kernel/bench_sparse_extend.py --threads 2 --out results.json
+    python benchmark/kernel/bench_sparse_extend.py
+    python benchmark/kernel/bench_sparse_extend.py --q-heads 32 --kv-heads 8 --head-dim 128 --kv-len 32768
 
 One request of `--kv-len` positions in scattered pages; a share of its positions is computed. `scattered` rows are drawn
-evenly, `tail` rows are the last ones (a question, a missing chunk). The baseline gathers the same K and V and computes
-every row. The op is compared with its float64 definition first; nothing is timed if that fails.
+evenly, `tail` rows are the last ones (a question, a missing chunk). `full` gathers the same K and V and computes every
+row by torch's scaled_dot_product_attention; `masked` gathers them too and computes the same rows with a boolean mask.
+The op's tests run first; nothing is timed if one fails.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from bench_report import describe_machine, measure, print_table, write_json
+from harness import TOLERANCE, bandwidth, finish, flop_rate, measure, parser, peak_bytes, prepare
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_kernel_ext import sparse_extend
 from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
 
 PAGE_LEN = 16
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NOTES = (
+    "Milliseconds, median; *x full* by the medians. *floor*: what the visible pairs take at the measured rate of",
+    "products, or K, V and the rows read once at the measured bandwidth, whichever is more. Memory in MB, beside the",
+    "inputs.",
+)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=None, choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "triton"])
-    parser.add_argument("--q-heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--kv-len", type=int, default=4096)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.15, 0.3, 0.5, 1.0])
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's choice")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    return parser.parse_args()
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__.splitlines()[0], q_heads=12, kv_heads=12, head_dim=64, kv_len=4096)
+    made.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.05, 0.15, 0.3, 0.5, 1.0])
+    return made.parse_args(argv)
 
 
 def make_inputs(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -78,30 +74,35 @@ def run_full(x: dict[str, torch.Tensor]) -> torch.Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def run_masked(x: dict[str, torch.Tensor], rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(x["slots"].numel(), device=q.device) <= rows[:, None]
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, x["k"][x["slots"]], x["v"][x["slots"]]))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def self_check(x: dict[str, torch.Tensor], args: argparse.Namespace) -> None:
     for kind in ("scattered", "tail"):
-        rows = choose_rows(kind, 0.1, args.kv_len).to(x["q"].device)
-        result = run_rows(x, rows, x["q"][rows], args)
+        rows = choose_rows(kind, 0.1, args.kv_len)[-64:].to(x["q"].device)  # the definition is slow
+        q = x["q"][rows]
+        result = run_rows(x, rows, q, args)
         bounds = [0, args.kv_len], [0, rows.numel()]
         expected = sparse_extend_reference(
-            x["q"][rows], x["k"], x["v"], bounds[0], x["slots"], bounds[1], rows, sm_scale=args.head_dim**-0.5
+            q, x["k"], x["v"], bounds[0], x["slots"], bounds[1], rows, sm_scale=args.head_dim**-0.5
         )
         tolerance = TOLERANCE[result.dtype]
         torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+        masked = run_masked(x, rows, q)[0].transpose(0, 1)
+        torch.testing.assert_close(masked.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @torch.inference_mode()
-def main() -> None:
-    args = parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    device, dtype, about = prepare(args, "sparse_extend")
     x = make_inputs(args, device, dtype)
     self_check(x, args)
-    machine = describe_machine(device)
-    print(f"{machine}\n{args.q_heads}/{args.kv_heads} heads x {args.head_dim}, {args.kv_len} keys, {dtype}")
-
+    copied, rate = bandwidth(device), flop_rate(device, dtype)
+    kv_bytes = 2 * args.kv_len * args.kv_heads * args.head_dim * dtype.itemsize
     results = []
     for kind in ("scattered", "tail"):
         for share in args.shares:
@@ -109,29 +110,33 @@ def main() -> None:
             q = x["q"][rows]
             candidates = {
                 "rows": lambda rows=rows, q=q: run_rows(x, rows, q, args),
+                "masked": lambda rows=rows, q=q: run_masked(x, rows, q),
                 "full": lambda: run_full(x),
             }
             ms = measure(candidates, repeat=args.repeat, device=device)
-            # The scores these rows need, as a share of those of the full prefill: what an ideal kernel would take.
-            needed = float((rows + 1).sum()) / (args.kv_len * (args.kv_len + 1) / 2)
+            flops = 4 * float((rows + 1).sum()) * args.q_heads * args.head_dim
+            num_bytes = kv_bytes + 2 * q.numel() * dtype.itemsize
+            floor = 1e3 * max(flops / rate, num_bytes / copied)
             results.append(
                 {
                     "rows": kind,
                     "share": share,
-                    "num_rows": rows.numel(),
-                    "ms": ms["rows"].median,
-                    "full_ms": ms["full"].median,
-                    "speedup": ms["full"].median / ms["rows"].median,
-                    "best_ms": ms["rows"].best,
-                    "best_full_ms": ms["full"].best,
-                    "best_speedup": ms["full"].best / ms["rows"].best,
-                    "ideal_speedup": 1 / needed,
+                    "sparse_extend": ms["rows"].median,
+                    "best": ms["rows"].best,
+                    "floor": floor,
+                    "masked": ms["masked"].median,
+                    "full": ms["full"].median,
+                    "x masked": ms["masked"].median / ms["rows"].median,
+                    "x full": ms["full"].median / ms["rows"].median,
+                    "GFLOP/s": flops / ms["rows"].best / 1e6,
+                    "GFLOP/s of full": 2 * args.kv_len**2 * args.q_heads * args.head_dim / ms["full"].best / 1e6,
+                    "MB": peak_bytes(candidates["rows"], device) / 1e6,
+                    "MB masked": peak_bytes(candidates["masked"], device) / 1e6,
                 }
             )
-    print_table(list(results[0]), [list(row.values()) for row in results])
-    if args.out:
-        shape = {"q_heads": args.q_heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "kv_len": args.kv_len}
-        write_json(args.out, {"machine": machine, "dtype": str(dtype), "shape": shape, "results": results})
+    shape = f"{args.q_heads}/{args.kv_heads} heads x {args.head_dim}, {args.kv_len} keys"
+    report = about | {"shape": shape, "gigabytes_per_s": copied / 1e9, "gigaflops": rate / 1e9, "results": results}
+    finish(args, "sparse_extend", "Attention of chosen rows", report, NOTES)
 
 
 if __name__ == "__main__":

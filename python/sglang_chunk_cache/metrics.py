@@ -1,7 +1,7 @@
 """ChunkMetrics: Prometheus counters of the chunk cache, next to SGLang's own on `/metrics`.
 
 Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept),
-`count_maintenance` (a variant was promoted or refreshed).
+`count_maintenance` (a variant was promoted or refreshed), `count_fused_batch` (a forward brought chunks in).
 
 Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
 counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
@@ -53,6 +53,11 @@ class ChunkMetrics:
                 "Variants that were promoted to a node of their own, or computed exactly while idle (refreshed).",
                 ["kind"],
             ),
+            "fused_batches": Counter(
+                "sglang:chunk_cache_fused_batches_total",
+                "Forwards of batches with reused chunks, by the kernels that served them.",
+                ["kernel"],
+            ),
         }
 
     def count_plan(self, plan: RecomputePlan) -> None:
@@ -76,3 +81,8 @@ class ChunkMetrics:
         """Counts one variant that was ``promoted`` or ``refreshed``."""
         if self._counters:
             self._counters["maintenance"].labels(kind).inc()
+
+    def count_fused_batch(self, kernel: str) -> None:
+        """Counts one forward that was served by these kernels, ``torch`` or ``triton``."""
+        if self._counters:
+            self._counters["fused_batches"].labels(kernel).inc()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
+from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.attention.rows import Attention, FusedRows, attending
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
@@ -79,7 +80,7 @@ def init_forward_batch(
     """AROUND `ForwardBatch.init_new`."""
     if batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
-    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
+    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool, _kernel())
     due = _take_due_rows(batch)
     if due is None:
         forward_batch = original(cls, batch, model_runner, **kwargs)
@@ -100,6 +101,8 @@ def _init_fused(
     kwargs: dict[str, Any],
 ) -> tuple[ForwardBatch, Attention]:
     device = model_runner.device
+    kernel = resolve_backend(_kernel(), torch.device(device))
+    batch.tree_cache.chunk_metrics.count_fused_batch(kernel)
     fused_batch, positions = _with_rows(batch, due, device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = positions.to(forward_batch.positions.dtype)
@@ -110,6 +113,7 @@ def _init_fused(
         row_lens=fused_batch.extend_lens,
         row_positions=positions,
         kv_pool=model_runner.token_to_kv_pool,
+        kernel=kernel,
     )
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     return forward_batch, _layerwise(batch, due, rows, model_runner) if is_layerwise else rows
@@ -133,6 +137,11 @@ def forward(
     if extras.taker is not None:
         extras.taker.finish()
     return output
+
+
+def _kernel() -> str:
+    args = get_args()
+    return "auto" if args is None else args.parsed_config.kernel
 
 
 def _statistics_layers(model_runner: ModelRunner) -> tuple[int, ...]:

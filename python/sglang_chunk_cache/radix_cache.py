@@ -27,6 +27,7 @@ from chunk_cache.methods import METHODS, Method, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import PathHome, PathTokens, Variant
+from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache import hooks
 from sglang_chunk_cache.admission import complete_report
 from sglang_chunk_cache.assemble import KVAssembler
@@ -103,10 +104,11 @@ class ChunkRadixCache(UnifiedRadixCache):
             self.page_size,
         )
         logger.info(
-            "Chunk cache: method %s, ratio %s, separator %r, %s",
+            "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
             args.method,
             args.ratio,
             args.separator,
+            resolve_backend(self.chunk_config.kernel, torch.device(ctx.tp_worker.model_runner.device)),
             self.chunk_config,
         )
 

@@ -111,8 +111,9 @@ class _Job:
 class StatisticsTaker:
     """See the head of this file."""
 
-    def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any) -> None:
+    def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
         self._jobs = jobs
+        self._kernel = kernel
         self._layers = frozenset(layers)
         self._kv_pool = kv_pool
         group = get_tp_group()
@@ -124,7 +125,9 @@ class StatisticsTaker:
         self._is_observed = False
 
     @classmethod
-    def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
+    def plan(
+        cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any, kernel: str = "auto"
+    ) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`."""
         if not layers or batch.forward_mode.is_decode_or_idle():
             return None
@@ -143,7 +146,7 @@ class StatisticsTaker:
                 state.sums = ChunkSums(state.options.spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
             jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
-        return cls(jobs, layers, kv_pool) if jobs else None
+        return cls(jobs, layers, kv_pool, kernel) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
         """Whether statistics are taken at this layer."""
@@ -176,6 +179,7 @@ class StatisticsTaker:
                 logit_cap=layer.logit_cap,
                 segment_starts=job.segment_starts,
                 skip_self=True,
+                backend=self._kernel,
             )
             assert by_segment is not None
             on_context = by_segment[:, 1 : 2 * job.chunk : 2]

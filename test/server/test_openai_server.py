@@ -249,7 +249,7 @@ def test_frontend_program(server, passages):
 
 COUNTER = re.compile(r"^(sglang:chunk_cache_\w+?)\{([^}]*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
-LABELS = ("status", "reason", "kind")
+LABELS = ("status", "reason", "kind", "kernel")
 
 
 def counters(server: Server) -> dict[tuple[str, ...], float]:
@@ -291,6 +291,8 @@ def test_case_18_counters_move_as_the_replies_say(server, passages):
             add(expected, reply[f"{kind}_tokens"], "tokens_total", kind)
         if reply["fallback_reason"]:
             add(expected, 1, "fallbacks_total", reply["fallback_reason"])
+        if reply["reused_tokens"]:
+            add(expected, 1, "fused_batches_total", "torch")
     assert {key[1:] for key in expected if key[0] == "chunks_total"} == {
         ("miss", "not_stored"),
         ("hit", "none"),

@@ -21,7 +21,6 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kernel_ext.sparse_extend import sparse_extend
-from sglang_chunk_cache.server_args import get_args
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -43,7 +42,7 @@ class FusedRows:
         row_positions: `[num_rows]` int64, ascending within a request, on the device.
         kv_lens, row_lens: `[num_reqs]`, on the host.
         kv_pool: SGLang's KV pool.
-        kernel: backend of `sparse_extend`.
+        kernel: backend of the operations.
     """
 
     kv_indptr: list[int] | torch.Tensor
@@ -66,10 +65,10 @@ class FusedRows:
         row_lens: list[int],
         row_positions: torch.Tensor,
         kv_pool: Any,
+        kernel: str,
     ) -> FusedRows:
         """See the attributes; `req_to_token` is `[max_reqs, max_context_len]`, lengths are per request."""
         rows = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
-        args = get_args()
         return cls(
             kv_indptr=_indptr(kv_lens, row_positions.device),
             kv_indices=torch.cat(rows).to(torch.int64),
@@ -78,7 +77,7 @@ class FusedRows:
             kv_lens=kv_lens,
             row_lens=row_lens,
             kv_pool=kv_pool,
-            kernel="auto" if args is None else args.parsed_config.kernel,
+            kernel=kernel,
         )
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:

@@ -28,6 +28,7 @@ class RowsAtLayer:
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` of this layer.
         sm_scale, logit_cap: of the layer's attention.
         tp_size: ranks among which the heads are divided.
+        kernel: backend of the operations.
     """
 
     q: torch.Tensor
@@ -41,6 +42,7 @@ class RowsAtLayer:
     sm_scale: float
     logit_cap: float
     tp_size: int
+    kernel: str = "auto"
 
     @property
     def question_q(self) -> torch.Tensor:
@@ -65,7 +67,12 @@ class RowsAtLayer:
     def question_mass(self) -> torch.Tensor:
         """`[kv_len]` fp32: column sums of softmax(q k) over the question, this rank's part of the mean over heads."""
         received, _ = attention_mass(
-            self.question_q, self.keys(), self.question_positions, sm_scale=self.sm_scale, logit_cap=self.logit_cap
+            self.question_q,
+            self.keys(),
+            self.question_positions,
+            sm_scale=self.sm_scale,
+            logit_cap=self.logit_cap,
+            backend=self.kernel,
         )
         return received / self.tp_size
 

@@ -10,4 +10,4 @@ from sglang_chunk_cache.selection.base import RowsAtLayer
 
 def score(rows: RowsAtLayer) -> torch.Tensor:
     """`[num_rows]`: ||K_new - K_old||^2 + ||V_new - V_old||^2."""
-    return kv_deviation(rows.k, rows.v, rows.k_buffer, rows.v_buffer, slots=rows.slots())
+    return kv_deviation(rows.k, rows.v, rows.k_buffer, rows.v_buffer, slots=rows.slots(), backend=rows.kernel)

@@ -197,6 +197,7 @@ class LayerwiseForward:
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             tp_size=self._tp_size,
+            kernel=self._rows.kernel,
         )
 
     def _cut(

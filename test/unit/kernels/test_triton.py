@@ -38,14 +38,19 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from sgl_kernel_ext.attention_mass.triton import _lse_kernel, _received_kernel
 from sgl_kernel_ext.copy_rotate.triton import _copy_rotate_kernel
+from sgl_kernel_ext.kv_deviation.triton import _kv_deviation_kernel
 from sgl_kernel_ext.sparse_extend.triton import _choose_tile, _sparse_extend_kernel
 
-def shared_memory(kernel, dtype, constants):
+INT64 = ("indptr_ptr", "indices_ptr", "positions_ptr", "starts_ptr", "slots_ptr", "src_ptr", "dst_ptr", "delta_ptr")
+FP32 = ("cos_ptr", "sin_ptr", "lse_ptr", "segment_lse_ptr", "received_ptr")
+
+def shared_memory(kernel, dtype, constants, fp32=FP32):
     def type_of(name):
-        if name.endswith(("indptr_ptr", "indices_ptr", "positions_ptr", "src_ptr", "dst_ptr", "delta_ptr")):
+        if name.endswith(INT64):
             return "*i64"
-        if name in ("cos_ptr", "sin_ptr"):
+        if name in fp32:
             return "*fp32"
         if name.endswith("_ptr"):
             return "*" + dtype
@@ -56,7 +61,8 @@ def shared_memory(kernel, dtype, constants):
     by_index = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=by_index)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
-    assert "BLOCK_N" not in constants or "mma" in compiled.asm["ptx"]  # the matrix products run on tensor cores
+    if constants.keys() & {"BLOCK_N", "BLOCK_KEYS"}:
+        assert "mma" in compiled.asm["ptx"]  # the matrix products run on tensor cores
     return compiled.metadata.shared
 
 m, n, _ = _choose_tile(128, 2, 7)
@@ -65,6 +71,13 @@ attention = dict(GROUP=7, TILE_ROWS=m // 7, HEAD_DIM=80, HEAD_PAD=128, V_DIM=80,
 assert shared_memory(_sparse_extend_kernel, "bf16", attention) <= 96 * 1024
 copy = dict(HALF=20, PASS_LEN=40, V_DIM=80, HALF_PAD=32, PASS_PAD=64, V_PAD=128, IS_NEOX=False, BLOCK_TOKENS=8)
 assert shared_memory(_copy_rotate_kernel, "bf16", copy) <= 96 * 1024
+mass = dict(GROUP=7, HEAD_DIM=80, HEAD_PAD=128, HAS_CAP=True, BLOCK_ROWS=32, BLOCK_KEYS=64, PRECISION="tf32",
+            UPCAST=False)
+assert shared_memory(_lse_kernel, "bf16", mass) <= 96 * 1024
+assert shared_memory(_received_kernel, "bf16", mass | dict(SKIP_SELF=True)) <= 96 * 1024
+deviation = dict(NUM_HEADS=6, HEADS_PAD=8, HALF=20, HALF_PAD=32, PASS_LEN=40, PASS_PAD=64, V_DIM=80, V_PAD=128,
+                 IS_NEOX=False, HAS_SLOTS=True)
+assert shared_memory(_kv_deviation_kernel, "bf16", deviation, fp32=(*FP32, "out_ptr")) <= 96 * 1024
 """
 
 
