@@ -12,6 +12,7 @@ Needs torch and psutil only, so that a GPU machine without SGLang can run it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import statistics
 import subprocess
@@ -110,6 +111,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would be used again, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status_bytes("VmRSS")
     run()
