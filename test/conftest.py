@@ -85,6 +85,7 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if IS_WORKER:
         share_out(items)

@@ -6,7 +6,9 @@
     peak_bytes          memory that one call takes beside what was there
     finish              the table on the screen, and `benchmark/results/kernel/<op>.{json,md}`
 
-Needs torch and psutil only, so that a GPU machine without SGLang can run it.
+Needs torch and psutil, and pytest for the tests, but not SGLang. The tests of an op run its torch path; where the
+Triton path is timed, test_triton.py runs that in the interpreter. Each benchmark then compares what it times with the
+op's definition, on its own device.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import statistics
 import subprocess
 import sys
@@ -65,8 +68,10 @@ def prepare(args: argparse.Namespace, op: str) -> tuple[torch.device, torch.dtyp
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if not args.skip_tests:
-        tests = ROOT / "test" / "unit" / "kernels" / f"test_{op}.py"
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", str(tests)], cwd=ROOT, check=False)
+        names = [op, "triton"] if args.backend == "triton" or device.type == "cuda" else [op]
+        tests = [str(ROOT / "test" / "unit" / "kernels" / f"test_{name}.py") for name in names]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2])}
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *tests], cwd=ROOT, env=env, check=False)
         if done.returncode:
             raise SystemExit(f"the tests of {op} fail, so nothing is timed")
     return device, dtype, about | {"threads": torch.get_num_threads(), "dtype": str(dtype).removeprefix("torch.")}

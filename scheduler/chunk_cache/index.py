@@ -262,6 +262,8 @@ class ChunkIndex:
         """
         num_gone = 0
         for _ in range(min(1 + num_evicted // TOKENS_PER_LOOK, len(self._turns))):
+            if not self._turns:
+                break  # what is forgotten may take turns that are nobody's with it
             variant = self.get(self._turns.popleft())
             if variant is None:
                 continue

@@ -3,9 +3,9 @@
     LruOrder         derived before exact, each least recently used first
     FrequencyOrder   least worth first, then as above; a variant's worth is its reuse frequency f_r plus the age at its
                      last use. The age is at least the worth of the last victim, and grows when the store that holds
-                     the KV is turned over, by `AGEING` each time. (Cache-Craft section 3.3 evicts by lowest f_r. The
-                     age is that of LFU with dynamic aging, Arlitt et al. 2000: without it a newcomer goes before
-                     anything that was ever used, and what was popular once stays for ever.)
+                     the KV is turned over. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that of LFU with
+                     dynamic aging, Arlitt et al. 2000: without it a newcomer goes before anything that was ever used,
+                     and what was popular once stays for ever.)
 
 The owner says `add`, `touch` and `remove`; `first` names the victim. No wall clock, so every rank agrees.
 """
@@ -23,8 +23,8 @@ AGEING = 10.0
 """By how much the age grows per turnover unless the server's configuration says otherwise: the value that the simulator
 found to keep most of the gain where popularity lasts, and to lose next to nothing where it does not."""
 
-_Entry: TypeAlias = tuple[float, bool, int, Variant]
-"""Worth, whether exact, last use; no two variants were used last at one time, so the variant is never compared."""
+_Entry: TypeAlias = tuple[float, bool, int, int]
+"""Worth, whether exact, last use, id."""
 
 
 class VictimOrder(Protocol):
@@ -130,8 +130,9 @@ class FrequencyOrder:
 
     def __init__(self) -> None:
         self.age = 0.0
-        self._current: dict[int, _Entry] = {}
-        self._heap: list[_Entry] = []  # with entries that are no longer current, dropped when they come to the top
+        self._current: dict[int, tuple[_Entry, Variant]] = {}
+        # With entries that are no longer current, dropped when they come to the top; they keep no variant alive.
+        self._heap: list[_Entry] = []
 
     def advance_age(self, amount: float) -> None:
         assert amount >= 0.0, f"the age falls by {-amount}"
@@ -141,19 +142,19 @@ class FrequencyOrder:
         return len(self._current)
 
     def __iter__(self) -> Iterator[Variant]:
-        for *_, variant in sorted(self._current.values()):
+        for _, variant in sorted(self._current.values(), key=lambda entry: entry[0]):
             yield variant
 
     def get(self, variant_id: int) -> Variant | None:
-        entry = self._current.get(variant_id)
-        return None if entry is None else entry[3]
+        found = self._current.get(variant_id)
+        return None if found is None else found[1]
 
     def touch(self, variant: Variant) -> None:
-        entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant)
-        self._current[variant.variant_id] = entry
+        entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant.variant_id)
+        self._current[variant.variant_id] = (entry, variant)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._current) + 64:
-            self._heap = list(self._current.values())
+            self._heap = [entry for entry, _ in self._current.values()]
             heapq.heapify(self._heap)
 
     add = touch
@@ -162,28 +163,30 @@ class FrequencyOrder:
         del self._current[variant.variant_id]
 
     def forget(self, variant: Variant) -> None:
-        self.age = max(self.age, self._current[variant.variant_id][0])
+        self.age = max(self.age, self.worth(variant))
         self.remove(variant)
 
     def first(self) -> Variant:
-        while self._current.get(self._heap[0][3].variant_id) is not self._heap[0]:
+        while True:
+            found = self._current.get(self._heap[0][3])
+            if found is not None and found[0] == self._heap[0]:
+                return found[1]
             heapq.heappop(self._heap)
-        return self._heap[0][3]
 
     def worth(self, variant: Variant) -> float:
-        return self._current[variant.variant_id][0]
+        return self._current[variant.variant_id][0][0]
 
     def order(self, variant: Variant) -> tuple[float, ...]:
-        return self._current[variant.variant_id][:3]
+        return self._current[variant.variant_id][0]
 
     def clear(self) -> None:
         self._current.clear()
         self._heap.clear()
 
     def check_integrity(self, clock: int) -> None:
-        assert set(map(id, self._current.values())) <= set(map(id, self._heap)), "a variant is not in the heap"
-        for variant_id, (worth, is_exact, last_use, variant) in self._current.items():
-            is_listed = (variant.variant_id, variant.is_exact) == (variant_id, is_exact)
+        assert {entry for entry, _ in self._current.values()} <= set(self._heap), "a variant is not in the heap"
+        for variant_id, ((worth, is_exact, last_use, of), variant) in self._current.items():
+            is_listed = (variant.variant_id, variant.is_exact, of) == (variant_id, is_exact, variant_id)
             assert is_listed, f"{variant} is listed as {variant_id}"
             assert 0 < last_use == variant.last_use <= clock, f"{variant} was used at {last_use}"
             assert variant.reuse_frequency <= worth <= self.age + variant.reuse_frequency + 1e-9, (

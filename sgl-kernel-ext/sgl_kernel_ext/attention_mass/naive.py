@@ -22,7 +22,7 @@ def attention_mass_reference(
     """As `attention_mass`, everything computed in `dtype`."""
     (num_rows, num_heads, _), kv_len = q.shape, k.shape[0]
     group = num_heads // k.shape[1]
-    weights = torch.zeros(num_rows, kv_len, dtype=dtype)
+    weights = torch.zeros(num_rows, kv_len, dtype=dtype, device=q.device)
     for row, position in enumerate(row_positions.tolist()):
         for head in range(num_heads):
             scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * sm_scale

@@ -178,7 +178,7 @@ def attention_mass_triton(
         if tensor.stride(2) != 1:
             raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
     (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
-    bounds = torch.tensor([0, kv_len], device=q.device) if starts is None else starts
+    bounds = torch.arange(0, 2 * kv_len, kv_len, device=q.device) if starts is None else starts
     num_segments = len(bounds) - 1
     own_lse = torch.empty(num_heads, num_rows, dtype=torch.float32, device=q.device)
     segment_lse = torch.empty(num_heads, num_rows, num_segments, dtype=torch.float32, device=q.device)

@@ -89,6 +89,20 @@ def test_a_sweep_gives_each_variant_its_turn(index: ChunkIndex) -> None:
     index.check_integrity(ALL)
 
 
+@pytest.mark.parametrize("num_dropped", range(60, 75))
+def test_a_sweep_among_turns_that_are_nobodys(num_dropped: int) -> None:
+    """Hot variants stay in front while others are dropped behind them; then everything is gone at once."""
+    index = ChunkIndex(max_variants=10, max_variants_per_chunk=3, max_path_tokens=1000)
+    hot = [added(add(index, bytes([i]) * 16)) for i in range(9)]
+    for i in range(num_dropped):
+        for variant in hot:
+            index.touch(variant)
+        add(index, i.to_bytes(16))
+    assert index.sweep(lambda _: 0, 10**6) == 10
+    assert len(index) == 0
+    index.check_integrity(ALL)
+
+
 def test_only_the_newest_evicted_chunks_are_remembered(index: ChunkIndex) -> None:
     for i in range(MAX_GONE_KEYS + 1):
         add(index, i.to_bytes(16))
