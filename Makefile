@@ -15,7 +15,7 @@ BIN := .venv/bin
 PY := $(BIN)/python
 # Two processes share the tests: most of the time goes into imports, which use one core. Each needs about 6 GiB.
 TEST_JOBS ?= 2
-SHARED := -n $(TEST_JOBS) --dist loadgroup
+SHARED := -n $(TEST_JOBS)
 # The name holds the folder, so that an environment that came along with a copied tree is rebuilt, not trusted.
 STAMP := .venv/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 

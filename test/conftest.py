@@ -1,7 +1,7 @@
 """Options and fixtures for all tests: `--all` for the full matrix, and a folder for models made on the spot.
 
-Also which tests stay together when several processes share the work (`pytest -n 2 --dist loadgroup`, `make test`): all
-that use the servers of `server/conftest.py`, and otherwise the tests of a module, which share what it has started.
+Also which tests stay together when several processes share the work (`pytest -n 2`, `make test`): all that use the
+servers of `server/conftest.py`, and otherwise the tests of a module, which share what it has started.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TEST_DIR = Path(__file__).parent
 # Helper modules of the tests (tiny_models, server_fixture) are imported by their plain name.
 sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
-SHARED_SERVERS = ("server", "stock")
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if IS_WORKER:  # one core for each
+OWN_SERVER = ("test_quality_server.py", "test_verify_engine.py")  # the others share those of server/conftest.py
+SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
+if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -85,10 +85,7 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if IS_WORKER:
-        share_out(items)
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="full matrix only: pytest --all")
@@ -97,15 +94,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def share_out(items: list[pytest.Item]) -> None:
-    """Names the group of each test, and puts the largest group first: nobody shall wait for it at the end."""
-    modules = {item.path for item in items if not set(SHARED_SERVERS).isdisjoint(getattr(item, "fixturenames", ()))}
-    for item in items:
-        if item.path in modules:
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        elif item.get_closest_marker("independent") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TEST_DIR))))
-    items.sort(key=lambda item: item.path not in modules)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests stay together when processes share the work; the group with most tests begins."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatIsShared(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByWhatIsShared(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of one group share what one of them has started."""
+    path = Path(nodeid.partition("::")[0])
+    if path.parent.name == "server" and path.name not in OWN_SERVER:
+        return "servers"
+    return nodeid if path.name in SHARES_NOTHING else str(path)
 
 
 @pytest.fixture(scope="session")

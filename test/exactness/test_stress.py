@@ -9,8 +9,6 @@ import pytest
 
 from exactness.runner import Config, run_cases
 
-pytestmark = pytest.mark.independent
-
 PRESSURE = [
     Config(max_total_tokens=900, conservativeness=0.05, force_retract=True),
     Config(max_total_tokens=1024, conservativeness=0.05, page_size=16, chunked=True),
