@@ -1,0 +1,92 @@
+"""StatisticsTaker: the ranks' parts add up to what one rank finds, also where a rank has none of the sampled heads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
+from sglang_chunk_cache import statistics as module
+from sglang_chunk_cache.statistics import ChunkSums, StatisticsTaker, sampled_heads
+
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 16
+SPANS = ((2, 8), (9, 15), (15, 21))
+KV_LEN = 24
+
+
+@pytest.fixture
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q of every position, the pool's K, the slots."""
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(KV_LEN, NUM_Q_HEADS, HEAD_DIM, generator=rng)
+    k = torch.randn(40, NUM_KV_HEADS, HEAD_DIM, generator=rng)
+    return q, k, torch.randperm(40, generator=rng)[:KV_LEN]
+
+
+def totals(
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """What each rank would give to the sum, and the requests' states."""
+    q, k, slots = tensors
+    parts: list[torch.Tensor] = []
+    states = []
+    for rank in range(tp_size):
+        group = SimpleNamespace(world_size=tp_size, rank_in_group=rank)
+        monkeypatch.setattr(module, "get_tp_group", lambda group=group: group)
+        monkeypatch.setattr(module, "sum_over_ranks", lambda total, _: parts.append(total) or total)
+        q_heads, kv_heads = (slice(rank * n // tp_size, (rank + 1) * n // tp_size) for n in (NUM_Q_HEADS, NUM_KV_HEADS))
+        pool = SimpleNamespace(device="cpu", get_key_buffer=lambda _, kv_heads=kv_heads: k[:, kv_heads])
+        state: Any = SimpleNamespace(options=SimpleNamespace(spans=SPANS), sums=ChunkSums(SPANS, 1))
+        jobs = [module._Job(state, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
+        taker = StatisticsTaker(jobs, [1], pool)
+        own = q[:, q_heads].flatten(1)
+        layer: Any = SimpleNamespace(
+            layer_id=1,
+            tp_q_head_num=NUM_Q_HEADS // tp_size,
+            tp_k_head_num=NUM_KV_HEADS // tp_size,
+            qk_head_dim=HEAD_DIM,
+            scaling=0.25,
+            logit_cap=0.0,
+        )
+        taker.observe(layer, own, torch.arange(KV_LEN), [KV_LEN])
+        taker.finish()
+        states.append(state)
+    return parts, states
+
+
+def test_two_heads_are_sampled_of_a_model_with_many() -> None:
+    assert sampled_heads(NUM_Q_HEADS) == [0, 4]
+    assert sampled_heads(32) == [0, 16]
+    assert [sampled_heads(n) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_add_up(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int) -> None:
+    (whole,), _ = totals(monkeypatch, tensors, 1)
+    parts, _ = totals(monkeypatch, tensors, tp_size)
+    torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-6)
+    has_heads = [bool(part.any()) for part in parts]
+    assert has_heads == ([True, True] if tp_size == 2 else [True, False, True, False])
+
+
+def test_the_sums_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...]
+) -> None:
+    q, k, slots = tensors
+    _, (state,) = totals(monkeypatch, tensors, 1)
+    start, end = SPANS[2]
+    rows = torch.arange(start, end)
+    # Parts of the keys: in front of the first chunk, each chunk, and the text between.
+    bounds = [0, 2, 8, 9, 15]
+    heads = [0, 4]
+    received, by_segment = attention_mass_reference(
+        q[rows][:, heads], k[slots[:end]][:, [0, 2]], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
+    )
+    assert by_segment is not None
+    found = state.sums.statistics(2)
+    torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 1] + by_segment[:, 3])
+    torch.testing.assert_close(torch.tensor(found.received).double(), received[start:], check_dtype=False)
+    torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, [1, 3]].sum(0))
