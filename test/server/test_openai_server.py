@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.config import KERNELS
 from chunk_cache.types import REASONS, Status
 from server.contract import (
     FULL,
@@ -315,4 +316,5 @@ def test_labels_come_from_the_fixed_lists(server, passages):
     assert {key[0] for key in found} >= {"chunks_total", "tokens_total"}
     for name, *labels in found:
         for label in labels:
-            assert label in {*REASONS, *Status, "none", "prefix", "reused", "computed", "recomputed"}, (name, label)
+            known = {*REASONS, *Status, *KERNELS, "none", "prefix", "reused", "computed", "recomputed"}
+            assert label in known, (name, label)
