@@ -1,7 +1,7 @@
 """Which implementation of an operation runs: the rule that every dispatcher of this package shares.
 
 `resolve_backend` turns a caller's choice into the name of an implementation. It reads only the device of the tensors,
-so the answer is the same for every layer and on every rank.
+so the answer is the same for every layer and on every rank. `check_dense` refuses what the Triton paths cannot read.
 """
 
 from __future__ import annotations
@@ -31,3 +31,14 @@ def resolve_backend(backend: str, device: torch.device) -> Literal["torch", "tri
     if backend == "triton":
         return "triton"
     raise ValueError(f"backend: {backend!r} is not known; use 'auto', 'torch' or 'triton'")
+
+
+def check_dense(**tensors: torch.Tensor) -> None:
+    """The last of three dimensions lies in consecutive elements.
+
+    Raises:
+        ValueError: it does not; the message names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")

@@ -7,6 +7,7 @@ or YaRN scaling already in them.
     spec_from_sglang_rope(module)   read the spec from a rotary module, or refuse by name
     verify_spec(spec, cache)        compare the spec with the cos/sin table the model really uses, or raise
     rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
+    rotate(keys, new, cos, sin, spec)    keys turned by them, in torch
 
 The first is a reading of attributes and may be wrong for a version it was not written for; the second proves it against
 the table itself. Use both, always.
@@ -79,6 +80,27 @@ def rotation_table(spec: RotarySpec, position_delta: torch.Tensor) -> tuple[torc
     inv_freq = spec.inv_freq.to(device=position_delta.device, dtype=torch.float64)
     angle = position_delta.to(torch.float64)[:, None] * inv_freq
     return angle.cos().float(), angle.sin().float()
+
+
+def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec) -> None:
+    """Writes keys `old` turned into `new`, another tensor of the same shape.
+
+    Args:
+        old, new: [n, num_kv_heads, head_dim] fp32.
+        cos, sin: [n or 1, 1, rotary_dim/2] fp32.
+    """
+    rotary_dim, half = spec.rotary_dim, spec.rotary_dim // 2
+    if spec.is_neox:
+        pairs = slice(0, half), slice(half, rotary_dim)
+    else:
+        pairs = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    (x, y), (new_x, new_y) = ([t[..., p] for p in pairs] for t in (old, new))
+    torch.mul(x, cos, out=new_x)
+    new_x.addcmul_(y, sin, value=-1)
+    torch.mul(y, cos, out=new_y)
+    new_y.addcmul_(x, sin)
+    if rotary_dim < old.shape[-1]:
+        new[..., rotary_dim:] = old[..., rotary_dim:]
 
 
 # --- reading a rotary module ------------------------------------------------------------------------------------------

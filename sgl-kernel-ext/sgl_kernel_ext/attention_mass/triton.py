@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.sparse_extend.triton import _tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -174,9 +175,7 @@ def attention_mass_triton(
         starts: int64 on the device, the starts of the segments and kv_len behind them; None = no segments.
         lse: `[num_rows, num_q_heads]`; with it and without segments the first pass is left out.
     """
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
+    check_dense(q=q, k=k)
     (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
     bounds = torch.arange(0, 2 * kv_len, kv_len, device=q.device) if starts is None else starts
     num_segments = len(bounds) - 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 
 # Measured on 2 cores (AMD EPYC, Zen 5), 4,096 tokens of 12 heads x 64 in fp32: slices of 16 tokens cost as much as an
 # index, slices of 64 a third of it. Blocks of 256-1,024 tokens are equally good, larger ones leave the L2 cache.
@@ -138,27 +138,11 @@ def _copy_rotated(buffer: torch.Tensor, block: _Block, spec: RotarySpec) -> None
     in_place = isinstance(block.src, slice)
     old = buffer[block.src] if in_place else buffer.index_select(0, block.src)
     if in_place and buffer.dtype == torch.float32:
-        _rotate(old, buffer[block.dst], block, spec)
+        rotate(old, buffer[block.dst], block.cos, block.sin, spec)
         return
     new = torch.empty(old.shape, dtype=torch.float32, device=old.device)
-    _rotate(old.float(), new, block, spec)
+    rotate(old.float(), new, block.cos, block.sin, spec)
     if in_place:
         buffer[block.dst].copy_(new)
     else:
         buffer.index_copy_(0, block.dst, new.to(buffer.dtype))
-
-
-def _rotate(old: torch.Tensor, new: torch.Tensor, block: _Block, spec: RotarySpec) -> None:
-    """Rotate fp32 keys `old` into `new`, another tensor of the same shape [m, num_kv_heads, head_dim]."""
-    rotary_dim, half = spec.rotary_dim, spec.rotary_dim // 2
-    if spec.is_neox:
-        pairs = slice(0, half), slice(half, rotary_dim)
-    else:
-        pairs = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
-    (x, y), (new_x, new_y) = ([t[..., p] for p in pairs] for t in (old, new))
-    torch.mul(x, block.cos, out=new_x)
-    new_x.addcmul_(y, block.sin, value=-1)
-    torch.mul(y, block.cos, out=new_y)
-    new_y.addcmul_(x, block.sin)
-    if rotary_dim < old.shape[-1]:
-        new[..., rotary_dim:] = old[..., rotary_dim:]

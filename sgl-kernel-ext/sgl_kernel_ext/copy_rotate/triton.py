@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
 
 # Bounds the cos/sin tables and their float64 temporaries to about 40 MB at 128 rotary dimensions.
@@ -95,8 +96,7 @@ def copy_rotate_triton(
     """`copy_rotate` on CUDA without a host synchronisation; the last dimension of the buffers must be dense."""
     for name, buffers in (("k_buffers", k_buffers), ("v_buffers", v_buffers)):
         for layer, buffer in enumerate(buffers):
-            if buffer.stride(2) != 1:
-                raise ValueError(f"{name}[{layer}]: stride {buffer.stride(2)} of the last dimension, need 1")
+            check_dense(**{f"{name}[{layer}]": buffer})
     locs = (src_loc.contiguous(), dst_loc.contiguous(), position_delta.contiguous())
     for src, dst, delta in zip(*(loc.split(_TABLE_LEN) for loc in locs), strict=True):
         cos, sin = rotation_table(spec, delta)

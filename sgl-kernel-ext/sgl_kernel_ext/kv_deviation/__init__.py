@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
-from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 
 __all__ = ["kv_deviation"]
 
@@ -59,14 +59,9 @@ def kv_deviation(
 def _turned(k: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
     """`[num_tokens, num_kv_heads, head_dim]` fp32."""
     cos, sin = (table[:, None] for table in rotation_table(spec, position_delta))
-    half, rotary_dim = spec.rotary_dim // 2, spec.rotary_dim
-    first, second = (slice(0, half), slice(half, rotary_dim))
-    if not spec.is_neox:
-        first, second = (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2))
     old = k.float()
-    x, y = old[..., first], old[..., second]
-    new = old.clone()
-    new[..., first], new[..., second] = x * cos - y * sin, y * cos + x * sin
+    new = torch.empty_like(old)
+    rotate(old, new, cos, sin, spec)
     return new
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
 
 
@@ -99,9 +100,7 @@ def kv_deviation_triton(
     spec: RotarySpec | None,
 ) -> torch.Tensor:
     """As `kv_deviation`, without a host synchronisation; the last dimension of all four must be dense."""
-    for name, tensor in (("k_new", k_new), ("v_new", v_new), ("k_old", k_old), ("v_old", v_old)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
+    check_dense(k_new=k_new, v_new=v_new, k_old=k_old, v_old=v_old)
     num_tokens, num_heads, head_dim = k_new.shape
     out = torch.empty(num_tokens, dtype=torch.float32, device=k_new.device)
     half, is_neox, cos, sin = 0, True, out, out

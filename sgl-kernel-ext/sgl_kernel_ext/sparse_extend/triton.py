@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_ext.backend import check_dense
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -139,9 +141,7 @@ def sparse_extend_triton(
 ) -> None:
     """Write `out`; arguments as in `sparse_extend`. One launch, no host synchronisation when both indptr are tensors
     on the device; the last dimension of q, the buffers and `out` must be dense."""
-    for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer), ("out", out)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
+    check_dense(q=q, k_buffer=k_buffer, v_buffer=v_buffer, out=out)
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, num_requests = k_buffer.shape[1], len(row_indptr) - 1
     group, v_dim = num_q_heads // num_kv_heads, v_buffer.shape[2]
