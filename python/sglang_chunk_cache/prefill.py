@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.attention.rows import Attention, FusedRows, attending
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
@@ -80,7 +79,7 @@ def init_forward_batch(
     """AROUND `ForwardBatch.init_new`."""
     if batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
-    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool, _kernel())
+    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
     due = _take_due_rows(batch)
     if due is None:
         forward_batch = original(cls, batch, model_runner, **kwargs)
@@ -101,7 +100,7 @@ def _init_fused(
     kwargs: dict[str, Any],
 ) -> tuple[ForwardBatch, Attention]:
     device = model_runner.device
-    kernel = resolve_backend(_kernel(), torch.device(device))
+    kernel = batch.tree_cache.kernel
     batch.tree_cache.chunk_metrics.count_fused_batch(kernel)
     fused_batch, positions = _with_rows(batch, due, device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
@@ -137,11 +136,6 @@ def forward(
     if extras.taker is not None:
         extras.taker.finish()
     return output
-
-
-def _kernel() -> str:
-    args = get_args()
-    return "auto" if args is None else args.parsed_config.kernel
 
 
 def _statistics_layers(model_runner: ModelRunner) -> tuple[int, ...]:

@@ -81,9 +81,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         self._args = args
         self.chunk_config: Config = args.parsed_config
         self._store = VariantStore(self)
-        self._assembler = KVAssembler(
-            ctx.tp_worker.model_runner, self.token_to_kv_pool_allocator.get_kvcache(), self.chunk_config.kernel
-        )
+        model_runner = ctx.tp_worker.model_runner
+        self.kernel = resolve_backend(self.chunk_config.kernel, torch.device(model_runner.device))
+        self._assembler = KVAssembler(model_runner, self.token_to_kv_pool_allocator.get_kvcache(), self.kernel)
         self._index = ChunkIndex(
             max_variants=self.chunk_config.max_variants,
             max_variants_per_chunk=self.chunk_config.max_variants_per_chunk,
@@ -108,7 +108,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             args.method,
             args.ratio,
             args.separator,
-            resolve_backend(self.chunk_config.kernel, torch.device(ctx.tp_worker.model_runner.device)),
+            self.kernel,
             self.chunk_config,
         )
 

@@ -125,9 +125,7 @@ class StatisticsTaker:
         self._is_observed = False
 
     @classmethod
-    def plan(
-        cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any, kernel: str = "auto"
-    ) -> StatisticsTaker | None:
+    def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`."""
         if not layers or batch.forward_mode.is_decode_or_idle():
             return None
@@ -146,7 +144,7 @@ class StatisticsTaker:
                 state.sums = ChunkSums(state.options.spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
             jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
-        return cls(jobs, layers, kv_pool, kernel) if jobs else None
+        return cls(jobs, layers, kv_pool, batch.tree_cache.kernel) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
         """Whether statistics are taken at this layer."""

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
-from sgl_kernel_ext.sparse_extend.triton import _tanh
+from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, load_q, tanh
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_ROWS, _BLOCK_KEYS = 32, 64
 
 
@@ -35,8 +34,8 @@ def _scores(
     k = tl.load(k_ptr + k_at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
     scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * sm_scale
     if HAS_CAP:
-        scores = logit_cap * _tanh(scores / logit_cap)
-    return scores * _LOG2_E
+        scores = logit_cap * tanh(scores / logit_cap)
+    return scores * LOG2_E
 
 
 @triton.jit
@@ -70,10 +69,7 @@ def _lse_kernel(
     is_row = row < num_rows
     position = tl.load(positions_ptr + row, mask=is_row, other=0)
     dim = tl.arange(0, HEAD_PAD)
-    q_at = row.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dim[None, :]
-    q = tl.load(q_ptr + q_at, mask=is_row[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
     k_ptr += (head // GROUP) * k_head_stride
     last = tl.max(position, 0)
 
@@ -143,10 +139,7 @@ def _received_kernel(
         position = tl.load(positions_ptr + row, mask=is_row, other=-1)
         last = tl.max(position, 0)
         if last >= first:
-            q_at = row.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dim[None, :]
-            q = tl.load(q_ptr + q_at, mask=is_row[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-            if UPCAST:
-                q = q.to(tl.float32)
+            q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
             # What no row of the tile sees is not read: it may be anything.
             seen = is_key & (n <= last)
             scores = _scores(q, k_ptr, n, seen, k_stride, dim, sm_scale, logit_cap, HEAD_DIM, HAS_CAP, PRECISION)
@@ -190,10 +183,7 @@ def attention_mass_triton(
         "HAS_CAP": logit_cap > 0,
         "BLOCK_ROWS": _BLOCK_ROWS,
         "BLOCK_KEYS": _BLOCK_KEYS if head_dim <= 128 else _BLOCK_KEYS // 2,
-        # TF32 keeps 10 bits of a mantissa: a mass would be known to three digits.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        # The interpreter keeps bfloat16 as 16-bit integers and would multiply those.
-        "UPCAST": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
+        **dot_options(q),
         "num_warps": 4,
     }
     positions = row_positions.contiguous()
