@@ -1,6 +1,8 @@
 """Attention of chosen query rows over a paged key-value cache: a prefill that computes only some positions.
 
-    sparse_extend   each row attends to every position of its request up to and including its own
+    sparse_extend    each row attends to every position of its request up to and including its own
+    PrivateKeys      exclude list: positions whose shared slot is not read, and the private slot read in its place
+    exclude_shared   the slots that are read then; once per forward, where several layers read the same
 
     positions of one request   0 1 2 3 4 5 6 7 8      kv_indices: the slot of each position
     rows                           ^     ^   ^ ^      row_positions: 2, 4, 6, 7 (ascending)
@@ -14,14 +16,52 @@ that no row can see are never read, so they may hold anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
 
-__all__ = ["sparse_extend"]
+__all__ = ["PrivateKeys", "exclude_shared", "sparse_extend"]
 
 IndPtr = torch.Tensor | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PrivateKeys:
+    """Positions of some requests whose K and V lie in a slot of the request's own, beside shared slots for the others.
+
+    Attributes:
+        indptr: [num_requests + 1] from 0; request i owns positions[indptr[i]:indptr[i + 1]]; may be empty.
+        positions: [num_private] int64, no position twice within a request, each below its kv_len (not checked: that
+            would wait for the GPU).
+        slots: [num_private] int64.
+    """
+
+    indptr: IndPtr
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+def exclude_shared(kv_indptr: IndPtr, kv_indices: torch.Tensor, private: PrivateKeys) -> torch.Tensor:
+    """[num_keys] int64 slots in which `private` stands in the place of the shared ones; `kv_indices` is not changed.
+
+    An excluded slot is never read, so nothing is masked, and every backend gives to the bit what it gives where all
+    keys lie in slots of one request. Slots, not pages, are replaced: any page size. No host synchronisation.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    for name, index in (("private.positions", private.positions), ("private.slots", private.slots)):
+        if index.ndim != 1 or index.dtype != torch.int64 or index.numel() != private.positions.numel():
+            raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, need int64 [{private.positions.numel()}]")
+    if len(private.indptr) != len(kv_indptr):
+        raise ValueError(f"private.indptr: {len(private.indptr)} entries, but kv_indptr has {len(kv_indptr)}")
+    begins, indptr = (
+        torch.as_tensor(pointer, dtype=torch.int64, device=kv_indices.device) for pointer in (kv_indptr, private.indptr)
+    )
+    begin = begins[:-1].repeat_interleave(indptr.diff(), output_size=private.positions.numel())
+    return kv_indices.index_put((begin + private.positions,), private.slots)
 
 
 def sparse_extend(
@@ -35,6 +75,7 @@ def sparse_extend(
     *,
     sm_scale: float,
     logit_cap: float = 0.0,
+    private: PrivateKeys | None = None,
     backend: Backend = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -54,6 +95,7 @@ def sparse_extend(
         row_indptr: [num_requests + 1] from 0; request i owns q[row_indptr[i]:row_indptr[i + 1]]; may be empty.
         row_positions: [num_rows] int64, ascending within a request, each below its kv_len. The torch path checks it;
             the Triton path does not (no host synchronisation) and then sees the existing keys only.
+        private: keys that are read from other slots than kv_indices says.
         out: [num_rows, num_q_heads, v_head_dim] in q's dtype, to write into; last two dimensions dense.
 
     Returns:
@@ -77,6 +119,8 @@ def sparse_extend(
         raise ValueError(f"out: {out.dtype} {tuple(out.shape)} on {out.device}, need {q.dtype} {shape} on {q.device}")
     if not q.shape[0]:
         return out
+    if private is not None:
+        kv_indices = exclude_shared(kv_indptr, kv_indices, private)
     args = (q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions, out)
     if resolve_backend(backend, q.device) == "triton":
         from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton

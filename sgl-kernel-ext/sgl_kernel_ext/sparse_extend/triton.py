@@ -5,6 +5,9 @@ too, so K and V are read once for all of them and a handful of rows still fills 
 query row m // GROUP, member m % GROUP. Which request a tile belongs to is found on the device from `row_indptr`, so
 that nothing waits for the GPU; the grid has room for the worst case and tiles past the end leave at once. Tiles of
 late positions are the longest and start first.
+
+Where the tiles are too few to fill the GPU, the keys of each are split among several programs (split-K): every program
+writes its share's result and log-sum-exp, and a second kernel weighs the shares.
 """
 
 from __future__ import annotations
@@ -16,16 +19,12 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
+from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, load_q, tanh
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _tanh(x):
-    # Through exp of a negative number only: never overflows.
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+# Below any score, yet finite.
+LOWEST = tl.constexpr(-1.0e30)
+_MIN_SPLIT_LEN = 512
+_MAX_SPLITS = 32
 
 
 @triton.jit
@@ -38,6 +37,7 @@ def _sparse_extend_kernel(
     row_indptr_ptr,
     row_positions_ptr,
     out_ptr,
+    lse_ptr,
     num_requests,
     sm_scale,
     logit_cap,
@@ -47,8 +47,11 @@ def _sparse_extend_kernel(
     k_head_stride,
     v_slot_stride,
     v_head_stride,
+    out_split_stride,
     out_row_stride,
     out_head_stride,
+    lse_split_stride,
+    lse_row_stride,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -57,6 +60,7 @@ def _sparse_extend_kernel(
     V_PAD: tl.constexpr,
     REQUESTS_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -87,19 +91,21 @@ def _sparse_extend_kernel(
         # Rows of padding take position 0: they see one key and stay finite.
         position = tl.load(row_positions_ptr + row, mask=is_row, other=0)
         end = tl.minimum(tl.load(row_positions_ptr + row_end - 1) + 1, kv_len)
+        begin = 0
+        if NUM_SPLITS > 1:
+            split_len = tl.cdiv(tl.cdiv(end, BLOCK_N), NUM_SPLITS) * BLOCK_N
+            begin = tl.program_id(2) * split_len
+            end = tl.minimum(end, begin + split_len)
 
         dim = tl.arange(0, HEAD_PAD)
         v_dim = tl.arange(0, V_PAD)
-        q_at = row.to(tl.int64)[:, None] * q_row_stride + head[:, None] * q_head_stride + dim[None, :]
-        q = tl.load(q_ptr + q_at, mask=is_row[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-
-        if UPCAST:
-            q = q.to(tl.float32)
+        row_at = row.to(tl.int64) * q_row_stride + head * q_head_stride
+        q = load_q(q_ptr, row_at, is_row, dim, HEAD_DIM, UPCAST)
 
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-        for start in range(0, end, BLOCK_N):
+        for start in range(begin, end, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             is_key = n < end
             # int64: slot * stride passes 2**31 in a large pool.
@@ -108,11 +114,14 @@ def _sparse_extend_kernel(
             k = tl.load(k_ptr + k_at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
             scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * sm_scale
             if HAS_CAP:
-                scores = logit_cap * _tanh(scores / logit_cap)
+                scores = logit_cap * tanh(scores / logit_cap)
             visible = (n[None, :] <= position[:, None]) & is_key[None, :]
-            scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
-            # Key 0 is visible to every row, so `top` is finite from the first step on.
+            scores = tl.where(visible, scores * LOG2_E, float("-inf"))
+            # Key 0 is visible to every row, so `top` is finite from the first step on; a later split may have rows that
+            # see none of its keys, and -inf minus -inf is NaN.
             new_top = tl.maximum(top, tl.max(scores, 1))
+            if NUM_SPLITS > 1:
+                new_top = tl.maximum(new_top, LOWEST)
             keep = tl.exp2(top - new_top)
             p = tl.exp2(scores - new_top[:, None])
             v_at = slot[:, None] * v_slot_stride + kv_head * v_head_stride + v_dim[None, :]
@@ -121,9 +130,51 @@ def _sparse_extend_kernel(
             acc = acc * keep[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
             top = new_top
 
+        is_out = is_row[:, None] & (v_dim < V_DIM)[None, :]
         out_at = row.to(tl.int64)[:, None] * out_row_stride + head[:, None] * out_head_stride + v_dim[None, :]
-        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at, result, mask=is_row[:, None] & (v_dim < V_DIM)[None, :])
+        if NUM_SPLITS == 1:
+            tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
+        else:
+            split = tl.program_id(2).to(tl.int64)
+            has_keys = total > 0
+            result = acc / tl.where(has_keys, total, 1.0)[:, None]
+            lse = tl.where(has_keys, top + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
+            tl.store(out_ptr + split * out_split_stride + out_at, result, mask=is_out)
+            lse_at = split * lse_split_stride + row.to(tl.int64) * lse_row_stride + head
+            tl.store(lse_ptr + lse_at, lse, mask=is_row)
+
+
+@triton.jit
+def _combine_splits_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    partial_split_stride,
+    partial_row_stride,
+    partial_head_stride,
+    lse_split_stride,
+    lse_row_stride,
+    out_row_stride,
+    out_head_stride,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, SPLITS_PAD)
+    v_dim = tl.arange(0, V_PAD)
+    lse_at = split.to(tl.int64) * lse_split_stride + row * lse_row_stride + head
+    lse = tl.load(lse_ptr + lse_at, mask=split < NUM_SPLITS, other=float("-inf"))
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    partial_at = split.to(tl.int64)[:, None] * partial_split_stride + row * partial_row_stride
+    partial_at += head * partial_head_stride + v_dim[None, :]
+    is_partial = (split < NUM_SPLITS)[:, None] & (v_dim < V_DIM)[None, :]
+    partial = tl.load(partial_ptr + partial_at, mask=is_partial, other=0.0)
+    result = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
+    out_at = row * out_row_stride + head * out_head_stride + v_dim
+    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=v_dim < V_DIM)
 
 
 def sparse_extend_triton(
@@ -139,8 +190,8 @@ def sparse_extend_triton(
     sm_scale: float,
     logit_cap: float,
 ) -> None:
-    """Write `out`; arguments as in `sparse_extend`. One launch, no host synchronisation when both indptr are tensors
-    on the device; the last dimension of q, the buffers and `out` must be dense."""
+    """Write `out`; arguments as in `sparse_extend`. One launch, two where keys are split, and no host synchronisation
+    when both indptr are tensors on the device; the last dimension of q, the buffers and `out` must be dense."""
     check_dense(q=q, k_buffer=k_buffer, v_buffer=v_buffer, out=out)
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, num_requests = k_buffer.shape[1], len(row_indptr) - 1
@@ -150,7 +201,14 @@ def sparse_extend_triton(
     tile_rows = block_m // group
     # Every request may end in a tile that is not full.
     max_tiles = triton.cdiv(num_rows, tile_rows) + num_requests
-    _sparse_extend_kernel[(max_tiles, num_kv_heads)](
+    # Of one request, as far as the host knows: how long each is, only the device does.
+    num_splits = _choose_splits(max_tiles * num_kv_heads, kv_indices.numel(), q.device)
+    if num_splits > 1:
+        target = q.new_empty((num_splits, num_rows, num_q_heads, v_dim), dtype=torch.float32)
+        lse = q.new_empty((num_splits, num_rows, num_q_heads), dtype=torch.float32)
+    else:
+        target, lse = out[None], out[None, :, :, 0]  # no log-sum-exp is written
+    _sparse_extend_kernel[(max_tiles, num_kv_heads, num_splits)](
         q,
         k_buffer,
         v_buffer,
@@ -158,7 +216,8 @@ def sparse_extend_triton(
         kv_indices.contiguous(),
         _on_device(row_indptr, q.device),
         row_positions.contiguous(),
-        out,
+        target,
+        lse,
         num_requests,
         sm_scale,
         logit_cap,
@@ -168,8 +227,11 @@ def sparse_extend_triton(
         k_buffer.stride(1),
         v_buffer.stride(0),
         v_buffer.stride(1),
-        out.stride(0),
-        out.stride(1),
+        target.stride(0),
+        target.stride(1),
+        target.stride(2),
+        lse.stride(0),
+        lse.stride(1),
         GROUP=group,
         TILE_ROWS=tile_rows,
         HEAD_DIM=head_dim,
@@ -178,21 +240,45 @@ def sparse_extend_triton(
         V_PAD=v_pad,
         REQUESTS_PAD=triton.next_power_of_2(num_requests),
         HAS_CAP=logit_cap > 0,
+        NUM_SPLITS=num_splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        # TF32 keeps 10 bits of a mantissa: not enough where ratio 1.0 has to equal a full prefill.
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        # The interpreter keeps bfloat16 as 16-bit integers and would multiply those.
-        UPCAST=triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
+        **dot_options(q),
         num_warps=num_warps,
         num_stages=2,
     )
+    if num_splits > 1:
+        _combine_splits_kernel[(num_rows, num_q_heads)](
+            target,
+            lse,
+            out,
+            *target.stride()[:3],
+            *lse.stride()[:2],
+            *out.stride()[:2],
+            V_DIM=v_dim,
+            V_PAD=v_pad,
+            NUM_SPLITS=num_splits,
+            SPLITS_PAD=triton.next_power_of_2(num_splits),
+            num_warps=1,
+        )
 
 
 def _on_device(indptr: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
     if isinstance(indptr, torch.Tensor):
         return indptr.to(device=device, dtype=torch.int64)
     return torch.tensor(indptr, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Among how many programs the keys of one tile are split: enough that every multiprocessor has two.
+
+    A power of two, as each count is compiled by itself. Not tuned on a GPU yet: 512 keys are a few microseconds' work.
+    """
+    if device.type != "cuda":
+        return 1
+    wanted = triton.cdiv(2 * torch.cuda.get_device_properties(device).multi_processor_count, num_programs)
+    most = max(1, min(wanted, num_keys // _MIN_SPLIT_LEN, _MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def _choose_tile(dim_pad: int, element_size: int, group: int) -> tuple[int, int, int]:

@@ -40,6 +40,29 @@ def test_head_dims(make_problem, head_dim, v_head_dim):
     check(problem, sm_scale=head_dim**-0.5)
 
 
+@pytest.mark.parametrize(("dtype", "num_splits"), [(torch.float32, 2), (torch.float32, 32), (torch.bfloat16, 4)])
+def test_split_keys(make_problem, hard_requests, monkeypatch, dtype, num_splits):
+    """More shares than blocks of keys, shares that a row sees nothing of, requests of one key."""
+    # By import_module: the package's attribute of this name is the function.
+    kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    check(make_problem([*hard_requests, (400, [0, 1, 63, 64, 399])], dtype=dtype))
+    check(make_problem([(400, [3, 399])], num_q_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40), logit_cap=3.0)
+
+
+def test_split_keys_into_a_strided_out(make_problem, hard_requests, monkeypatch):
+    kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: 4)
+    problem = make_problem(hard_requests)
+    num_rows, num_q_heads, head_dim = problem.q.shape
+    wide_out = torch.full((num_rows + 2, num_q_heads + 3, head_dim), -7.0)
+    sparse_extend(*problem.inputs, sm_scale=0.25, backend="triton", out=wide_out[:num_rows, :num_q_heads])
+    expected = sparse_extend_reference(*problem.inputs, sm_scale=0.25)
+    torch.testing.assert_close(wide_out[:num_rows, :num_q_heads].double(), expected, atol=1e-5, rtol=1e-5)
+    assert (wide_out[num_rows:] == -7.0).all()
+    assert (wide_out[:, num_q_heads:] == -7.0).all()
+
+
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 5, 8, 9])
 def test_every_tile_finds_its_request(make_problem, num_requests):
     requests = [(n * 7 + 3, list(range(0, n * 7 + 3, 1 + n % 3))) for n in range(num_requests)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sgl_kernel_ext import sparse_extend
+from sgl_kernel_ext.sparse_extend import PrivateKeys, exclude_shared
 from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
 from sgl_kernel_ext.sparse_extend.torch_blocked import _cut
 
@@ -112,6 +113,41 @@ def test_result_does_not_depend_on_the_other_rows(make_problem):
         problem.q[kept], *problem.inputs[1:5], [0, len(kept)], problem.row_positions[kept], sm_scale=0.25
     )
     torch.testing.assert_close(few, full[kept], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_private_keys_stand_in_the_place_of_shared_ones(make_problem, as_tensor):
+    """Two requests share a chunk's slots; each has other rows of its own. What is excluded is poisoned."""
+    problem = make_problem([(40, [3, 17, 39]), (40, [8, 39])], num_q_heads=4, num_kv_heads=2)
+    q, k, v, kv_indptr, kv_indices, row_indptr, positions = problem.inputs
+    positions_of = torch.tensor([3, 17, 8, 30, 31])
+    at = positions_of + torch.tensor([0, 0, 40, 40, 40])
+    own = kv_indices[at]
+    shared = torch.arange(k.shape[0], k.shape[0] + len(at))  # slots of NaN
+    k, v = (torch.cat([x, torch.full((len(at), *x.shape[1:]), float("nan"))]) for x in (k, v))
+    listed = kv_indices.clone()
+    listed[at] = shared
+    indptr = [0, 2, 5]
+    private = PrivateKeys(torch.tensor(indptr) if as_tensor else indptr, positions_of, own)
+    args = (row_indptr, positions)
+    expected = sparse_extend(q, k, v, kv_indptr, kv_indices, *args, sm_scale=0.25)
+    result = sparse_extend(q, k, v, kv_indptr, listed, *args, sm_scale=0.25, private=private)
+    assert torch.equal(result, expected)
+    assert torch.equal(listed[at], shared), "the list of shared slots must not change"
+    assert torch.equal(exclude_shared(torch.tensor(kv_indptr), listed, private), kv_indices)
+
+
+@pytest.mark.parametrize(
+    ("field", "private"),
+    [
+        ("private.indptr", PrivateKeys([0, 1, 2], torch.tensor([1, 2]), torch.tensor([3, 4]))),
+        ("private.slots", PrivateKeys([0, 2], torch.tensor([1, 2]), torch.tensor([3]))),
+        ("private.positions", PrivateKeys([0, 1], torch.tensor([1], dtype=torch.int32), torch.tensor([3]))),
+    ],
+)
+def test_bad_private_keys_are_named(make_problem, field, private):
+    with pytest.raises(ValueError, match=field):
+        sparse_extend(*make_problem([(9, [4])]).inputs, sm_scale=1.0, private=private)
 
 
 def test_no_rows(make_problem):
