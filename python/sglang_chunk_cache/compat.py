@@ -184,16 +184,40 @@ def check_resolved(server_args: Any) -> None:
     check_flags(server_args)
     args = attached(server_args)
     kernel = None if args is None else args.parsed_config.kernel
-    if kernel == "triton" and resolution_result(server_args, "device") != "cuda":
-        refuse('--chunk-cache-config: kernel: "triton" needs a CUDA device; use "auto" or "torch".')
+    if kernel in ("triton", "flashinfer") and resolution_result(server_args, "device") != "cuda":
+        refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = model_config_of(server_args)
     check_model(model_config)
+    if kernel == "flashinfer":
+        check_flashinfer(model_config)
     if args is not None:
         check_default(args, model_config.num_hidden_layers, bool(resolution_result(server_args, "enable_lora")))
     if resolution_result(server_args, "kv_cache_dtype") == "auto" and quantizes_kv_cache(model_config.hf_quant_config):
         refuse("the checkpoint asks for an FP8 KV cache, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
+
+
+def check_flashinfer(model_config: Any) -> None:
+    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot.
+
+    Raises:
+        StartRefused: it cannot; the sentence says why.
+    """
+    import torch
+
+    from sgl_kernel_ext.sparse_extend.flashinfer import HEAD_DIMS
+
+    problem = None
+    if importlib.util.find_spec("flashinfer") is None:
+        problem = "flashinfer is not installed"
+    elif model_config.dtype not in (torch.float16, torch.bfloat16):
+        problem = f"it computes in float16 and bfloat16, and this model runs in {model_config.dtype}"
+    elif model_config.head_dim not in HEAD_DIMS or model_config.v_head_dim != model_config.head_dim:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        problem = f"it has heads of {dims}, and this model's have {model_config.head_dim}, {model_config.v_head_dim}"
+    if problem is not None:
+        refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 
 
 def quantizes_kv_cache(quant_config: object) -> bool:

@@ -83,6 +83,6 @@ class ChunkMetrics:
             self._counters["maintenance"].labels(kind).inc()
 
     def count_fused_batch(self, kernel: str) -> None:
-        """Counts one forward that was served by these kernels, ``torch`` or ``triton``."""
+        """Counts one forward that was served by these kernels, ``torch``, ``triton`` or ``flashinfer``."""
         if self._counters:
             self._counters["fused_batches"].labels(kernel).inc()

@@ -11,18 +11,22 @@ from typing import Literal
 
 import torch
 
-Backend = Literal["auto", "torch", "triton"]
+Backend = Literal["auto", "torch", "triton", "flashinfer"]
+Implementation = Literal["torch", "triton", "flashinfer"]
 
 
-def resolve_backend(backend: str, device: torch.device) -> Literal["torch", "triton"]:
+def resolve_backend(backend: str, device: torch.device, *, has_flashinfer: bool = False) -> Implementation:
     """Name the implementation for tensors on `device`.
 
     "auto" is Triton on a CUDA device where Triton is installed, torch elsewhere. An explicit choice is kept: "triton"
-    with CPU tensors is legal, as Triton's interpreter runs it.
+    with CPU tensors is legal, as Triton's interpreter runs it. An operation without a FlashInfer version runs Triton's
+    beside those that have one.
 
     Raises:
-        ValueError: `backend` is not one of the three names.
+        ValueError: `backend` is not one of the four names.
     """
+    if backend == "flashinfer":
+        return "flashinfer" if has_flashinfer else "triton"
     if backend == "auto":
         has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return "triton" if has_triton else "torch"
@@ -30,7 +34,7 @@ def resolve_backend(backend: str, device: torch.device) -> Literal["torch", "tri
         return "torch"
     if backend == "triton":
         return "triton"
-    raise ValueError(f"backend: {backend!r} is not known; use 'auto', 'torch' or 'triton'")
+    raise ValueError(f"backend: {backend!r} is not known; use 'auto', 'torch', 'triton' or 'flashinfer'")
 
 
 def check_dense(**tensors: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class FusedRows:
 
     Attributes:
         kv_indptr: `[num_reqs + 1]`; keys of request i are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`. A list on the
-            CPU; int64 on a GPU, so that no layer copies it there.
+            CPU and for FlashInfer, which plans on the host; otherwise int64 on the GPU, so that no layer copies it.
         kv_indices: int64 slots of all positions of all requests, in order, on the device.
         row_indptr: `[num_reqs + 1]` into the rows, like `kv_indptr`.
         row_positions: `[num_rows]` int64, ascending within a request, on the device.
@@ -70,9 +70,9 @@ class FusedRows:
         """See the attributes; `req_to_token` is `[max_reqs, max_context_len]`, lengths are per request."""
         rows = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
         return cls(
-            kv_indptr=_indptr(kv_lens, row_positions.device),
+            kv_indptr=_indptr(kv_lens, row_positions.device, kernel),
             kv_indices=torch.cat(rows).to(torch.int64),
-            row_indptr=_indptr(row_lens, row_positions.device),
+            row_indptr=_indptr(row_lens, row_positions.device, kernel),
             row_positions=row_positions,
             kv_lens=kv_lens,
             row_lens=row_lens,
@@ -82,7 +82,7 @@ class FusedRows:
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
         """The same requests with other rows; arguments as in `build`."""
-        row_indptr = _indptr(row_lens, row_positions.device)
+        row_indptr = _indptr(row_lens, row_positions.device, self.kernel)
         return dataclasses.replace(self, row_indptr=row_indptr, row_positions=row_positions, row_lens=row_lens)
 
     def slots_of(self, i: int) -> torch.Tensor:
@@ -118,9 +118,9 @@ class FusedRows:
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
-def _indptr(lens: list[int], device: torch.device) -> list[int] | torch.Tensor:
+def _indptr(lens: list[int], device: torch.device, kernel: str) -> list[int] | torch.Tensor:
     indptr = [0, *itertools.accumulate(lens)]
-    return indptr if device.type == "cpu" else torch.tensor(indptr, dtype=torch.int64, device=device)
+    return indptr if device.type == "cpu" or kernel == "flashinfer" else torch.tensor(indptr, dtype=torch.int64, device=device)
 
 
 class Attention(Protocol):

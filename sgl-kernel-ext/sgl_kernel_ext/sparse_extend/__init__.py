@@ -89,8 +89,8 @@ def sparse_extend(
         k_buffer: [num_slots, num_kv_heads, head_dim]; its dtype may differ from q's (it is cast to q's).
         v_buffer: [num_slots, num_kv_heads, v_head_dim].
         kv_indptr: [num_requests + 1] from 0; request i owns kv_indices[kv_indptr[i]:kv_indptr[i + 1]]. A list of ints,
-            or int64. The torch path reads it on the host, so a list is better there; the Triton path reads it on the
-            device, so a tensor already there is better.
+            or int64. The torch and FlashInfer paths read it on the host, so a list is better there; the Triton path
+            reads it on the device, so a tensor already there is better.
         kv_indices: int64, the slots of positions 0..kv_len-1 of every request.
         row_indptr: [num_requests + 1] from 0; request i owns q[row_indptr[i]:row_indptr[i + 1]]; may be empty.
         row_positions: [num_rows] int64, ascending within a request, each below its kv_len. The torch path checks it;
@@ -122,7 +122,12 @@ def sparse_extend(
     if private is not None:
         kv_indices = exclude_shared(kv_indptr, kv_indices, private)
     args = (q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions, out)
-    if resolve_backend(backend, q.device) == "triton":
+    implementation = resolve_backend(backend, q.device, has_flashinfer=True)
+    if implementation == "flashinfer":
+        from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
+
+        sparse_extend_flashinfer(*args, sm_scale=sm_scale, logit_cap=logit_cap)
+    elif implementation == "triton":
         from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
         sparse_extend_triton(*args, sm_scale=sm_scale, logit_cap=logit_cap)

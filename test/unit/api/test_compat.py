@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.server_args import ServerArgs
 
 from sglang_chunk_cache import compat
@@ -255,3 +256,24 @@ def test_multimodal_model_is_refused(tmp_path):
 )
 def test_checkpoint_with_a_quantized_kv_cache_is_noticed(settings, quantized):
     assert compat.quantizes_kv_cache(settings) is quantized
+
+
+@pytest.mark.parametrize(
+    ("extra", "dtype", "word"),
+    [
+        ({"head_dim": 128}, "bfloat16", None),
+        ({"head_dim": 64}, "float16", None),
+        ({"head_dim": 128}, "float32", "float32"),
+        ({"head_dim": 96}, "bfloat16", "96, 96"),
+    ],
+)
+def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word):
+    config = model_config(tmp_path, *LLAMA, **extra)
+    config.dtype = getattr(torch, dtype)
+    if word is None:
+        compat.check_flashinfer(config)
+        return
+    with pytest.raises(StartRefused) as refused:
+        compat.check_flashinfer(config)
+    assert 'kernel: "flashinfer"' in str(refused.value.code)
+    assert word in str(refused.value.code)

@@ -202,3 +202,8 @@ def test_bad_arguments_are_named(field, change):
     }
     with pytest.raises(ValueError, match=field):
         sparse_extend(**(args | change))
+
+
+def test_flashinfer_is_asked_for_what_it_cannot(make_problem):
+    with pytest.raises(ValueError, match='q: on cpu, need CUDA; use backend "triton"'):
+        sparse_extend(*make_problem([(9, [4])]).inputs, sm_scale=1.0, backend="flashinfer")
