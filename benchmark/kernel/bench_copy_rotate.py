@@ -2,6 +2,7 @@
 
     python benchmark/kernel/bench_copy_rotate.py
     python benchmark/kernel/bench_copy_rotate.py --num-layers 32 --kv-heads 8 --head-dim 128 --num-tokens 32768
+    python benchmark/kernel/bench_copy_rotate.py --dtype float8_e4m3fn
 
 `--num-tokens` tokens in eight chunks, each moved by another distance. `runs`: a chunk lies in consecutive slots;
 `pages`: in scattered pages of 16; `scattered`: every slot by itself. The op's tests run first; nothing is timed if one
@@ -22,7 +23,15 @@ from sgl_kernel_ext.rotary import default_inv_freq
 
 NUM_CHUNKS = 8
 UNIT_LEN = {"runs": None, "pages": 16, "scattered": 1}
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# fp8: one step of the format, and its smallest number.
+TOLERANCE = {
+    torch.float32: (1e-6, 1e-6),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
+    torch.float8_e5m2: (2.0**-2, 2.0**-16),
+}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOTES = (
     "Milliseconds of all layers, median. *plain*: the same slots copied by index, K not turned. *floor*: K and V read",
     "once and written once at the measured bandwidth; *share of it*: the floor over the best time.",
@@ -30,7 +39,8 @@ NOTES = (
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    made = parser(__doc__.splitlines()[0], num_layers=12, kv_heads=12, head_dim=64, num_tokens=4096)
+    fp8 = [str(dtype).removeprefix("torch.") for dtype in FP8]
+    made = parser(__doc__.splitlines()[0], more_dtypes=fp8, num_layers=12, kv_heads=12, head_dim=64, num_tokens=4096)
     args = made.parse_args(argv)
     if args.num_tokens % (16 * NUM_CHUNKS):
         made.error(f"--num-tokens: {args.num_tokens} must be a multiple of {16 * NUM_CHUNKS}")
@@ -51,10 +61,15 @@ def make_pools(args: argparse.Namespace, device: torch.device, dtype: torch.dtyp
     return [[torch.randn(shape, generator=rng).to(device, dtype) for _ in range(args.num_layers)] for _ in "kv"]
 
 
+def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: torch does not compare or index it everywhere."""
+    return buffer.view(torch.uint8) if buffer.dtype in FP8 else buffer
+
+
 def plain_copy(pools: list[list[torch.Tensor]], src: torch.Tensor, dst: torch.Tensor) -> None:
     for buffers in pools:
         for buffer in buffers:
-            buffer[dst] = buffer[src]
+            as_bytes(buffer)[dst] = as_bytes(buffer)[src]
 
 
 def self_check(
@@ -68,9 +83,11 @@ def self_check(
     expected = [[buffers[0].clone()] for buffers in pools]
     copy_rotate(*one_layer, *slots, delta, spec, backend=backend)
     copy_rotate_reference(*expected, *slots, delta, spec)
-    tolerance = TOLERANCE[pools[0][0].dtype]
-    torch.testing.assert_close(one_layer[0][0], expected[0][0], atol=tolerance, rtol=tolerance)
-    assert torch.equal(one_layer[1][0], expected[1][0]), "values must be exact copies"
+    relative, absolute = TOLERANCE[pools[0][0].dtype]
+    (k,), (v,) = one_layer
+    (expected_k,), (expected_v,) = expected
+    torch.testing.assert_close(k.float(), expected_k.float(), rtol=relative, atol=absolute)
+    assert torch.equal(as_bytes(v), as_bytes(expected_v)), "values must be exact copies"
 
 
 @torch.inference_mode()
@@ -104,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             }
         )
     shape = f"{args.num_layers} layers, {args.kv_heads} heads x {args.head_dim}, {args.num_tokens} tokens"
-    rate = flop_rate(device, dtype)
+    rate = flop_rate(device, torch.float32 if dtype in FP8 else dtype)  # fp8 is rotated in fp32
     report = about | {"shape": shape, "gigabytes_per_s": copied / 1e9, "gigaflops": rate / 1e9, "results": results}
     finish(args, "copy_rotate", "Copying KV with a rotary shift", report, NOTES)
 

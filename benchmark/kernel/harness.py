@@ -45,11 +45,12 @@ class Timing:
     best: float
 
 
-def parser(description: str, **defaults: int) -> argparse.ArgumentParser:
-    """Flags of all benchmarks, and integer flags with these defaults."""
+def parser(description: str, *, more_dtypes: Sequence[str] = (), **defaults: int) -> argparse.ArgumentParser:
+    """Flags of all benchmarks, and integer flags with these defaults; `more_dtypes` are what only some ops take."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: bfloat16 on a GPU, float32")
+    dtypes = ["float32", "float16", "bfloat16", *more_dtypes]
+    made.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, float32")
     made.add_argument("--backend", default="auto", choices=["auto", "torch", "triton"])
     for name, default in defaults.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="default: %(default)s")

@@ -17,6 +17,8 @@ from sgl_kernel_ext.rotary import RotarySpec
 
 __all__ = ["copy_rotate"]
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def copy_rotate(
     k_buffers: Sequence[torch.Tensor],
@@ -33,15 +35,22 @@ def copy_rotate(
     The rotation is computed in fp32 (angles in float64) and rounded once to the buffer's dtype. Where the delta is 0
     the copy is exact to the bit, NaN included. Values and the dimensions past `spec.rotary_dim` are exact copies.
 
+    fp8 needs no scale: a key is its scale times what is stored, and a rotation is linear, so that of a tensor with one
+    scale cancels. A rotation can make a component larger by sqrt(2): what leaves the finite range of the fp8 format
+    becomes its largest number, infinities of e5m2 included; NaN stays NaN. SGLang keeps such pools as uint8
+    (`store_dtype`): pass `buffer.view(torch.float8_e4m3fn)`, which is not a copy.
+
     Args:
-        k_buffers: one tensor per layer, [num_slots, num_kv_heads, head_dim], fp32, fp16 or bf16; written in place.
-        v_buffers: as many, [num_slots, num_kv_heads, v_head_dim]; written in place.
+        k_buffers: one tensor per layer, [num_slots, num_kv_heads, head_dim], fp32, fp16, bf16, float8_e4m3fn or
+            float8_e5m2; written in place. Layers may differ in everything but the device; equal ones are faster.
+        v_buffers: as many, [num_slots, num_kv_heads, v_head_dim], each of the dtype of its K; written in place.
         src_loc, dst_loc: [n] int64 slots on the buffers' device, disjoint; `dst_loc` without repeats.
         position_delta: [n] int64, new position minus old position, may be negative or 0.
         backend: "torch" (any device), "triton" (CUDA, or its interpreter on the CPU), or "auto".
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or `backend` is unknown.
+        ValueError: shapes, dtypes or devices do not fit together, or `backend` is unknown; with "triton" also where
+            the last dimension of a buffer is strided. The message names the argument. Slots are not checked.
 
     Example:
         >>> spec = RotarySpec(64, True, default_inv_freq(10000.0, 64))
@@ -74,15 +83,24 @@ def _check(
     for name, loc in (("src_loc", src_loc), ("dst_loc", dst_loc), ("position_delta", position_delta)):
         if loc.ndim != 1 or loc.dtype != torch.int64 or loc.numel() != src_loc.numel():
             raise ValueError(f"{name}: {loc.dtype} {tuple(loc.shape)}, need int64 [{src_loc.numel()}]")
+        if loc.device != src_loc.device:
+            raise ValueError(f"{name}: on {loc.device}, but src_loc is on {src_loc.device}")
     for layer, (k, v) in enumerate(zip(k_buffers, v_buffers, strict=True)):
-        if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
+        for name, buffer in ((f"k_buffers[{layer}]", k), (f"v_buffers[{layer}]", v)):
+            if buffer.ndim != 3:
+                raise ValueError(f"{name}: shape {tuple(buffer.shape)}, need [num_slots, num_kv_heads, dim]")
+            if buffer.dtype not in _DTYPES:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+                hint = "; pass uint8 pools of fp8 as .view(fp8 dtype)" if buffer.dtype == torch.uint8 else ""
+                raise ValueError(f"{name}: {buffer.dtype}, need one of {names}{hint}")
+            if buffer.device != src_loc.device:
+                raise ValueError(f"{name}: on {buffer.device}, but src_loc is on {src_loc.device}")
+        if v.dtype != k.dtype:
+            raise ValueError(f"v_buffers[{layer}]: {v.dtype}, but k_buffers[{layer}] is {k.dtype}")
+        if v.shape[:2] != k.shape[:2]:
             raise ValueError(
-                f"k_buffers[{layer}] {tuple(k.shape)} and v_buffers[{layer}] {tuple(v.shape)}: "
-                "need [num_slots, num_kv_heads, dim] with the same slots and heads"
+                f"v_buffers[{layer}]: shape {tuple(v.shape)}, need the slots and heads of k_buffers[{layer}], "
+                f"{tuple(k.shape[:2])}"
             )
         if k.shape[2] < spec.rotary_dim:
             raise ValueError(f"k_buffers[{layer}]: head_dim {k.shape[2]} is below rotary_dim {spec.rotary_dim}")
-        if not k.dtype == v.dtype or k.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"k_buffers[{layer}]: {k.dtype} and {v.dtype}; need one of float32, float16, bfloat16")
-        if k.device != src_loc.device or v.device != src_loc.device:
-            raise ValueError(f"k_buffers[{layer}]: on {k.device} and {v.device}, but src_loc is on {src_loc.device}")

@@ -6,6 +6,8 @@
 A block is a *run* (slots consecutive on both sides and one delta: slices, no index, no temporary for fp32) or a piece
 of the tokens that are in no long run (gathered and scattered by index). Blocks are small enough to stay in the cache.
 Deciding the blocks reads the slots on the host: on CUDA prefer the Triton path.
+
+fp8 is copied as bytes, since torch has no index_copy_ of it on the CPU, and rotated in wider floats.
 """
 
 from __future__ import annotations
@@ -49,13 +51,14 @@ def copy_rotate_reference(
     second = first + (half if spec.is_neox else 1)
     moved = position_delta != 0
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
-        v_buffer[dst_loc] = v_buffer[src_loc]
-        old = k_buffer[src_loc]
+        k, v = _raw(k_buffer), _raw(v_buffer)
+        v[dst_loc] = v[src_loc]
+        old = k[src_loc]
         new = old.clone()
-        x, y = old[..., first].double(), old[..., second].double()
-        new[..., first] = (x * cos - y * sin).to(old.dtype)
-        new[..., second] = (y * cos + x * sin).to(old.dtype)
-        k_buffer[dst_loc] = torch.where(moved[:, None, None], new, old)
+        x, y = (old.view(k_buffer.dtype).double()[..., dims] for dims in (first, second))
+        new[..., first] = _raw(_rounded(x * cos - y * sin, k_buffer.dtype))
+        new[..., second] = _raw(_rounded(y * cos + x * sin, k_buffer.dtype))
+        k[dst_loc] = torch.where(moved[:, None, None], new, old)
 
 
 def copy_rotate_torch(
@@ -70,9 +73,9 @@ def copy_rotate_torch(
     blocks = list(_cut(src_loc, dst_loc, position_delta, spec))
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
         for block in blocks:
-            _copy(v_buffer, block)
+            _copy(_raw(v_buffer), block)
             if block.cos is None:
-                _copy(k_buffer, block)
+                _copy(_raw(k_buffer), block)
             else:
                 _copy_rotated(k_buffer, block, spec)
 
@@ -135,14 +138,34 @@ def _copy(buffer: torch.Tensor, block: _Block) -> None:
 
 
 def _copy_rotated(buffer: torch.Tensor, block: _Block, spec: RotarySpec) -> None:
+    raw = _raw(buffer)
     in_place = isinstance(block.src, slice)
-    old = buffer[block.src] if in_place else buffer.index_select(0, block.src)
+    old = raw[block.src] if in_place else raw.index_select(0, block.src)
     if in_place and buffer.dtype == torch.float32:
         rotate(old, buffer[block.dst], block.cos, block.sin, spec)
         return
-    new = torch.empty(old.shape, dtype=torch.float32, device=old.device)
-    rotate(old.float(), new, block.cos, block.sin, spec)
+    turned = torch.empty(old.shape, dtype=torch.float32, device=old.device)
+    rotate(old.view(buffer.dtype).float(), turned, block.cos, block.sin, spec)
+    new = _raw(_rounded(turned, buffer.dtype))
+    if spec.rotary_dim < old.shape[2]:
+        new[..., spec.rotary_dim :] = old[..., spec.rotary_dim :]  # the bits of a NaN do not survive two conversions
     if in_place:
-        buffer[block.dst].copy_(new)
+        raw[block.dst].copy_(new)
     else:
-        buffer.index_copy_(0, block.dst, new.to(buffer.dtype))
+        raw.index_copy_(0, block.dst, new)
+
+
+# --- fp8 --------------------------------------------------------------------------------------------------------------
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, fp8 as bytes; other dtypes as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`; to fp8 they saturate at its finite range, whatever torch's own conversion does there."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)  # keeps NaN
+    return values.to(dtype)

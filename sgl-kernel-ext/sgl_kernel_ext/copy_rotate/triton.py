@@ -1,13 +1,21 @@
-"""copy_rotate in Triton: one launch per layer copies V and copies and rotates K.
+"""copy_rotate in Triton: one launch copies V and copies and rotates K in all layers of one layout.
 
 The angles are not computed here. cos and sin of every token are made once per call in float64 by torch and read by all
-layers, so the kernel is a pure copy in memory terms, and needs no fast-math sine. A program handles a few tokens of
-one head; no value leaves the registers between the read and the write.
+layers, so the kernel is a pure copy in memory terms, and needs no fast-math sine. Where the layers lie is read from a
+table of addresses on the device. A program handles some heads of some tokens of one layer: neighbouring heads are
+neighbours in memory, and share the cos and sin of their token. No value leaves the registers between the read and the
+write.
+
+fp8 is read and written as bytes. GPUs from sm_89 on convert it themselves. For older ones Triton has no e4m3, and its
+interpreter's conversion loses NaN and carries: there integer arithmetic does the same, at twice the instructions for an
+element (30 instead of 15, counted in what ptxas makes for sm_90 of 8 heads x 128).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,13 +26,87 @@ from sgl_kernel_ext.rotary import RotarySpec, rotation_table
 
 # Bounds the cos/sin tables and their float64 temporaries to about 40 MB at 128 rotary dimensions.
 _TABLE_LEN = 16384
-_BLOCK_TOKENS = 8
+# Elements of K that a program holds, at 128 threads two or four 16-byte words each, and as many of V; heads (2 KB in a
+# row at 128 dimensions of two bytes) before tokens, and no more tokens than leave programs for every multiprocessor
+# where a short chunk is copied. Not tuned on a GPU yet.
+_TILE_LEN = 4096
+_MAX_BLOCK_HEADS = 8
+_MAX_BLOCK_TOKENS = 16
+# How the kernel sees an element, and the bits of its mantissa where it is fp8.
+_ELEMENTS = {
+    torch.float32: (tl.float32, 0),
+    torch.float16: (tl.float16, 0),
+    torch.bfloat16: (tl.bfloat16, 0),
+    torch.float8_e4m3fn: (tl.uint8, 3),
+    torch.float8_e5m2: (tl.uint8, 2),
+}
+
+
+# --- fp8 --------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def _fp32_of_fp8(raw, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """The numbers that the bytes stand for, all exact: 3 bits of mantissa are e4m3fn, 2 are e5m2."""
+    if HAS_FP8:
+        return raw.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5, bitcast=True).to(tl.float32)
+    bits = raw.to(tl.int32)
+    if MANTISSA == 2:
+        return (bits << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    # fp16 has one bit of exponent more and a bias that is larger by 8. It has other NaNs too.
+    size = bits & 0x7F
+    half = (((bits & 0x80) << 8) | (size << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.where(size == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Bytes of the nearest finite numbers, ties to even; NaN stays NaN."""
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    if HAS_FP8:
+        # Without this, whether too large a number becomes infinite is up to Triton's version.
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
+    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    size = tl.minimum(tl.abs(x), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    # Adding just less than half of what is kept rounds up what is above a tie; the last kept bit decides a tie.
+    rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # The last bit of this sum is worth the smallest fp8 number: the addition rounds to a multiple of it, and its low
+    # bits count the multiples. Eight (or four) of them are the code of the smallest normal number.
+    MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    subnormal = (size + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(size < SMALLEST_NORMAL, subnormal, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (((x.to(tl.int32, bitcast=True) >> 24) & 0x80) | code).to(tl.uint8)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(x, y, cos, sin, stays, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Both halves of the pairs turned, in the dtype that they came in."""
+    if MANTISSA > 0:
+        x32, y32 = _fp32_of_fp8(x, MANTISSA, HAS_FP8), _fp32_of_fp8(y, MANTISSA, HAS_FP8)
+        new_x = _fp8_of_fp32(x32 * cos - y32 * sin, MANTISSA, HAS_FP8)
+        new_y = _fp8_of_fp32(y32 * cos + x32 * sin, MANTISSA, HAS_FP8)
+    else:
+        x32, y32 = x.to(tl.float32), y.to(tl.float32)
+        new_x = (x32 * cos - y32 * sin).to(x.dtype)
+        new_y = (y32 * cos + x32 * sin).to(y.dtype)
+    # x * 1 - y * 0 is not x for infinities and negative zeros: a delta of 0 keeps the bits.
+    return tl.where(stays, x, new_x), tl.where(stays, y, new_y)
+
+
+# A count of tokens or the alignment of an index must not compile the kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["src_ptr", "dst_ptr", "delta_ptr", "num_tokens"])
 def _copy_rotate_kernel(
-    k_ptr,
-    v_ptr,
+    k_ptrs,
+    v_ptrs,
     src_ptr,
     dst_ptr,
     delta_ptr,
@@ -35,6 +117,10 @@ def _copy_rotate_kernel(
     k_head_stride,
     v_slot_stride,
     v_head_stride,
+    DTYPE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     HALF: tl.constexpr,
     PASS_LEN: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -43,46 +129,72 @@ def _copy_rotate_kernel(
     V_PAD: tl.constexpr,
     IS_NEOX: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    layer = tl.program_id(2)
+    k_ptr = tl.load(k_ptrs + layer).to(tl.pointer_type(DTYPE))
+    v_ptr = tl.load(v_ptrs + layer).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        # Nothing else says so of an address that was loaded, and without it there are no 16-byte accesses.
+        k_ptr = tl.multiple_of(k_ptr, 16)
+        v_ptr = tl.multiple_of(v_ptr, 16)
+    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < num_tokens
     # int64: slot * stride passes 2**31 in a large pool.
     src = tl.load(src_ptr + token, mask=is_token, other=0).to(tl.int64)
     dst = tl.load(dst_ptr + token, mask=is_token, other=0).to(tl.int64)
-    delta = tl.load(delta_ptr + token, mask=is_token, other=0)
-    k_src = k_ptr + src[:, None] * k_slot_stride + head * k_head_stride
-    k_dst = k_ptr + dst[:, None] * k_slot_stride + head * k_head_stride
+    stays = (tl.load(delta_ptr + token, mask=is_token, other=0) == 0)[:, None, None]
+    head = (tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    is_token = is_token[:, None, None]
+    # [BLOCK_TOKENS, BLOCK_HEADS, 1] here, dimensions of a head last.
+    k_src = k_ptr + (src * k_slot_stride)[:, None, None] + (head * k_head_stride)[None, :, None]
+    k_dst = k_ptr + (dst * k_slot_stride)[:, None, None] + (head * k_head_stride)[None, :, None]
+    v_src = v_ptr + (src * v_slot_stride)[:, None, None] + (head * v_head_stride)[None, :, None]
+    v_dst = v_ptr + (dst * v_slot_stride)[:, None, None] + (head * v_head_stride)[None, :, None]
 
-    pair = tl.arange(0, HALF_PAD)[None, :]
-    is_pair = is_token[:, None] & (pair < HALF)
-    if IS_NEOX:
-        first, second = pair, pair + HALF
-    else:
-        first, second = 2 * pair, 2 * pair + 1
-    x = tl.load(k_src + first, mask=is_pair, other=0.0)
-    y = tl.load(k_src + second, mask=is_pair, other=0.0)
-    cos = tl.load(cos_ptr + token[:, None] * HALF + pair, mask=is_pair, other=1.0)
-    sin = tl.load(sin_ptr + token[:, None] * HALF + pair, mask=is_pair, other=0.0)
-    x32, y32 = x.to(tl.float32), y.to(tl.float32)
-    # x * 1 - y * 0 is not x for infinities and negative zeros: a delta of 0 keeps the bits.
-    stays = delta[:, None] == 0
-    new_x = tl.where(stays, x, (x32 * cos - y32 * sin).to(x.dtype))
-    new_y = tl.where(stays, y, (y32 * cos + x32 * sin).to(y.dtype))
-    tl.store(k_dst + first, new_x, mask=is_pair)
-    tl.store(k_dst + second, new_y, mask=is_pair)
-
+    # All reads come first, so that they wait for memory together: no read may be moved before a write.
+    dim = tl.arange(0, V_PAD)[None, None, :]
+    is_dim = is_token & (dim < V_DIM)
+    v = tl.load(v_src + dim, mask=is_dim)
     if PASS_LEN > 0:
-        rest = tl.arange(0, PASS_PAD)[None, :]
-        is_rest = is_token[:, None] & (rest < PASS_LEN)
-        kept = tl.load(k_src + 2 * HALF + rest, mask=is_rest, other=0.0)
-        tl.store(k_dst + 2 * HALF + rest, kept, mask=is_rest)
+        rest = 2 * HALF + tl.arange(0, PASS_PAD)[None, None, :]
+        is_rest = is_token & (rest < 2 * HALF + PASS_LEN)
+        kept = tl.load(k_src + rest, mask=is_rest)
+    pair = tl.arange(0, HALF_PAD)[None, None, :]
+    is_pair = is_token & (pair < HALF)
+    cos = tl.load(cos_ptr + token[:, None, None] * HALF + pair, mask=is_pair)
+    sin = tl.load(sin_ptr + token[:, None, None] * HALF + pair, mask=is_pair)
+    if IS_NEOX:
+        x = tl.load(k_src + pair, mask=is_pair)
+        y = tl.load(k_src + HALF + pair, mask=is_pair)
+        x, y = _rotate(x, y, cos, sin, stays, MANTISSA, HAS_FP8)
+        tl.store(k_dst + pair, x, mask=is_pair)
+        tl.store(k_dst + HALF + pair, y, mask=is_pair)
+    else:
+        # Read and written as they lie, and parted in registers: every second element would be a word by itself.
+        turned = tl.arange(0, 2 * HALF_PAD)[None, None, :]
+        is_turned = is_token & (turned < 2 * HALF)
+        xy = tl.load(k_src + turned, mask=is_turned)
+        x, y = tl.split(tl.reshape(xy, [BLOCK_TOKENS, BLOCK_HEADS, HALF_PAD, 2]))
+        x, y = _rotate(x, y, cos, sin, stays, MANTISSA, HAS_FP8)
+        xy = tl.reshape(tl.join(x, y), [BLOCK_TOKENS, BLOCK_HEADS, 2 * HALF_PAD])
+        tl.store(k_dst + turned, xy, mask=is_turned)
+    if PASS_LEN > 0:
+        tl.store(k_dst + rest, kept, mask=is_rest)
+    tl.store(v_dst + dim, v, mask=is_dim)
 
-    dim = tl.arange(0, V_PAD)[None, :]
-    is_dim = is_token[:, None] & (dim < V_DIM)
-    v_src = v_ptr + src[:, None] * v_slot_stride + head * v_head_stride
-    v_dst = v_ptr + dst[:, None] * v_slot_stride + head * v_head_stride
-    tl.store(v_dst + dim, tl.load(v_src + dim, mask=is_dim, other=0.0), mask=is_dim)
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    """What one launch must know of its layers, the same for all; the number of slots may differ."""
+
+    dtype: torch.dtype
+    num_heads: int
+    k_dim: int
+    v_dim: int
+    strides: tuple[int, int, int, int]  # of slots and heads of K, then of V, in elements
 
 
 def copy_rotate_triton(
@@ -93,49 +205,88 @@ def copy_rotate_triton(
     position_delta: torch.Tensor,
     spec: RotarySpec,
 ) -> None:
-    """`copy_rotate` on CUDA without a host synchronisation; the last dimension of the buffers must be dense."""
+    """`copy_rotate` on CUDA without a host synchronisation; the last dimension of the buffers must be dense.
+
+    One launch for each layout that occurs among the layers (one, in most models) and each 16,384 tokens.
+    """
     for name, buffers in (("k_buffers", k_buffers), ("v_buffers", v_buffers)):
         for layer, buffer in enumerate(buffers):
             check_dense(**{f"{name}[{layer}]": buffer})
+    device = src_loc.device
+    if triton.knobs.runtime.interpret and device.type != "cpu":
+        # It would take the addresses in the table for its own.
+        raise ValueError(f"backend: Triton's interpreter needs tensors on the CPU, not on {device}")
+    groups: dict[_Layout, tuple[list[int], list[int]]] = {}
+    for k, v in zip(k_buffers, v_buffers, strict=True):
+        layout = _Layout(k.dtype, k.shape[1], k.shape[2], v.shape[2], (*k.stride()[:2], *v.stride()[:2]))
+        k_addresses, v_addresses = groups.setdefault(layout, ([], []))
+        k_addresses.append(k.data_ptr())
+        v_addresses.append(v.data_ptr())
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    launches = [
+        (layout, *(_address_table(tuple(addresses), device, stream) for addresses in pair))
+        for layout, pair in groups.items()
+    ]
     locs = (src_loc.contiguous(), dst_loc.contiguous(), position_delta.contiguous())
     for src, dst, delta in zip(*(loc.split(_TABLE_LEN) for loc in locs), strict=True):
-        cos, sin = rotation_table(spec, delta)
-        for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
-            _launch(k_buffer, v_buffer, src, dst, delta, cos, sin, spec)
+        tables = rotation_table(spec, delta)
+        for layout, k_table, v_table in launches:
+            _launch(layout, k_table, v_table, (src, dst, delta, *tables), spec)
+
+
+class _AddressTable(NamedTuple):
+    addresses: torch.Tensor  # [num_layers] int64, device
+    is_aligned: bool  # all of them to 16 bytes
+
+
+@functools.lru_cache(maxsize=64)
+def _address_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> _AddressTable:
+    """The addresses on the device. It holds no buffer, and is right for any that lie there.
+
+    `stream` is part of the key alone: the copy is not waited for, so only work behind it on its own stream may read it.
+    """
+    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    return _AddressTable(table, all(address % 16 == 0 for address in addresses))
 
 
 def _launch(
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    delta: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    spec: RotarySpec,
+    layout: _Layout, k_table: _AddressTable, v_table: _AddressTable, tokens: Sequence[torch.Tensor], spec: RotarySpec
 ) -> None:
-    half, pass_len, v_dim = spec.rotary_dim // 2, k_buffer.shape[2] - spec.rotary_dim, v_buffer.shape[2]
-    grid = (triton.cdiv(src.numel(), _BLOCK_TOKENS), k_buffer.shape[1])
+    half, pass_len = spec.rotary_dim // 2, layout.k_dim - spec.rotary_dim
+    half_pad, pass_pad, v_pad = (triton.next_power_of_2(max(n, 1)) for n in (half, pass_len, layout.v_dim))
+    block_heads, block_tokens = _choose_block(layout.num_heads, max(2 * half_pad, v_pad))
+    num_tokens, device = tokens[0].numel(), tokens[0].device
+    dtype, mantissa = _ELEMENTS[layout.dtype]
+    # Heads are the fastest axis: programs that run together write neighbouring memory.
+    grid = (layout.num_heads // block_heads, triton.cdiv(num_tokens, block_tokens), k_table.addresses.numel())
     _copy_rotate_kernel[grid](
-        k_buffer,
-        v_buffer,
-        src,
-        dst,
-        delta,
-        cos,
-        sin,
-        src.numel(),
-        k_buffer.stride(0),
-        k_buffer.stride(1),
-        v_buffer.stride(0),
-        v_buffer.stride(1),
+        k_table.addresses,
+        v_table.addresses,
+        *tokens,
+        num_tokens,
+        *layout.strides,
+        DTYPE=dtype,
+        MANTISSA=mantissa,
+        HAS_FP8=mantissa > 0 and _has_fp8(device),
+        IS_ALIGNED=k_table.is_aligned and v_table.is_aligned,
         HALF=half,
         PASS_LEN=pass_len,
-        V_DIM=v_dim,
-        HALF_PAD=triton.next_power_of_2(half),
-        PASS_PAD=triton.next_power_of_2(max(pass_len, 1)),
-        V_PAD=triton.next_power_of_2(v_dim),
+        V_DIM=layout.v_dim,
+        HALF_PAD=half_pad,
+        PASS_PAD=pass_pad,
+        V_PAD=v_pad,
         IS_NEOX=spec.is_neox,
-        BLOCK_TOKENS=_BLOCK_TOKENS,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_HEADS=block_heads,
         num_warps=4,
     )
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _choose_block(num_heads: int, dim_pad: int) -> tuple[int, int]:
+    """(BLOCK_HEADS, BLOCK_TOKENS), powers of two; the first divides the number of heads, so that none is masked."""
+    block_heads = min(num_heads & -num_heads, _MAX_BLOCK_HEADS)
+    return block_heads, max(1, min(_TILE_LEN // (block_heads * dim_pad), _MAX_BLOCK_TOKENS))

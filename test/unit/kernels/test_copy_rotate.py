@@ -1,4 +1,4 @@
-"""copy_rotate in torch against its float64 definition."""
+"""copy_rotate in torch against its float64 definition. `interpreted_copy_rotate.py` runs the checks with Triton."""
 
 from __future__ import annotations
 
@@ -10,36 +10,86 @@ from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
 from sgl_kernel_ext.rotary import default_inv_freq
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [*TOLERANCE, *FP8]
+LAYOUTS = ["dense", "padded", "heads first", "odd start"]
 
 
-def make_pools(num_slots, src, *, dims, dtype, num_heads=3, num_layers=2):
-    """Layers of [num_slots, num_heads, dim] for each dim; all but the source slots are NaN."""
+def make_layer(num_slots, num_heads, dim, dtype, layout, src, rng):
+    """[num_slots, num_heads, dim], NaN in all but the source slots and in the gaps between heads and slots."""
+    shapes = {"padded": (num_slots, num_heads + 1, dim + 3), "heads first": (num_heads, num_slots, dim)}
+    shape = shapes.get(layout, (num_slots, num_heads, dim))
+    gap = 1 if layout == "odd start" else 0  # elements before the first: no address is a multiple of 16
+    flat = torch.full((gap + shape[0] * shape[1] * shape[2],), float("nan")).to(dtype)
+    layer = flat[gap:].view(shape)
+    layer = layer.transpose(0, 1) if layout == "heads first" else layer[:, :num_heads, :dim]
+    raw(layer)[src] = raw(torch.randn(len(src), num_heads, dim, generator=rng).to(dtype))
+    return layer
+
+
+def make_pools(num_slots, src, *, dims, dtype, num_heads, layouts):
+    """Layers of K and layers of V, one for each layout; the same at each call."""
     rng = torch.Generator().manual_seed(num_slots)
-    pools = []
-    for dim in dims:
-        layers = [torch.full((num_slots, num_heads, dim), float("nan"), dtype=dtype) for _ in range(num_layers)]
-        for layer in layers:
-            layer[src] = torch.randn(len(src), num_heads, dim, generator=rng).to(dtype)
-        pools.append(layers)
-    return pools
+    return [[make_layer(num_slots, num_heads, dim, dtype, name, src, rng) for name in layouts] for dim in dims]
 
 
-def check(src, dst, delta, *, dtype=torch.float32, dims=(16, 16), rotary_dim=16, is_neox=True):
-    """Destinations are the reference's; every other slot, the NaN ones included, keeps its value."""
+def raw(tensor):
+    return tensor.view(torch.uint8) if tensor.dtype in FP8 else tensor
+
+
+def storage(tensor):
+    """Every byte of the memory, gaps included."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def steps(tensor):
+    """fp8 numbers counted from 0 upwards: neighbours differ by 1."""
+    bits = tensor.view(torch.uint8).int()
+    return torch.where(bits > 127, 128 - bits, bits)
+
+
+def assert_rotated(found, expected):
+    if found.dtype not in FP8:
+        tolerance = TOLERANCE[found.dtype]
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        return
+    assert not found.float().isnan().any()
+    # fp32 and float64 may fall on different sides of a tie, hardly ever.
+    off = (steps(found) - steps(expected)).abs()
+    assert off.max() <= 1
+    assert (off > 0).sum() <= 1 + off.numel() // 1000
+
+
+def check(
+    src,
+    dst,
+    delta,
+    *,
+    dtype=torch.float32,
+    dims=(16, 16),
+    rotary_dim=16,
+    is_neox=True,
+    num_heads=3,
+    layouts=("dense",) * 2,
+    backend="torch",
+):
+    """Destinations are the reference's; every other byte keeps its value, those of NaN included."""
     num_slots = int(max(src.max(), dst.max())) + 3
-    pools = make_pools(num_slots, src, dims=dims, dtype=dtype)
-    expected = [[layer.clone() for layer in layers] for layers in pools]
+    pools, expected = (
+        make_pools(num_slots, src, dims=dims, dtype=dtype, num_heads=num_heads, layouts=layouts) for _ in range(2)
+    )
     spec = RotarySpec(rotary_dim, is_neox, default_inv_freq(10_000.0, rotary_dim))
-    copy_rotate(*pools, src, dst, delta, spec, backend="torch")
+    copy_rotate(*pools, src, dst, delta, spec, backend=backend)
     copy_rotate_reference(*expected, src, dst, delta, spec)
+    still = delta == 0
     for k, v, expected_k, expected_v in zip(*pools, *expected, strict=True):
-        torch.testing.assert_close(k, expected_k, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
-        torch.testing.assert_close(v, expected_v, atol=0, rtol=0, equal_nan=True)
-        others = torch.ones(num_slots, dtype=torch.bool)
-        others[dst] = False
-        torch.testing.assert_close(k[others], expected_k[others], atol=0, rtol=0, equal_nan=True)
-        still = delta == 0
-        torch.testing.assert_close(k[dst[still]], k[src[still]], atol=0, rtol=0)
+        assert torch.equal(storage(v), storage(expected_v))
+        new, old = raw(k)[dst], raw(k)[src]
+        assert torch.equal(new[still], old[still])
+        assert torch.equal(new[..., rotary_dim:], old[..., rotary_dim:])
+        assert_rotated(new.view(dtype), raw(expected_k)[dst].view(dtype))
+        raw(k)[dst] = raw(expected_k)[dst]
+        assert torch.equal(storage(k), storage(expected_k))
 
 
 def scattered(num_tokens, seed=0):
@@ -57,14 +107,14 @@ SHAPES = [((64, 64), 64), ((80, 80), 32), ((96, 128), 96), ((20, 12), 6)]
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dims", "rotary_dim"), SHAPES)
 def test_scattered_slots(dims, rotary_dim, dtype, is_neox):
     check(*scattered(70), some_deltas(70), dims=dims, rotary_dim=rotary_dim, dtype=dtype, is_neox=is_neox)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dims", "rotary_dim"), SHAPES)
 def test_long_runs(dims, rotary_dim, dtype, is_neox):
     """Three chunks in consecutive slots, the middle one unmoved, and a few loose tokens between."""
@@ -82,6 +132,100 @@ def test_token_counts(num_tokens, is_run):
         src, dst = torch.arange(num_tokens), torch.arange(num_tokens) + num_tokens
     check(src, dst, torch.full((num_tokens,), 123))
     check(src, dst, torch.zeros(num_tokens, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *FP8])
+def test_layers_of_different_layouts(dtype):
+    check(*scattered(70), some_deltas(70), layouts=LAYOUTS, dtype=dtype)
+    check(torch.arange(70), torch.arange(100, 170), torch.full((70,), 70_000), layouts=LAYOUTS, dtype=dtype)
+
+
+def check_pool_of_bytes(backend):
+    """A pool that is kept as uint8 is written through its fp8 view; the definition is applied to its numbers."""
+    for dtype in FP8:
+        pool = torch.randint(256, (2, 4, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        fp8 = pool.view(dtype)
+        pool[~fp8.float().isfinite()] = 0
+        spec = RotarySpec(128, True, default_inv_freq(100.0, 128))
+        x, y = fp8[0].double().split(64, -1)
+        angle = 7 * spec.inv_freq.double()
+        turned = torch.cat((x * angle.cos() - y * angle.sin(), y * angle.cos() + x * angle.sin()), -1)
+        largest = torch.finfo(dtype).max
+        slots = [torch.tensor([0]), torch.tensor([1])]
+        copy_rotate([fp8], [pool.clone().view(dtype)], *slots, torch.tensor([7]), spec, backend=backend)
+        assert_rotated(pool[1].view(dtype), turned.clamp(-largest, largest).to(dtype))
+
+
+def check_saturation_and_nan(backend, num_tokens):
+    """Components that leave the range, NaN and their partners, beside ordinary ones."""
+    angle = 2.5
+    spec = RotarySpec(8, True, torch.full((4,), angle))
+    for dtype in FP8:
+        largest = torch.finfo(dtype).max
+        key = torch.tensor([largest, -largest, float("nan"), 1.0, largest, -largest, 1.0, 2.0])
+        cos, sin = torch.tensor(angle).cos(), torch.tensor(angle).sin()
+        x_turned, y_turned = key[:4] * cos - key[4:] * sin, key[4:] * cos + key[:4] * sin
+        expected = torch.cat((x_turned, y_turned))
+        assert expected[0] < -largest
+        assert expected[1] > largest
+        expected = expected.clamp(-largest, largest)
+        k = torch.zeros(2 * num_tokens, 1, 8)
+        k[:num_tokens] = key
+        k = k.to(dtype)
+        v = k.clone()
+        slots = torch.arange(num_tokens)
+        delta = torch.ones(num_tokens, dtype=torch.int64)
+        copy_rotate([k], [v], slots, slots + num_tokens, delta, spec, backend=backend)
+        new = k[num_tokens:, 0].float()
+        assert torch.equal(new.isnan(), expected.isnan().expand(num_tokens, 8))
+        torch.testing.assert_close(
+            new, expected.to(dtype).float().expand(num_tokens, 8), atol=0, rtol=0, equal_nan=True
+        )
+        assert torch.equal(raw(v)[num_tokens:], raw(v)[:num_tokens])
+
+
+def test_pool_of_bytes():
+    check_pool_of_bytes("torch")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_saturation_and_nan(num_tokens):
+    check_saturation_and_nan("torch", num_tokens)
+
+
+def check_infinity(backend):
+    """Of e5m2: kept where nothing turns, the largest number where it would turn."""
+    spec = RotarySpec(2, True, torch.ones(1))
+    k = torch.tensor([float("inf"), 0.0]).expand(3, 1, 2).to(torch.float8_e5m2)
+    v = k.clone()
+    copy_rotate([k], [v], *torch.tensor([[0, 0], [1, 2]]), torch.tensor([0, 1]), spec, backend=backend)
+    assert k[1, 0].tolist() == [float("inf"), 0.0]
+    assert k[2, 0].tolist() == [57344.0, 57344.0]
+
+
+def test_infinity():
+    check_infinity("torch")
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_delta_zero_keeps_every_byte_of_fp8(num_tokens, dtype):
+    check_every_byte("torch", num_tokens, dtype)
+
+
+def check_every_byte(backend, num_tokens, dtype):
+    """All 256 codes, NaN of both signs among them, in K of delta 0, past the rotated dimensions of K, and in V."""
+    spec = RotarySpec(8, True, default_inv_freq(10_000.0, 8))
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
+    v = codes.repeat(2 * num_tokens, 1, 1)
+    v[num_tokens:] = 0
+    k = v.clone()
+    slots = torch.arange(num_tokens)
+    for delta, kept in ((0, 0), (5, 8)):
+        moves = torch.full((num_tokens,), delta)
+        copy_rotate([k.view(dtype)], [v.view(dtype)], slots, slots + num_tokens, moves, spec, backend=backend)
+        assert torch.equal(k[num_tokens:, :, kept:], k[:num_tokens, :, kept:])
+        assert torch.equal(v[num_tokens:], v[:num_tokens])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -127,6 +271,21 @@ def test_nothing_to_copy():
         (r"k_buffers\[0\]", {"k_buffers": [torch.zeros(4, 8)]}),
         (r"k_buffers\[0\]: head_dim 4", {"k_buffers": [torch.zeros(4, 1, 4)]}),
         (r"k_buffers\[0\]", {"k_buffers": [torch.zeros(4, 1, 8, dtype=torch.float64)]}),
+        (r"k_buffers\[0\]: torch.uint8.*view", {"k_buffers": [torch.zeros(4, 1, 8, dtype=torch.uint8)]}),
+        (r"v_buffers\[0\]: torch.bfloat16", {"v_buffers": [torch.zeros(4, 1, 8, dtype=torch.bfloat16)]}),
+        (
+            r"v_buffers\[0\]: torch.bfloat16",
+            {"k_buffers": [torch.zeros(4, 1, 8).to(FP8[0])], "v_buffers": [torch.zeros(4, 1, 8, dtype=torch.bfloat16)]},
+        ),
+        (
+            r"v_buffers\[0\]: torch.float8_e5m2",
+            {"k_buffers": [torch.zeros(4, 1, 8).to(FP8[0])], "v_buffers": [torch.zeros(4, 1, 8).to(FP8[1])]},
+        ),
+        (r"v_buffers\[0\]: shape", {"v_buffers": [torch.zeros(5, 1, 8)]}),
+        (r"v_buffers\[0\]: shape", {"v_buffers": [torch.zeros(4, 2, 8)]}),
+        (r"v_buffers\[0\]: shape", {"v_buffers": [torch.zeros(4, 8)]}),
+        (r"v_buffers\[0\]: on meta", {"v_buffers": [torch.zeros(4, 1, 8, device="meta")]}),
+        ("dst_loc: on meta", {"dst_loc": torch.tensor([1], device="meta")}),
         ("backend", {"backend": "metal"}),
     ],
 )
