@@ -8,10 +8,11 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 from chunk_cache.methods.options import ALPHA, layer_numbers
+from chunk_cache.tier_config import TierConfig, parse_tiers
 from chunk_cache.victims import AGEING, EVICTIONS
 
 FLAG = "--chunk-cache-config"
-KERNELS = ("auto", "torch", "triton")
+KERNELS = ("auto", "torch", "triton", "flashinfer")
 STATISTICS_LAYERS = ("sampled", "all", "none")
 
 
@@ -42,6 +43,8 @@ class Config:
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     kernel: str = "auto"
     """Which kernels serve fused batches: one of `KERNELS`."""
+    tiers: TierConfig | None = None
+    """Where chunks are kept below the KV pool; None = nowhere."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
 
@@ -99,6 +102,8 @@ def _check(key: str, value: object) -> object:
         return None if value is None else _check_number(value, path, "give such a number, or null")
     if key == "ageing":
         return _check_number(value, path, "give such a number, or leave the key out")
+    if key == "tiers":
+        return parse_tiers(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:

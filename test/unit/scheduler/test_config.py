@@ -27,6 +27,7 @@ def test_every_field_can_be_given() -> None:
         "refresh_uses": 2,
         "alpha": 1.5,
         "max_cfo": 0.9,
+        "tiers": None,
     }
     assert dataclasses.asdict(parse_config(given)) == given
     assert set(given) == {field.name for field in dataclasses.fields(Config)}

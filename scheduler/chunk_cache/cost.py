@@ -1,0 +1,296 @@
+"""What loading and computing take, in seconds, and which of the two a chunk deserves.
+
+    Throughput         seconds of a load, learnt from loads: latency + bytes / bandwidth
+    PrefillCost        seconds of computing rows, learnt from forward passes: a + b rows + c rows keys
+    Estimates          whether such estimates came true
+    LoadingController  load or compute, chunk by chunk (extends CacheBlend section 5.1 to whole chunks)
+    hidden_ratio       the recompute ratio whose work hides behind the load (CacheBlend section 5.1, first question)
+    placement          the cheapest tier whose load still hides (CacheBlend section 5.1, second question)
+    preload_depth      L_p: layers to have loaded before the forward pass starts (Cache-Craft eq. 16)
+
+Ranks measure different times, so they would decide differently: decide by the frozen records of one rank, sent to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+FORGET = 0.97  # weight of an observation after each later one: the last 33 or so count
+MIN_OBSERVATIONS = 8
+MAX_SURPRISE = 4.0
+"""After `MIN_OBSERVATIONS`, one that took more times its estimate counts as that many: a stall is no trend."""
+PRIOR_LATENCY_S, PRIOR_BYTES_PER_S, PRIOR_S_PER_ROW = 1e-4, 1e10, 1e-4
+"""Before the first observation: a fast device and a slow model, because only what is tried is learnt."""
+ERROR_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+"""Upper bounds, inclusive, of the buckets of `Estimates`; one more bucket is above them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRecord:
+    """What is known of one channel; plain numbers, to be sent to other ranks."""
+
+    latency_s: float = PRIOR_LATENCY_S
+    s_per_byte: float = 1.0 / PRIOR_BYTES_PER_S
+    num_observations: int = 0
+
+    def estimate(self, num_bytes: int, queued_bytes: int = 0) -> float:
+        """Seconds until a load is there that stands behind `queued_bytes`; their latencies overlap."""
+        return self.latency_s + (num_bytes + queued_bytes) * self.s_per_byte
+
+
+Channels: TypeAlias = Mapping[str, ThroughputRecord]  # by tier
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRecord:
+    """What is known of the model's forward pass; plain numbers, to be sent to other ranks."""
+
+    s_per_pass: float = 0.0
+    s_per_row: float = PRIOR_S_PER_ROW
+    s_per_pair: float = 0.0
+    num_observations: int = 0
+
+    def marginal(self, num_rows: int, num_keys: int) -> float:
+        """Seconds that rows add to a pass that runs anyway."""
+        return num_rows * (self.s_per_row + num_keys * self.s_per_pair)
+
+    def estimate(self, num_rows: int, num_keys: int) -> float:
+        """Seconds of a pass over rows that see up to `num_keys` keys."""
+        return self.s_per_pass + self.marginal(num_rows, num_keys)
+
+
+class _Fit:
+    """seconds = coefficients . features by exponentially forgetting least squares, no coefficient below 0.
+
+    An error counts relative to the prior's estimate, so that small and large observations count alike. `pull` draws
+    each coefficient to its prior; it decides only what the observations leave open, such as latency at a single size.
+    """
+
+    def __init__(self, prior: Sequence[float], pull: Sequence[float]) -> None:
+        self.num = 0
+        self.coefficients = self._prior = np.array(prior)
+        self._pull = np.array(pull)
+        self._gram = np.zeros((len(prior), len(prior)))
+        self._moment = np.zeros(len(prior))
+
+    def observe(self, features: Sequence[float], seconds: float, subsets: Sequence[Sequence[int]]) -> None:
+        """`subsets`: the coefficients that may be above 0 together; some single one must be among them."""
+        assert 0.0 <= seconds < math.inf, f"it took {seconds} s"
+        x = np.array(features)
+        unit = float(x @ self._prior)
+        if self.num >= MIN_OBSERVATIONS:
+            seconds = min(seconds, MAX_SURPRISE * max(float(x @ self.coefficients), 1e-3 * unit))
+        self.num += 1
+        self._gram = FORGET * self._gram + np.outer(x, x) / unit**2
+        self._moment = FORGET * self._moment + x * (seconds / unit**2)
+        scale = np.sqrt(np.maximum(self._gram.diagonal(), 1e-300))
+        gram = self._gram / np.outer(scale, scale) + np.diag(self._pull)
+        moment = self._moment / scale + self._pull * self._prior * scale
+        best = math.inf
+        for subset in map(list, subsets):  # so few that all are tried
+            solution = np.linalg.solve(gram[np.ix_(subset, subset)], moment[subset])
+            loss = -float(moment[subset] @ solution)
+            if solution.min() >= 0.0 and loss < best:
+                best = loss
+                self.coefficients = np.zeros(len(x))
+                self.coefficients[subset] = solution / scale[subset]
+
+
+class Throughput:
+    """Learns what a load takes; the prior holds before the first one, and its latency while all are of one size."""
+
+    def __init__(self, latency_s: float = PRIOR_LATENCY_S, bytes_per_s: float = PRIOR_BYTES_PER_S) -> None:
+        assert latency_s >= 0.0 < bytes_per_s, f"{latency_s} s and {bytes_per_s} bytes/s"
+        self._fit = _Fit((latency_s, 1.0 / bytes_per_s), (1e-3, 1e-6))
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """A load of `num_bytes` took `seconds` from its start, waiting in the queue not included."""
+        assert num_bytes > 0, f"a load of {num_bytes} bytes"
+        self._fit.observe((1.0, num_bytes), seconds, ((0,), (1,), (0, 1)))
+
+    def record(self) -> ThroughputRecord:
+        latency_s, s_per_byte = self._fit.coefficients.tolist()
+        return ThroughputRecord(latency_s, s_per_byte, self._fit.num)
+
+    def estimate(self, num_bytes: int, queued_bytes: int = 0) -> float:
+        return self.record().estimate(num_bytes, queued_bytes)
+
+
+class PrefillCost:
+    """Learns what a forward pass takes: in proportion to its rows until `MIN_OBSERVATIONS`, then as the record says."""
+
+    def __init__(self, s_per_row: float = PRIOR_S_PER_ROW) -> None:
+        assert s_per_row > 0.0, f"{s_per_row} s per row"
+        self._fit = _Fit((0.0, s_per_row, 0.0), (1e-3, 1e-6, 1e-4))
+
+    def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
+        """A pass over `num_rows` rows that see up to `num_keys` keys each took `seconds`."""
+        assert num_rows > 0 <= num_keys, f"{num_rows} rows, {num_keys} keys"
+        is_known = self._fit.num + 1 >= MIN_OBSERVATIONS
+        subsets = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)) if is_known else ((1,),)
+        self._fit.observe((1.0, num_rows, num_rows * num_keys), seconds, subsets)
+
+    def record(self) -> PrefillRecord:
+        s_per_pass, s_per_row, s_per_pair = self._fit.coefficients.tolist()
+        return PrefillRecord(s_per_pass, s_per_row, s_per_pair, self._fit.num)
+
+    def estimate(self, num_rows: int, num_keys: int) -> float:
+        return self.record().estimate(num_rows, num_keys)
+
+
+class Estimates:
+    """Pairs of estimated and actual seconds: totals and buckets that only grow, and relative errors of the last `size`.
+
+    An error is (estimated - actual) / actual: 1 = twice as much was expected, -0.5 = half as much.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        self.num = 0
+        self.estimated_s = self.actual_s = 0.0
+        self.buckets = [0] * (len(ERROR_BOUNDS) + 1)  # pairs by size of error, not cumulative
+        self._errors: deque[float] = deque(maxlen=size)
+
+    def add(self, estimated_s: float, actual_s: float) -> None:
+        assert min(estimated_s, actual_s) >= 0.0, f"{estimated_s} s estimated, {actual_s} s actual"
+        error = (estimated_s - actual_s) / max(actual_s, 1e-9)
+        self.num += 1
+        self.estimated_s += estimated_s
+        self.actual_s += actual_s
+        self.buckets[sum(abs(error) > bound for bound in ERROR_BOUNDS)] += 1
+        self._errors.append(error)
+
+    def mean_error(self) -> float:
+        """Of the last; 0 without any. Its sign says on which side the estimates are wrong."""
+        return float(np.mean(self._errors)) if self._errors else 0.0
+
+    def error_quantile(self, share: float) -> float:
+        """Size of error that `share` of the last do not exceed; 0 without any."""
+        return float(np.quantile(np.abs(self._errors), share, method="higher")) if self._errors else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOption:
+    """A chunk that could be loaded: the rows that this spares, and the keys that the last of them sees."""
+
+    tier: str
+    num_bytes: int
+    num_rows: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """What to do ("load", "compute"), and why: nobody waits for the load ("hidden"); it delays less ("faster") or more
+    ("slower") than computing; it is tried ("probe"). When it would be there from now on, and what computing adds."""
+
+    action: str
+    reason: str
+    load_s: float
+    compute_s: float
+
+
+class LoadingController:
+    """Load or compute; the owner replaces `channels` (by tier) and `prefill` when there are newer records.
+
+    `overlaps`: loads go on during the forward pass, layer by layer, so what it computes hides them too; otherwise it
+    waits for the last. `probe_every`: of so many slower chunks of a tier in a row one is loaded, to learn; 0 = none.
+    """
+
+    def __init__(
+        self, channels: Channels, prefill: PrefillRecord, *, overlaps: bool = False, probe_every: int = 100
+    ) -> None:
+        self.channels = channels
+        self.prefill = prefill
+        self._overlaps = overlaps
+        self._probe_every = probe_every
+        self._num_slower: dict[str, int] = {}
+
+    def decide(
+        self, options: Sequence[LoadOption], queued_bytes: Mapping[str, int], hidden_s: float = 0.0
+    ) -> tuple[LoadDecision, ...]:
+        """Decide for the chunks of a request, greedily in order, as they share the channels.
+
+        A chunk is loaded where that delays the first token by no more than computing it would. A load is there after
+        T_load = (queued bytes + its bytes) / throughput (footnote 6, with a latency), behind those decided before it.
+
+        Args:
+            queued_bytes: by tier, wanted by others before these.
+            hidden_s: seconds that pass anyway before the KV is needed: in the queue, or computing other rows.
+        """
+        queued = dict(queued_bytes)
+        busy_s, last_s = hidden_s, 0.0  # until when the pass computes anyway, and the last load is there
+        decisions = []
+        for option in options:
+            load_s = self.channels[option.tier].estimate(option.num_bytes, queued.get(option.tier, 0))
+            compute_s = self.prefill.marginal(option.num_rows, option.num_keys)
+            free_s = max(busy_s, last_s)
+            limit_s = (busy_s if self._overlaps else free_s) + compute_s
+            reason = "hidden" if load_s <= free_s else "faster" if load_s <= limit_s else "slower"
+            num_slower = self._num_slower.get(option.tier, 0) + 1 if reason == "slower" else 0
+            if num_slower and num_slower == self._probe_every:
+                reason, num_slower = "probe", 0
+            self._num_slower[option.tier] = num_slower
+            if reason == "slower":
+                busy_s += compute_s if self._overlaps else 0.0
+            else:
+                queued[option.tier] = queued.get(option.tier, 0) + option.num_bytes
+                last_s = max(last_s, load_s)
+            decisions.append(LoadDecision("compute" if reason == "slower" else "load", reason, load_s, compute_s))
+        return tuple(decisions)
+
+
+def hidden_ratio(load_s: float, prefill_s: float, min_ratio: float = 0.15) -> float:
+    """The largest recompute ratio whose work hides behind the load: r with T_recompute(r) = r T_prefill = T_load.
+
+    Both are seconds of one layer. Not below `min_ratio`, which quality asks for (r* in the paper), nor above 1.
+    """
+    assert min(load_s, prefill_s) >= 0.0, f"{load_s} s to load, {prefill_s} s to compute"
+    return 1.0 if load_s >= prefill_s else max(min_ratio, load_s / prefill_s)
+
+
+def preload_depth(num_layers: int, load_s: float, compute_s: float) -> int:
+    """L_p = (L - 1)(1 - T_prefill / T_load) + 1, rounded up and at least 1 (Cache-Craft eq. 16, algorithm 2).
+
+    With so many layers there at the start, a forward pass never waits for the next; the seconds are of all L layers.
+    """
+    assert min(load_s, compute_s, num_layers - 1) >= 0.0, f"{num_layers} layers, {load_s} s and {compute_s} s"
+    if load_s <= compute_s:
+        return 1
+    return num_layers - math.floor((num_layers - 1) * compute_s / load_s + 1e-9)  # not one more for a rounding error
+
+
+def placement(
+    monthly_costs: Mapping[str, float],
+    channels: Channels,
+    num_bytes: int,
+    hidden_s: float,
+    *,
+    uses_per_month: float = 1.0,
+    compute_s: float = math.inf,
+    price_per_s: float = math.inf,
+) -> str | None:
+    """The cheapest tier with T_load <= `hidden_s`, the seconds of work that hide a load: T_recompute(r); else None.
+
+    With a finite price a load may take longer, and each use pays for the delay; where even computing the chunk anew at
+    each use (`compute_s`) is cheaper, None. Of equal costs the faster tier counts, then the one named first.
+
+    Args:
+        monthly_costs: of a GB (10^9 bytes) in each tier, C_store in the paper; its currency is that of `price_per_s`.
+    """
+
+    def cost(storage: float, delay_s: float) -> float:
+        return storage + (uses_per_month * delay_s * price_per_s if uses_per_month and delay_s else 0.0)
+
+    best, name = (cost(0.0, compute_s), 0.0), None
+    for tier, per_gb in monthly_costs.items():
+        load_s = channels[tier].estimate(num_bytes)
+        total = cost(num_bytes / 1e9 * per_gb, max(0.0, load_s - hidden_s))
+        if (total, load_s) < best:
+            best, name = (total, load_s), tier
+    return name

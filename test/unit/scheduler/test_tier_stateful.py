@@ -1,0 +1,216 @@
+"""A state machine: the ledger of a tier against a model that scans a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from chunk_cache.tier import COUNTERS, REFUSALS, TierLedger
+from chunk_cache.victims import EVICTIONS
+
+IDS = tuple(f"{key}-{name}" for key in ("aa", "bb", "cc") for name in ("0", "1-x"))
+ENTRIES = st.sampled_from(IDS)
+
+
+@dataclass
+class Record:
+    entry_id: str
+    num_bytes: int
+    frequency: float
+    state: str = "writing"
+    num_loads: int = 0
+    worth: float = 0.0
+    last_use: int = 0
+    stored_at: int = 0
+
+
+@dataclass
+class Model:
+    max_bytes: int | None
+    eviction: str
+    ageing: float
+    age: float = 0.0
+    clock: int = 0
+    records: list[Record] = field(default_factory=list)
+    pins: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
+
+    def get(self, entry_id: str) -> Record | None:
+        return next((r for r in self.records if r.entry_id == entry_id), None)
+
+    def found(self, entry_id: str) -> Record | None:
+        record = self.get(entry_id)
+        return record if record is not None and record.state == "stored" else None
+
+    def num_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.records)
+
+    def in_order(self) -> list[Record]:
+        return sorted((r for r in self.records if r.state == "stored"), key=lambda r: (r.worth, r.last_use))
+
+    def use(self, record: Record) -> None:
+        self.clock += 1
+        record.last_use = self.clock
+        record.worth = self.age + record.frequency if self.eviction == "frequency-reuse" else 0.0
+
+    def refuse(self, reason: str) -> None:
+        self.refused[reason] += 1
+
+    def prepare_store(self, entry_id: str, num_bytes: int, worth: float) -> tuple[str, ...] | None:
+        there = self.get(entry_id)
+        if there is not None:
+            return self.refuse(there.state)
+        victims: list[Record] = []
+        if self.max_bytes is not None:
+            if num_bytes > self.max_bytes:
+                return self.refuse("too_big")
+            may_go = [r for r in self.in_order() if not r.num_loads and r.entry_id not in self.pins]
+            while self.num_bytes() - sum(r.num_bytes for r in victims) + num_bytes > self.max_bytes:
+                if not may_go:
+                    return self.refuse("protected")
+                victims.append(may_go.pop(0))
+        for victim in victims:
+            self.records.remove(victim)
+            self.counts["evictions"] += 1
+            self.counts["evicted_bytes"] += victim.num_bytes
+            if self.eviction == "frequency-reuse":
+                self.age = max(self.age, victim.worth) + self.ageing * victim.num_bytes / self.max_bytes
+        self.records.append(Record(entry_id, num_bytes, worth))
+        return tuple(v.entry_id for v in victims)
+
+    def discard(self, entry_id: str) -> bool:
+        record = self.get(entry_id)
+        if record is None or record.state == "leaving":
+            return False
+        self.counts["discards"] += record.state == "stored"
+        if record.state == "stored" and not record.num_loads:
+            self.records.remove(record)
+        record.state = "leaving"
+        return True
+
+
+class TierMachine(RuleBasedStateMachine):
+    @initialize(
+        max_bytes=st.none() | st.integers(0, 12),
+        eviction=st.sampled_from(EVICTIONS),
+        ageing=st.sampled_from((0.0, 4.0)),
+    )
+    def start(self, max_bytes: int | None, eviction: str, ageing: float) -> None:
+        self.tier = TierLedger(max_bytes, eviction, ageing)
+        self.again = TierLedger(max_bytes, eviction, ageing)  # another rank: the same calls
+        self.model = Model(max_bytes, eviction, ageing)
+
+    def call(self, name: str, *args: object, **options: object) -> object:
+        result = getattr(self.tier, name)(*args, **options)
+        assert getattr(self.again, name)(*args, **options) == result
+        return result
+
+    @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 6), worth=st.sampled_from((0.0, 0.5, 3.0)))
+    def prepare_store(self, entry_id: str, num_bytes: int, worth: float) -> None:
+        expected = self.model.prepare_store(entry_id, num_bytes, worth)
+        assert self.call("prepare_store", entry_id, num_bytes, worth=worth) == expected
+
+    def is_being_written(self, record: Record | None) -> bool:
+        return record is not None and record.state != "stored" and not record.num_loads
+
+    @precondition(lambda self: any(self.is_being_written(r) for r in self.model.records))
+    @rule(data=st.data(), ok=st.sampled_from((True, True, True, False)))
+    def complete_store(self, data: st.DataObject, ok: bool) -> None:
+        record = data.draw(st.sampled_from([r for r in self.model.records if self.is_being_written(r)]))
+        found = ok and record.state == "writing"
+        assert self.call("complete_store", record.entry_id, ok) == found
+        self.model.counts["stores" if found else "failed_stores"] += 1
+        if found:
+            record.state = "stored"
+            self.model.use(record)
+            record.stored_at = self.model.clock
+        else:
+            self.model.records.remove(record)
+
+    @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 4))
+    def store(self, entry_id: str, num_bytes: int) -> None:
+        """Both steps, so that tiers fill up."""
+        self.prepare_store(entry_id, num_bytes, 0.0)
+        record = self.model.get(entry_id)
+        if record is not None and record.state == "writing":
+            assert self.call("complete_store", entry_id, True)
+            self.model.counts["stores"] += 1
+            record.state = "stored"
+            self.model.use(record)
+            record.stored_at = self.model.clock
+
+    @rule(entry_id=ENTRIES)
+    def prepare_load(self, entry_id: str) -> None:
+        record = self.model.found(entry_id)
+        assert self.call("prepare_load", entry_id) == (record is not None)
+        self.model.counts["hits" if record else "misses"] += 1
+        if record is not None:
+            record.num_loads += 1
+
+    @precondition(lambda self: any(r.num_loads for r in self.model.records))
+    @rule(data=st.data(), ok=st.sampled_from((True, True, False)))
+    def complete_load(self, data: st.DataObject, ok: bool) -> None:
+        record = data.draw(st.sampled_from([r for r in self.model.records if r.num_loads]))
+        self.call("complete_load", record.entry_id, ok)
+        if not ok:
+            self.model.counts["corrupt"] += 1
+            self.model.discard(record.entry_id)
+        record.num_loads -= 1
+        if record.state == "leaving" and not record.num_loads:
+            self.model.records.remove(record)
+
+    @rule(entry_id=ENTRIES, weight=st.sampled_from((0.0, 0.25, 1.0, 4.0)))
+    def touch(self, entry_id: str, weight: float) -> None:
+        record = self.model.found(entry_id)
+        assert self.call("touch", entry_id, weight) == (record is not None)
+        if record is not None:
+            record.frequency += weight
+            self.model.use(record)
+
+    @rule(entry_id=ENTRIES)
+    def pin(self, entry_id: str) -> None:
+        self.call("pin", entry_id)
+        self.model.pins.append(entry_id)
+
+    @precondition(lambda self: self.model.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        entry_id = data.draw(st.sampled_from(self.model.pins))
+        self.call("unpin", entry_id)
+        self.model.pins.remove(entry_id)
+
+    @rule(entry_id=ENTRIES)
+    def discard(self, entry_id: str) -> None:
+        assert self.call("discard", entry_id) == self.model.discard(entry_id)
+
+    @rule()
+    def clear(self) -> None:
+        self.call("clear")
+        for entry_id in IDS:
+            self.model.discard(entry_id)
+
+    @invariant()
+    def tier_equals_model(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        self.tier.check_integrity()
+        stored = self.model.in_order()
+        assert list(self.tier) == list(self.again) == [r.entry_id for r in stored]
+        assert (len(self.tier), self.tier.num_bytes) == (len(stored), self.model.num_bytes())
+        assert self.tier.age == pytest.approx(self.model.age)
+        assert self.tier.stats() == self.model.counts | {f"refused_{k}": n for k, n in self.model.refused.items()}
+        for entry_id in IDS:
+            assert self.tier.contains(entry_id) == (self.model.found(entry_id) is not None)
+        for key in ("aa", "bb", "cc", "dd"):
+            of_key = [r for r in stored if r.entry_id.startswith(f"{key}-")]
+            of_key.sort(key=lambda r: r.stored_at)
+            assert self.tier.entries_of(key) == tuple(r.entry_id for r in of_key)
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
