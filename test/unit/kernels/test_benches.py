@@ -14,6 +14,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmark" / "kernel"
 SMALL = {
     "attention_mass": ["--kv-len", "128", "--num-rows", "1", "16"],
     "copy_rotate": ["--num-layers", "2", "--num-tokens", "128"],
+    "forward": ["--num-layers", "2", "--hidden", "64", "--kv-heads", "4", "--mlp", "128", "--tokens", "128"],
     "kv_deviation": ["--num-tokens", "128"],
     "sparse_extend": ["--kv-len", "128", "--shares", "0.15", "1"],
 }
