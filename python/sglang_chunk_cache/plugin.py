@@ -46,6 +46,13 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     compat.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()
+    _add_admin_routes()
+
+
+def _add_admin_routes() -> None:
+    from sglang_chunk_cache.admin.routes import add_routes  # once the flags are checked: it imports the HTTP server
+
+    add_routes()
 
 
 def engine(

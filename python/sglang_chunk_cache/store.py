@@ -1,7 +1,8 @@
 """VariantStore: where the KV of a variant lies in the radix tree, found again at every use.
 
 Verbs: `resolve` (how much of a variant is still there), `slots` (its KV slots), `lock` / `unlock` (keep it while it is
-read), `touch` (it was used), `insert_node` (a chunk becomes a node of its own).
+read), `lock_chunk`, `locked_len`, `is_locked` (pins), `touch` (it was used), `insert_node` (a chunk becomes a node of
+its own), `remove_node` (such a node gives its slots back).
 
 Promises: the tree owns every slot; nothing here outlives an eviction. A node id that the index remembers is only a
 hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from chunk_cache.keys import Partition
@@ -61,6 +63,29 @@ class VariantStore:
     def unlock(self, lock: Any) -> None:
         self._cache.unlock(lock)
 
+    def lock_chunk(self, variant: Variant) -> Any:
+        """As `lock`, but what lies behind the chunk in its path can still go, in whole pages; `resolve` came before."""
+        end = _start_in_path(variant) + self.resolve(variant)
+        page_size = self._cache.page_size
+        match = self._cache.match_prefix(
+            MatchPrefixParams(key=self._radix_key(variant, -(-end // page_size) * page_size))
+        )
+        found_all = match.device_prefix_len >= end
+        return self._cache.lock(match.last_device_node if found_all else variant.holder.node_id)
+
+    def locked_len(self, locks: Iterable[Any]) -> int:
+        """Tokens of the pool that these locks keep, each counted once."""
+        paths = self._cache.tree_core.collect_path_info([lock.node for lock in locks])
+        return sum({node.node_id: node.path_end - node.path_start for path in paths for node in path}.values())
+
+    def is_locked(self, node_id: int) -> bool:
+        """Whether anybody keeps this node from eviction."""
+        before = self._cache.protected_size()
+        lock = self._cache.lock(node_id)
+        after = self._cache.protected_size()
+        self._cache.unlock(lock)
+        return bool(after == before)
+
     def touch(self, variant: Variant, priority: int | None = None) -> None:
         """Makes the variant the most recently used one of the tree.
 
@@ -91,6 +116,22 @@ class VariantStore:
         )
         assert result.prefix_len == 0, "a namespace of ours is never used twice"
         return NodeHome(node_key, namespace, result.last_device_node)
+
+    def remove_node(self, home: NodeHome) -> int:
+        """Gives back the slots of a node of its own that no variant needs any more.
+
+        Returns:
+            Tokens that came free; 0 where the node is gone already, and fewer than it had where somebody reads it.
+        """
+        key = RadixKey(home.node_key, extra_key=home.namespace)
+        _, node_id, _ = self._cache.tree_core.match_full_device_prefix(key)
+        (path,) = self._cache.tree_core.collect_path_info([node_id])
+        num_freed = 0
+        for node in reversed(path):  # more than one where it was split
+            if self.is_locked(node.node_id):
+                break
+            num_freed += self._cache.evict_leaf(node.node_id)
+        return num_freed
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
         available = self._len_of_node(variant.holder.node_id)

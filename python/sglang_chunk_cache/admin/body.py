@@ -1,0 +1,225 @@
+"""What a client may send to the admin routes, checked.
+
+Verbs: `parse_selection`, `parse_pin`, `parse_unpin`, `parse_warm`, `parse_flush`, `parse_listing`; each turns decoded
+JSON (a query string for the listing) into a frozen value. Promise: what is wrong is one sentence with the JSON path and
+the remedy, before anything is asked of a scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.keys import KEY_LEN
+
+MAX_ITEMS = 4096
+"""Chunks in one request."""
+
+MAX_TTL_S = 86400.0
+"""Seconds of a pin; what nobody renews must not take room for ever."""
+
+MAX_LIMIT = 1000
+"""Variants in one page of the listing."""
+
+MAX_BATCH, DEFAULT_BATCH = 64, 8
+"""Chunks that one request of warming computes at a time."""
+
+MAX_FLUSH_S = 600.0
+
+_SELECTORS = ("texts", "input_ids", "keys")
+_PARTITION = ("extra_key", "cache_salt")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chunks, in one of three ways.
+
+    Attributes:
+        texts: passages; tokenized each by itself.
+        input_ids: their token ids.
+        keys: keys as the listing shows them, which name the partition already.
+        extra_key, cache_salt: the partition of texts and ids.
+    """
+
+    texts: tuple[str, ...] | None = None
+    input_ids: tuple[tuple[int, ...], ...] | None = None
+    keys: tuple[bytes, ...] | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Chunks to keep, and for how many seconds."""
+
+    selection: Selection
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Chunks to compute, what stands in front of each, and how many at a time."""
+
+    selection: Selection
+    prefix_text: str | None
+    prefix_ids: tuple[int, ...] | None
+    batch: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Which variants to list."""
+
+    key: bytes | None
+    limit: int
+    offset: int
+
+
+def parse_selection(body: object) -> Selection:
+    """The body of `evict`.
+
+    Raises:
+        ChunkCacheRequestError: anything that is not in the contract, as for all of these.
+    """
+    return _selection(_object(body, _SELECTORS + _PARTITION), _SELECTORS)
+
+
+def parse_pin(body: object) -> Pin:
+    """The body of `pin`."""
+    fields = _object(body, (*_SELECTORS, *_PARTITION, "ttl_s"))
+    if "ttl_s" not in fields:
+        raise _error("ttl_s", "missing", f"give the seconds to keep the chunks, up to {MAX_TTL_S:g}")
+    return Pin(_selection(fields, _SELECTORS), _positive(fields["ttl_s"], "ttl_s", MAX_TTL_S))
+
+
+def parse_unpin(body: object) -> Selection | None:
+    """The body of `unpin`; None where it is `{"all": true}`."""
+    fields = _object(body, (*_SELECTORS, *_PARTITION, "all"))
+    if "all" not in fields:
+        return _selection(fields, _SELECTORS)
+    if fields["all"] is not True:
+        raise _error("all", f"{show(fields['all'])} is not true", "give true, or name chunks instead")
+    if len(fields) > 1:
+        raise _error("all", "given beside other fields", "drop it, or the others")
+    return None
+
+
+def parse_warm(body: object) -> Warm:
+    """The body of `warm`."""
+    ways = _SELECTORS[:2]
+    fields = _object(body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch"))
+    if fields.get("prefix_text") is not None and fields.get("prefix_ids") is not None:
+        raise _error("prefix_ids", "given beside prefix_text", "give one of them")
+    prefix_ids = fields.get("prefix_ids")
+    return Warm(
+        selection=_selection(fields, ways),
+        prefix_text=_text(fields.get("prefix_text"), "prefix_text"),
+        prefix_ids=None if prefix_ids is None else _ids(prefix_ids, "prefix_ids"),
+        batch=_integer(fields.get("batch", DEFAULT_BATCH), "batch", 1, MAX_BATCH),
+    )
+
+
+def parse_flush(body: object) -> float:
+    """The body of `flush`: for how many seconds to wait until the server is idle."""
+    fields = _object(body, ("timeout_s",))
+    if fields.get("timeout_s", 0) == 0 and not isinstance(fields.get("timeout_s"), bool):
+        return 0.0
+    return _positive(fields["timeout_s"], "timeout_s", MAX_FLUSH_S)
+
+
+def parse_listing(query: Mapping[str, str]) -> Listing:
+    """The query string of `variants`."""
+    _object(query, ("key", "limit", "offset"))
+    numbers = {}
+    for name, default, lowest, highest in (("limit", 100, 1, MAX_LIMIT), ("offset", 0, 0, 2**31 - 1)):
+        text = query.get(name, str(default))
+        is_number = text.isascii() and text.isdigit() and len(text) < 20
+        numbers[name] = _integer(int(text) if is_number else text, name, lowest, highest)
+    return Listing(None if "key" not in query else _key(query["key"], "key"), **numbers)
+
+
+def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:
+    given = [way for way in ways if fields.get(way) is not None]
+    if not given:
+        raise _error(ways[0], "missing", f"name the chunks by one of {', '.join(ways)}")
+    if len(given) > 1:
+        raise _error(given[1], f"given beside {given[0]}", "name the chunks in one way")
+    way, items = given[0], fields[given[0]]
+    if not isinstance(items, list) or not items:
+        raise _error(way, f"{show(items)} is not a list with one entry or more", "give a list of chunks")
+    if len(items) > MAX_ITEMS:
+        raise _error(way, f"{len(items)} chunks, and {MAX_ITEMS} is the limit", "send several requests")
+    extra_key, cache_salt = (_text(fields.get(name), name) or None for name in _PARTITION)  # as SGLang, empty is none
+    if way == "keys":
+        for name, value in zip(_PARTITION, (extra_key, cache_salt), strict=True):
+            if value is not None:
+                raise _error(name, "given beside keys, which name the partition already", "drop it")
+        return Selection(keys=tuple(_key(item, f"keys[{i}]") for i, item in enumerate(items)))
+    if way == "input_ids":
+        ids = tuple(_ids(item, f"input_ids[{i}]", is_chunk=True) for i, item in enumerate(items))
+        return Selection(input_ids=ids, extra_key=extra_key, cache_salt=cache_salt)
+    texts = tuple(_chunk_text(item, f"texts[{i}]") for i, item in enumerate(items))
+    return Selection(texts=texts, extra_key=extra_key, cache_salt=cache_salt)
+
+
+def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:
+    known = tuple(known)
+    if not isinstance(value, Mapping):
+        raise _error("body", f"{show(value)} is not an object", f"give an object with {', '.join(known)}")
+    for name in value:
+        if name not in known:
+            raise _error(str(name)[:40], "unknown field", f"known fields: {', '.join(known)}")
+    return value
+
+
+def _chunk_text(value: object, path: str) -> str:
+    text = _text(value, path)
+    if text is None:
+        raise _error(path, "null is not a text", "give the passage")
+    return text
+
+
+def _text(value: object, path: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _error(path, f"{show(value)} is not a string", "give a string")
+    return value
+
+
+def _ids(value: object, path: str, *, is_chunk: bool = False) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise _error(path, f"{show(value)} is not a list", "give a list of token ids")
+    if is_chunk and not value:
+        raise _error(path, "the chunk is empty", "give it token ids, or remove it")
+    for i, token in enumerate(value):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise _error(f"{path}[{i}]", f"{show(token)} is not a token id", "give integers from 0")
+    return tuple(value)
+
+
+def _key(value: object, path: str) -> bytes:
+    try:
+        key = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        key = b""
+    if len(key) != KEY_LEN or not isinstance(value, str) or len(value) != 2 * KEY_LEN:
+        remedy = f"give {2 * KEY_LEN} hexadecimal digits, as GET /chunk_cache/variants shows them"
+        raise _error(path, f"{show(value)} is not a chunk key", remedy)
+    return key
+
+
+def _positive(value: object, path: str, highest: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= highest:
+        raise _error(path, f"{show(value)} is not a number of seconds", f"give a number above 0, up to {highest:g}")
+    return float(value)
+
+
+def _integer(value: object, path: str, lowest: int, highest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise _error(path, f"{show(value)} is not a legal number", f"give an integer from {lowest} to {highest}")
+    return value
+
+
+def _error(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
+    return user_error(ChunkCacheRequestError, path, problem, remedy)

@@ -1,0 +1,354 @@
+"""Admin: the administration of a server, in its launching process.
+
+Verbs: `stats`, `variants`, `stored`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection becomes token
+ids and keys); `init_communicators` (handler of the hook that makes the one `Admin` of a tokenizer manager), `admin_of`.
+
+Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
+also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from typing import Any
+
+import psutil
+from fastapi.encoders import jsonable_encoder
+
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.keys import Partition, chunk_key
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.admin import messages, warming
+from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Warm
+from sglang_chunk_cache.api.marks import MarkedText
+from sglang_chunk_cache.api.tokens import encode_marked
+from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+_ADMIN = "chunk_cache_admin"
+
+
+class AdminRefused(ChunkCacheRequestError):
+    """A legal request that cannot be served now, with the HTTP status that says so."""
+
+    def __init__(self, message: str, status: HTTPStatus, details: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.details = details or {}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of a selection.
+
+    Attributes:
+        ids: its tokens; None where it was named by its key.
+    """
+
+    key: bytes
+    ids: tuple[int, ...] | None
+
+
+class Admin:
+    """See the head of this file.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+        communicator: asks all schedulers and returns their replies.
+    """
+
+    def __init__(self, manager: Any, communicator: Any) -> None:
+        self.manager = manager
+        self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
+        self._communicator = communicator
+        self._instance = uuid.uuid4().hex
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def args(self) -> ChunkCacheArgs:
+        """The options of the server."""
+        args = options.attached(self.manager.server_args)
+        assert args is not None, "the routes exist only where the chunk cache is on"
+        return args
+
+    async def stats(self) -> dict[str, Any]:
+        """Options, and the numbers of every scheduler process."""
+        memory = psutil.virtual_memory()
+        replies = await self._ask(messages.ChunkCacheStatsReq())
+        args = self.args
+        return {
+            "instance": self._instance,
+            "config": {
+                "method": args.method,
+                "ratio": args.ratio,
+                "separator": args.separator,
+                **jsonable_encoder(asdict(args.parsed_config)),
+            },
+            "host": {
+                "total_bytes": memory.total,
+                "available_bytes": memory.available,
+                "pid": os.getpid(),
+                "rss_bytes": psutil.Process().memory_info().rss,
+            },
+            "ranks": [rank for reply in replies for rank in reply.ranks],
+        }
+
+    async def variants(self, listing: Listing) -> dict[str, Any]:
+        """One page of the variants, by id.
+
+        Raises:
+            AdminRefused: the key is not known.
+        """
+        replies = await self._ask(
+            messages.ChunkCacheVariantsReq(key=listing.key, limit=listing.limit, offset=listing.offset)
+        )
+        result: dict[str, Any] = replies[0].ranks[0]
+        if listing.key is not None and not result["total"]:
+            raise _unknown("key", [listing.key])
+        return {**result, "limit": listing.limit, "offset": listing.offset}
+
+    async def stored(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Stored tokens of each chunk that is stored, on all replicas of the server."""
+        replies = await self._ask(messages.ChunkCacheStoredReq(keys=_unique(keys)))
+        of_all = [reply.ranks[0]["stored"] for reply in replies]
+        return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
+
+    async def pin(self, pin: Pin) -> dict[str, Any]:
+        """Keeps chunks from eviction for a while.
+
+        Raises:
+            AdminRefused: more tokens would be pinned than may be, or none of the keys is known.
+        """
+        chunks = self.chunks_of(pin.selection)
+        until = time.time() + pin.ttl_s
+        replies = await self._ask(messages.ChunkCachePinReq(keys=_unique(c.key for c in chunks), until=until))
+        results = [reply.ranks[0] for reply in replies]
+        refused = [result for result in results if result["is_refused"]]
+        if len(refused) < len(results):
+            self._later(pin.ttl_s, messages.ChunkCacheUnpinReq(until=until))
+        if refused:
+            numbers = {name: refused[0][name] for name in ("pinned_tokens", "max_pinned_tokens")}
+            raise AdminRefused(
+                f"{_name(pin.selection)}: with these chunks {numbers['pinned_tokens']} tokens would be pinned, and "
+                f"{numbers['max_pinned_tokens']} is the limit; name fewer chunks, or unpin others",
+                HTTPStatus.CONFLICT,
+                numbers,
+            )
+        pinned, missing = _split(chunks, _union(result["pinned"] for result in results), "tokens")
+        _check_known(pin.selection, chunks, pinned)
+        return {
+            "pinned": pinned,
+            "not_stored": missing,
+            "until": until,
+            "pinned_tokens": results[0]["pinned_tokens"],
+            "max_pinned_tokens": results[0]["max_pinned_tokens"],
+        }
+
+    async def unpin(self, selection: Selection | None) -> dict[str, Any]:
+        """Ends pins early, of these chunks or of all.
+
+        Raises:
+            AdminRefused: none of the keys is pinned.
+        """
+        chunks = None if selection is None else self.chunks_of(selection)
+        keys = None if chunks is None else _unique(c.key for c in chunks)
+        replies = await self._ask(messages.ChunkCacheUnpinReq(keys=keys))
+        done = {key: 1 for reply in replies for key in reply.ranks[0]["unpinned"]}
+        pinned_tokens = replies[0].ranks[0]["pinned_tokens"]
+        if chunks is None or selection is None:
+            return {"unpinned": [{"key": key} for key in done], "not_pinned": [], "pinned_tokens": pinned_tokens}
+        unpinned, others = _split(chunks, done)
+        _check_known(selection, chunks, unpinned)
+        return {"unpinned": unpinned, "not_pinned": others, "pinned_tokens": pinned_tokens}
+
+    async def evict(self, selection: Selection) -> dict[str, Any]:
+        """Forgets chunks; nodes of their own give their slots back.
+
+        Raises:
+            AdminRefused: none of the keys is known.
+        """
+        chunks = self.chunks_of(selection)
+        replies = await self._ask(messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks)))
+        evicted, missing = _split(chunks, _union(reply.ranks[0]["evicted"] for reply in replies))
+        _check_known(selection, chunks, evicted)
+        return {"evicted": evicted, "not_stored": missing}
+
+    async def flush(self, timeout_s: float) -> dict[str, Any]:
+        """Empties index and KV pool where the server is idle.
+
+        Raises:
+            AdminRefused: it is not.
+        """
+        result = await self._shielded(self.manager.flush_cache(timeout_s=timeout_s))
+        if not result.success:
+            why = result.message or "requests are running or waiting"
+            message = f"body: not flushed, {why.rstrip('.')}; send it again when the server is idle, or give timeout_s"
+            raise AdminRefused(message, HTTPStatus.CONFLICT)
+        return {"flushed": True}
+
+    def warm(self, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """Computes chunks that are not stored; yields progress, and a summary at the end.
+
+        Args:
+            request: of the client; where it has gone the work stops.
+
+        Raises:
+            ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
+        """
+        return warming.Warming(self, body, request).run()
+
+    def chunks_of(self, selection: Selection) -> list[Chunk]:
+        """The chunks of a selection, in its order.
+
+        Raises:
+            ChunkCacheRequestError: a text has no tokens or a separator, an id is not in the vocabulary, or texts were
+                sent to a server that has no tokenizer.
+        """
+        if selection.keys is not None:
+            return [Chunk(key, None) for key in selection.keys]
+        ids = selection.input_ids
+        if ids is not None:
+            for i, one in enumerate(ids):
+                self.check_vocabulary(one, f"input_ids[{i}]")
+        else:
+            assert selection.texts is not None
+            ids = tuple(self.encode_chunk(text, f"texts[{i}]") for i, text in enumerate(selection.texts))
+        partition = Partition(selection.extra_key, selection.cache_salt)
+        return [Chunk(chunk_key(partition, one), one) for one in ids]
+
+    def encode_chunk(self, text: str, path: str) -> tuple[int, ...]:
+        """The token ids that a chunk has in every prompt.
+
+        Raises:
+            ChunkCacheRequestError: the text cannot be a chunk.
+        """
+        self.check_text(text, path)
+        if not text.strip():
+            raise user_error(ChunkCacheRequestError, path, "the chunk is empty", "give it text, or remove it")
+        marked = encode_marked(self.manager.tokenizer, MarkedText(("", text, ""), (False, True, False)), path)
+        ((start, end),) = marked.spans
+        return marked.ids[start:end]
+
+    def check_text(self, text: str, path: str) -> None:
+        """Checks that this server can tokenize a text and that it has no separator.
+
+        Raises:
+            ChunkCacheRequestError: it cannot, or it has.
+        """
+        if self.manager.tokenizer is None:
+            problem = "the server runs with --skip-tokenizer-init"
+            raise user_error(ChunkCacheRequestError, path, problem, "send input_ids, or keys")
+        if self.args.separator in text:
+            problem = f"has a separator {self.args.separator!r}"
+            raise user_error(ChunkCacheRequestError, path, problem, "send each chunk as a text of its own")
+
+    def check_vocabulary(self, ids: Sequence[int], path: str) -> None:
+        """Checks that all ids are tokens of the model.
+
+        Raises:
+            ChunkCacheRequestError: one is not.
+        """
+        vocab_size = self.manager.model_config.vocab_size
+        if ids and max(ids) >= vocab_size:
+            problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
+            raise user_error(ChunkCacheRequestError, path, problem, "remove it")
+
+    async def _ask(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
+        self.manager.auto_create_handle_loop()
+        replies: list[messages.ChunkCacheAdminReply] = await self._shielded(self._communicator(request))
+        if not all(reply.agree for reply in replies):
+            raise AdminRefused(
+                f"body: the tensor-parallel ranks gave different answers to {type(request).__name__}; flush the cache",
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+            )
+        return replies
+
+    async def _shielded(self, coroutine: Any) -> Any:
+        """Runs to its end also where the client goes: SGLang would give its replies to the next caller."""
+        return await asyncio.shield(self._keep(coroutine))
+
+    def _keep(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _later(self, delay_s: float, request: Any) -> None:
+        async def send() -> None:
+            await asyncio.sleep(delay_s)
+            await self._communicator(request)
+
+        self._keep(send())
+
+
+def _unique(keys: Any) -> list[bytes]:
+    return list(dict.fromkeys(keys))
+
+
+def _union(results: Any) -> dict[str, Any]:
+    """Of several replicas, each of which has chunks of its own."""
+    found: dict[str, Any] = {}
+    for result in results:
+        found.update({key: value for key, value in result.items() if key not in found})
+    return found
+
+
+def _split(
+    chunks: Sequence[Chunk], done: dict[str, Any], name: str | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Entries of the reply for the chunks with which something was done, and for the others."""
+    hits, others = [], []
+    for index, chunk in enumerate(chunks):
+        key = chunk.key.hex()
+        entry: dict[str, Any] = {"index": index, "key": key}
+        if key not in done:
+            others.append(entry)
+            continue
+        value = done[key]
+        if name is not None:
+            entry[name] = value
+        elif isinstance(value, dict):
+            entry.update(value)
+        hits.append(entry)
+    return hits, others
+
+
+def _name(selection: Selection) -> str:
+    return next(way for way in ("texts", "input_ids", "keys") if getattr(selection, way) is not None)
+
+
+def _check_known(selection: Selection, chunks: Sequence[Chunk], hits: Sequence[object]) -> None:
+    if selection.keys is not None and not hits:
+        raise _unknown("keys", [chunk.key for chunk in chunks])
+
+
+def _unknown(path: str, keys: Sequence[bytes]) -> AdminRefused:
+    shown = ", ".join(key.hex() for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
+    message = f"{path}: {shown} not known; GET /chunk_cache/variants lists what is"
+    return AdminRefused(message, HTTPStatus.NOT_FOUND)
+
+
+def admin_of(manager: Any) -> Admin:
+    """The administration of the server that a tokenizer manager belongs to."""
+    admin = getattr(manager, _ADMIN, None)
+    assert isinstance(admin, Admin), "the chunk cache is off"
+    return admin
+
+
+# Handler of the hook.
+
+
+def init_communicators(_result: None, manager: Any) -> None:
+    """AFTER `TokenizerControlMixin.init_communicators`."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.utils import TypeBasedDispatcher
+
+    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
+    manager._result_dispatcher += TypeBasedDispatcher([(messages.ChunkCacheAdminReply, communicator.handle_recv)])
+    setattr(manager, _ADMIN, Admin(manager, communicator))

@@ -1,0 +1,200 @@
+"""ChunkAdmin: administration in one scheduler process.
+
+Verbs: `ChunkAdmin.answer` (one request of `messages`), `before_eviction` and `after_reset` (called by the radix cache),
+`init_request_dispatcher` (handler of the hook that brings the requests here).
+
+Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it
+from equal state, so all do the same; what they answered is compared. Nothing here waits for a clock, a file or a
+client. What is evicted here leaves the tiers below the pool too, whenever their workers come to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import psutil
+
+from chunk_cache.variant import NodeHome, PathTokens, Variant
+from sglang_chunk_cache.admin import messages
+from sglang_chunk_cache.admin.pins import Pins, variants_of
+
+if TYPE_CHECKING:
+    from chunk_cache.index import ChunkIndex
+    from sglang_chunk_cache.store import VariantStore
+
+Result: TypeAlias = dict[str, Any]
+
+MAX_PINNED_SHARE = 0.5
+"""Of the pool's tokens that may be pinned; the rest must do for the requests."""
+
+
+class ChunkAdmin:
+    """See the head of this file.
+
+    Args:
+        cache: the radix cache of this process; for its sizes.
+    """
+
+    def __init__(self, cache: Any, index: ChunkIndex, store: VariantStore) -> None:
+        self.cache = cache
+        self.index = index
+        self.store = store
+        self.num_flushes = 0
+        self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
+
+    def answer(self, request: Any) -> Result:
+        """The result of one request."""
+        handle: Callable[[Any], Result] = _HANDLERS[type(request)].__get__(self)
+        return handle(request)
+
+    def before_eviction(self) -> None:
+        """Room is about to be made in the pool."""
+        self.pins.renew()
+
+    def after_reset(self) -> None:
+        """The cache was flushed."""
+        self.num_flushes += 1
+        self.pins.forget_all()
+
+    def check_integrity(self) -> None:
+        """Compares pins, index and tree.
+
+        Raises:
+            AssertionError: they do not fit.
+        """
+        self.pins.check_integrity()
+
+    def _stats(self, _request: messages.ChunkCacheStatsReq) -> Result:
+        below = self.cache.tiers.stats() if self.cache.tiers is not None else {"tiers": {}}
+        return {
+            "index": self.index.stats(),
+            **below,
+            "tiers": {"pool": pool_stats(self), **below["tiers"]},
+            "pins": self.pins.stats(),
+            "num_flushes": self.num_flushes,
+        }
+
+    def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
+        keys = None if request.key is None else [request.key]
+        found = list(self.index) if keys is None else [v for vs in variants_of(self.index, keys).values() for v in vs]
+        found.sort(key=lambda variant: variant.variant_id)
+        page = found[request.offset : request.offset + request.limit]
+        return {"total": len(found), "variants": [self._describe(variant) for variant in page]}
+
+    def _describe(self, variant: Variant) -> Result:
+        is_path = isinstance(variant.holder, PathTokens)
+        stored_tokens = self.store.resolve(variant)
+        return {
+            "id": variant.variant_id,
+            "key": variant.key.hex(),
+            "length": variant.length,
+            "start": variant.start,
+            "generation": variant.generation,
+            "num_uses": variant.num_uses,
+            "reuse_frequency": float(variant.reuse_frequency),
+            "cci": None if variant.statistics is None else float(variant.statistics.cci),
+            "where": {
+                "tier": "pool",
+                "home": "path" if is_path else "node",
+                "node_id": variant.holder.node_id if stored_tokens else None,
+            },
+            "stored_tokens": stored_tokens,
+            "pinned_until": self.pins.until(variant),
+        }
+
+    def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
+        stored = {}
+        for key, variants in variants_of(self.index, request.keys).items():
+            stored[key.hex()] = max(self.store.resolve(variant) for variant in variants)
+        return {"stored": {key: num_tokens for key, num_tokens in stored.items() if num_tokens}}
+
+    def _pin(self, request: messages.ChunkCachePinReq) -> Result:
+        result = self.pins.pin(request.keys, request.until)
+        return {
+            "pinned": {key.hex(): num_tokens for key, num_tokens in result.pinned.items()},
+            "is_refused": result.is_refused,
+            "pinned_tokens": result.num_tokens,
+            "max_pinned_tokens": self.pins.max_tokens,
+        }
+
+    def _unpin(self, request: messages.ChunkCacheUnpinReq) -> Result:
+        keys = self.pins.unpin(request.keys) if request.until is None else self.pins.expire(request.until)
+        return {"unpinned": [key.hex() for key in keys], "pinned_tokens": self.pins.num_tokens}
+
+    def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
+        self.pins.unpin(request.keys)
+        if self.cache.tiers is not None:
+            self.cache.tiers.evict(request.keys)
+        evicted = {}
+        for key, variants in variants_of(self.index, request.keys).items():
+            num_freed = 0
+            for variant in variants:
+                holder = variant.holder
+                self.index.discard(variant.variant_id)
+                if isinstance(holder, NodeHome):
+                    num_freed += self.store.remove_node(holder)
+            evicted[key.hex()] = {"variants": len(variants), "freed_tokens": num_freed}
+        return {"evicted": evicted}
+
+
+_HANDLERS: dict[type, Any] = {
+    messages.ChunkCacheStatsReq: ChunkAdmin._stats,
+    messages.ChunkCacheVariantsReq: ChunkAdmin._variants,
+    messages.ChunkCacheStoredReq: ChunkAdmin._stored,
+    messages.ChunkCachePinReq: ChunkAdmin._pin,
+    messages.ChunkCacheUnpinReq: ChunkAdmin._unpin,
+    messages.ChunkCacheEvictReq: ChunkAdmin._evict,
+}
+
+
+def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
+    """The KV pool of this rank.
+
+    `variants` and `tokens` are what the index remembers: what was evicted a moment ago still counts, and tokens that
+    two variants share count twice.
+    """
+    allocator = admin.cache.token_to_kv_pool_allocator
+    tokens = sum(variant.length for variant in admin.index)
+    pool_bytes = allocator.get_kvcache().get_kv_size_bytes()
+    pool_bytes = sum(pool_bytes) if isinstance(pool_bytes, tuple) else pool_bytes
+    bytes_per_token = pool_bytes // (allocator.size + allocator.page_size)  # one page is for padding
+    numbers = {
+        "variants": len(admin.index),
+        "tokens": tokens,
+        "bytes": tokens * bytes_per_token,
+        "capacity_tokens": allocator.size,
+        "capacity_bytes": allocator.size * bytes_per_token,
+        "free_tokens": allocator.available_size(),
+        "evictable_tokens": admin.cache.evictable_size(),
+        "protected_tokens": admin.cache.protected_size(),
+    }
+    return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers
+
+
+# Handler of the hook.
+
+
+def init_request_dispatcher(_result: None, scheduler: Any) -> None:
+    """AFTER `Scheduler.init_request_dispatcher`."""
+    from sglang.utils import TypeBasedDispatcher
+
+    scheduler._request_dispatcher += TypeBasedDispatcher(
+        [(kind, partial(_answer, scheduler)) for kind in messages.REQUESTS]
+    )
+
+
+def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
+    """Runs on every rank; only rank 0 has a socket to send the reply on."""
+    from sglang.srt.distributed import get_tp_group
+
+    result = scheduler.tree_cache.admin.answer(request)
+    group = get_tp_group()
+    if isinstance(request, messages.ChunkCacheStatsReq):
+        memory = psutil.Process().memory_info()
+        own = {"tp_rank": group.rank_in_group, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
+        return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
+    results = group.all_gather_object(result) if group.world_size > 1 else [result]
+    return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))

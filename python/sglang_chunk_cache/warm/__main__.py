@@ -1,0 +1,218 @@
+"""The command `python -m sglang_chunk_cache.warm`: `main`.
+
+    python -m sglang_chunk_cache.warm corpus.jsonl --url http://127.0.0.1:30000
+
+Promises: it can be ended at any time, and goes on where it was; a second run of a finished task only asks whether it
+is still the same server; a user's mistake is one sentence on the standard error. Exit codes: 0 all is stored, 1
+something failed or the server stayed away, 2 a mistake in the command, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_chunk_cache.warm.corpus import Corpus, Line, open_corpus
+from sglang_chunk_cache.warm.server import ServerGone, WarmRefused, WarmServer
+from sglang_chunk_cache.warm.state import WarmState, load
+
+PROG = "python -m sglang_chunk_cache.warm"
+KEY_ENV = "CHUNK_CACHE_API_KEY"
+LINES_PER_REQUEST = 256
+MAX_BATCH = 64
+MAX_WAIT_S = 10.0
+NUM_SHOWN_FAILURES = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Warms, prints the summary; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except WarmRefused as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    except ServerGone as error:
+        print(f"{PROG}: --url {args.url}: {error}; start the server and run the command again", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Have a server compute the chunks of a corpus ahead of time.", epilog="docs/admin.md"
+    )
+    add = parser.add_argument
+    add("corpus", type=Path, metavar="FILE.jsonl", help="one JSON object per line")
+    add("--field", default="text", help="the field with the chunk (default: %(default)s)")
+    add("--url", default="http://127.0.0.1:30000", help="a server with --chunk-cache (default: %(default)s)")
+    add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
+    add("--batch", type=int, default=8, metavar="NUM", help="chunks that are computed at a time (default: %(default)s)")
+    add("--prefix", default=None, metavar="TEXT", help="system prompt in front of every chunk")
+    add("--extra-key", default=None, metavar="KEY", help="partition of the cache")
+    add("--cache-salt", default=None, metavar="SALT", help="partition of the cache")
+    add("--state", type=Path, default=None, metavar="FILE", help="progress (default: FILE.jsonl.warm-state)")
+    add("--fresh", action="store_true", help="begin at the first line, whatever was done before")
+    add("--retry-s", type=float, default=300.0, metavar="S", help="wait so long for the server (default: %(default)s)")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not 1 <= args.batch <= MAX_BATCH:
+        raise WarmRefused(f"--batch {args.batch}: not from 1 to {MAX_BATCH}; give another number")
+    try:
+        corpus = open_corpus(args.corpus, args.field)
+    except OSError as error:
+        raise WarmRefused(f"{args.corpus}: cannot be read ({error.strerror}); name a file") from None
+    path = args.state or args.corpus.with_name(f"{args.corpus.name}.warm-state")
+    with WarmServer(args.url, args.api_key) as server:
+        task = Task(args, corpus, server, path)
+        state = task.run()
+    _print_summary(args.corpus, corpus, state)
+    return 1 if state.num_failed else 0
+
+
+class Task:
+    """The work of one command."""
+
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, server: WarmServer, path: Path) -> None:
+        self._corpus = corpus
+        self._server = server
+        self._path = path
+        self._is_fresh: bool = args.fresh
+        self._patience_s: float = args.retry_s
+        self._deadline: float | None = None  # of the wait for a server that is gone
+        self._wait_s = 0.5
+        partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "prefix_text": args.prefix}
+        self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
+        self._task = {"corpus": corpus.digest, "field": corpus.field, "url": args.url, **partition}
+
+    def run(self) -> WarmState:
+        """Warms what is left; returns the state at the end.
+
+        Raises:
+            WarmRefused: the server or the state file says no.
+            ServerGone: no server for longer than the user wants to wait.
+        """
+        state: WarmState | None = None
+        with tqdm(total=self._corpus.num_lines, unit="lines", disable=None, dynamic_ncols=True) as bar:
+            while True:
+                try:
+                    state = self._begin(state)
+                    bar.n = state.line
+                    bar.refresh()
+                    for block in self._blocks(state):
+                        self._warm(block, state, bar)
+                        self._deadline = None
+                    if self._server.epoch() == state.epoch:
+                        break  # else it was restarted behind our back
+                except ServerGone as error:
+                    self._wait(error)
+        state.advance(self._corpus.num_lines, state.offset)
+        bar.n = state.line
+        self._save(state)
+        return state
+
+    def _begin(self, state: WarmState | None) -> WarmState:
+        """The state to go on from: the present one, the saved one, or a new one."""
+        epoch = self._server.epoch()
+        if state is None and not self._is_fresh:
+            state = self._load()
+        if state is not None and state.epoch == epoch:
+            return state
+        if state is not None:
+            _note("the server was restarted or flushed since; beginning again")
+        return WarmState(self._task, epoch)
+
+    def _load(self) -> WarmState | None:
+        try:
+            state = load(self._path)
+        except OSError as error:
+            raise WarmRefused(f"--state {self._path}: cannot be read ({error.strerror}); name another file") from None
+        if state is None and self._path.exists():
+            raise WarmRefused(f"--state {self._path}: not a state of this command; remove it, or name another file")
+        if state is not None and state.task != self._task:
+            _note(f"{self._path} is of another corpus or of other options; beginning again")
+            return None
+        return state
+
+    def _blocks(self, state: WarmState) -> Iterator[list[Line]]:
+        block: list[Line] = []
+        for line in self._corpus.lines(state.line, state.offset):
+            block.append(line)
+            if len(block) == LINES_PER_REQUEST:
+                yield block
+                block = []
+        if block:
+            yield block
+
+    def _warm(self, block: list[Line], state: WarmState, bar: Any) -> None:
+        """Warms some lines, saving the state after every line of progress."""
+        good = [line for line in block if line.text is not None]
+        bad = [line for line in block if line.text is None]
+        done = before_stored = before_already = 0
+        if good:
+            for progress in self._server.warm({**self._body, "texts": [line.text for line in good]}):
+                for failure in progress["failed"]:
+                    state.fail(good[failure["index"]].number, failure["error"].partition(": ")[2])
+                done = progress["done"]
+                last = good[done - 1] if done < len(good) else block[-1]
+                stored, already = progress["stored"] - before_stored, progress["already"] - before_already
+                before_stored, before_already = progress["stored"], progress["already"]
+                self._advance(state, last, bad, bar, stored=stored, already=already)
+        if bad:
+            self._advance(state, block[-1], bad, bar)
+
+    def _advance(
+        self, state: WarmState, last: Line, bad: list[Line], bar: Any, *, stored: int = 0, already: int = 0
+    ) -> None:
+        while bad and bad[0].number <= last.number:
+            line = bad.pop(0)
+            state.fail(line.number, str(line.problem))
+        state.advance(last.number, last.end, stored=stored, already=already)
+        self._save(state)
+        bar.update(last.number - bar.n)
+
+    def _save(self, state: WarmState) -> None:
+        try:
+            state.save(self._path)
+        except OSError as error:
+            raise WarmRefused(f"--state {self._path}: cannot be written ({error.strerror}); name another") from None
+
+    def _wait(self, error: ServerGone) -> None:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline, self._wait_s = now + self._patience_s, 0.5
+            _note(f"{error}; trying again for {self._patience_s:g} s")
+        if now >= self._deadline:
+            raise error
+        time.sleep(min(self._wait_s, max(0.0, self._deadline - now)))
+        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+
+
+def _note(sentence: str) -> None:
+    tqdm.write(f"{PROG}: {sentence}", file=sys.stderr)
+
+
+def _print_summary(path: Path, corpus: Corpus, state: WarmState) -> None:
+    for number, problem in sorted(state.failures)[:NUM_SHOWN_FAILURES]:
+        print(f"{path}:{number}: {problem}", file=sys.stderr)
+    if state.num_failed > NUM_SHOWN_FAILURES:
+        print(f"... and {state.num_failed - NUM_SHOWN_FAILURES} more that failed", file=sys.stderr)
+    print(
+        f"{corpus.num_lines} lines: {state.num_stored} stored, {state.num_already} already there, "
+        f"{state.num_failed} failed."
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""Corpus: the lines of a JSONL file, each with one chunk.
+
+Verbs: `open_corpus` (reads it once: its hash and its number of lines), `Corpus.lines` (from any line on). Promise: a
+bad line is no error but a `Line` that says what is wrong; empty lines are skipped, and count as lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunk_cache.errors import show
+
+_BLOCK_LEN = 1 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line that is not empty.
+
+    Attributes:
+        number: counted from 1.
+        end: offset in bytes of what follows it.
+        text: the chunk; None where the line is bad.
+        problem: what is wrong with it; None where it is good.
+    """
+
+    number: int
+    end: int
+    text: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A file, as it was when it was opened.
+
+    Attributes:
+        digest: hash of its bytes.
+    """
+
+    path: Path
+    field: str
+    digest: str
+    num_lines: int
+
+    def lines(self, number: int = 0, offset: int = 0) -> Iterator[Line]:
+        """The lines behind line `number`, which ends at `offset`."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for raw in file:
+                number += 1
+                offset += len(raw)
+                if raw.strip():
+                    yield self._parse(raw, number, offset)
+
+    def _parse(self, raw: bytes, number: int, end: int) -> Line:
+        try:
+            value = json.loads(raw)
+        except ValueError as error:
+            return Line(number, end, None, f"not JSON ({error})")
+        if not isinstance(value, dict):
+            return Line(number, end, None, f"{show(value)} is not an object")
+        if self.field not in value:
+            return Line(number, end, None, f"has no field {self.field!r}")
+        text = value[self.field]
+        if not isinstance(text, str):
+            return Line(number, end, None, f"{self.field}: {show(text)} is not a string")
+        return Line(number, end, text) if text.strip() else Line(number, end, None, f"{self.field}: the text is empty")
+
+
+def open_corpus(path: Path, field: str) -> Corpus:
+    """Reads a file once.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    num_lines, last = 0, b"\n"
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_LEN):
+            digest.update(block)
+            num_lines += block.count(b"\n")
+            last = block[-1:]
+    return Corpus(path, field, digest.hexdigest(), num_lines + (last != b"\n"))

@@ -1,0 +1,219 @@
+"""The routes, with the schedulers' answers in our hands; and the docs that list them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from chunk_cache.keys import Partition, chunk_key
+from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.admin import client, messages, routes
+from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+DOC = Path(__file__).parents[3] / "docs" / "admin.md"
+IDS = [[3, 4, 5], [6, 7]]
+KEYS = [chunk_key(Partition(), ids) for ids in IDS]
+KEY = KEYS[0].hex()
+
+
+class Schedulers:
+    """Answers by type of request; `seen` holds all requests."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.results: dict[type, Any] = {}
+        self.num_replicas = 1
+        self.agree = True
+
+    async def __call__(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
+        self.seen.append(request)
+        result = self.results[type(request)]
+        return [messages.ChunkCacheAdminReply(ranks=[result], agree=self.agree)] * self.num_replicas
+
+
+@pytest.fixture
+def schedulers() -> Schedulers:
+    return Schedulers()
+
+
+@pytest.fixture
+def admin(schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch) -> Admin:
+    server_args = SimpleNamespace()
+    options.attach(server_args, ChunkCacheArgs())
+    manager = SimpleNamespace(
+        server_args=server_args,
+        model_config=SimpleNamespace(vocab_size=100),
+        tokenizer=None,
+        auto_create_handle_loop=lambda: None,
+    )
+    admin = Admin(manager, schedulers)
+    monkeypatch.setattr(routes, "_admin", lambda: admin)
+    return admin
+
+
+def ask(method: str, path: str, body: Any = None, after_s: float = 0.0) -> httpx.Response:
+    app = FastAPI()
+    for verb, route, endpoint in routes.ROUTES:
+        app.add_api_route(route, endpoint, methods=[verb])
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            response = await http.request(method, f"/chunk_cache/{path}", json=body)
+        await asyncio.sleep(after_s)
+        return response
+
+    return asyncio.run(call())
+
+
+def pinned(**values: Any) -> dict[str, Any]:
+    return {"pinned": {KEY: 3}, "is_refused": False, "pinned_tokens": 3, "max_pinned_tokens": 50, **values}
+
+
+def test_a_pin_ends_by_a_message_that_names_its_end(admin, schedulers):
+    schedulers.results = {messages.ChunkCachePinReq: pinned(), messages.ChunkCacheUnpinReq: {"unpinned": []}}
+    response = ask("POST", "pin", {"input_ids": [*IDS, IDS[0]], "ttl_s": 0.05}, after_s=0.3)
+    assert response.status_code == 200
+    reply = response.json()
+    assert [(entry["index"], entry["key"], entry["tokens"]) for entry in reply["pinned"]] == [(0, KEY, 3), (2, KEY, 3)]
+    assert reply["not_stored"] == [{"index": 1, "key": KEYS[1].hex()}]
+    begin, end = schedulers.seen
+    assert begin.keys == KEYS, "each once"
+    assert end == messages.ChunkCacheUnpinReq(until=begin.until)
+    assert reply["until"] == begin.until
+
+
+def test_the_limit_of_pins_is_a_409_with_the_numbers(admin, schedulers):
+    schedulers.results = {messages.ChunkCachePinReq: pinned(pinned={}, is_refused=True, pinned_tokens=77)}
+    response = ask("POST", "pin", {"keys": [KEY], "ttl_s": 9})
+    assert response.status_code == 409
+    assert (response.json()["error"]["pinned_tokens"], response.json()["error"]["max_pinned_tokens"]) == (77, 50)
+
+
+def test_partitions_have_keys_of_their_own(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheEvictReq: {"evicted": {}}}
+    for fields in ({}, {"extra_key": "", "cache_salt": ""}, {"extra_key": "a"}, {"cache_salt": "a"}):
+        assert ask("POST", "evict", {"input_ids": IDS[:1], **fields}).status_code == 200
+    keys = [request.keys[0] for request in schedulers.seen]
+    assert keys[0] == keys[1] == KEYS[0], "as SGLang, empty is none"
+    assert len(set(keys)) == 3
+    assert keys[2:] == [chunk_key(Partition("a", None), IDS[0]), chunk_key(Partition(None, "a"), IDS[0])]
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "request_type", "result"),
+    [
+        ("pin", {"ttl_s": 5}, messages.ChunkCachePinReq, pinned(pinned={})),
+        ("unpin", {}, messages.ChunkCacheUnpinReq, {"unpinned": [], "pinned_tokens": 0}),
+        ("evict", {}, messages.ChunkCacheEvictReq, {"evicted": {}}),
+    ],
+)
+def test_unknown_keys_are_a_404(admin, schedulers, route, more, request_type, result):
+    schedulers.results = {request_type: result}
+    response = ask("POST", route, {"keys": [KEY], **more})
+    assert response.status_code == 404
+    assert KEY in response.json()["error"]["message"]
+
+
+def test_texts_need_a_tokenizer(admin, schedulers):
+    for route in ("evict", "warm"):
+        response = ask("POST", route, {"texts": ["a"]})
+        assert response.status_code == 400
+        assert "texts" in response.json()["error"]["message"]
+        assert "--skip-tokenizer-init" in response.json()["error"]["message"]
+    assert schedulers.seen == []
+
+
+def test_ranks_that_disagree_are_a_500(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": []}}
+    assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}
+    schedulers.agree = False
+    assert ask("GET", "variants").status_code == 500
+
+
+def test_a_chunk_is_stored_where_all_replicas_have_it(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheStoredReq: {"stored": {KEY: 3}}}
+    schedulers.num_replicas = 2
+    assert asyncio.run(admin.stored(KEYS)) == {KEYS[0]: 3}
+
+
+def test_a_caller_that_goes_does_not_leave_its_replies_to_the_next(admin, monkeypatch):
+    answered = []
+
+    async def slow(request: Any) -> list[Any]:
+        await asyncio.sleep(0.1)
+        answered.append(request)
+        return []
+
+    monkeypatch.setattr(admin, "_communicator", slow)
+
+    async def call() -> None:
+        task = asyncio.ensure_future(admin._ask(messages.ChunkCacheStatsReq()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.sleep(0.2)
+
+    asyncio.run(call())
+    assert len(answered) == 1
+
+
+def test_flush_that_is_refused_is_a_409(admin):
+    async def flush_cache(timeout_s: float) -> Any:
+        return SimpleNamespace(success=False, message="")
+
+    admin.manager.flush_cache = flush_cache
+    response = ask("POST", "flush")
+    assert response.status_code == 409
+    assert "idle" in response.json()["error"]["message"]
+
+
+def test_stats_names_the_options(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheStatsReq: {"tp_rank": 0}}
+    stats = ask("GET", "stats").json()
+    assert stats["ranks"] == [{"tp_rank": 0}]
+    assert stats["config"]["method"] == "epic"
+    assert stats["config"]["max_variants_per_chunk"] == 8
+    assert stats["host"]["total_bytes"] >= stats["host"]["available_bytes"] > 0
+    assert json.dumps(stats)
+
+
+@pytest.mark.parametrize("route", routes.ROUTES, ids=lambda route: route[1])
+def test_every_route_is_guarded_and_in_the_docs(route):
+    from sglang.srt.utils.auth import AuthLevel
+
+    _, path, endpoint = route
+    assert endpoint._auth_level is AuthLevel.ADMIN_OPTIONAL
+    assert f"$URL{path}" in DOC.read_text()
+
+
+def test_routes_are_added_once():
+    from sglang.srt.entrypoints.http_server import app
+
+    routes.add_routes()
+    routes.add_routes()
+    paths = [getattr(route, "path", "") for route in app.router.routes]
+    assert [paths.count(path) for _, path, _ in routes.ROUTES] == [1] * len(routes.ROUTES)
+
+
+def test_the_docs_know_every_flag_of_the_command():
+    from sglang_chunk_cache.warm.__main__ import _parser
+
+    for action in _parser()._actions:
+        for flag in action.option_strings:
+            assert flag in ("-h", "--help") or f"`{flag}`" in DOC.read_text()
+
+
+def test_client_module_knows_no_clock_of_the_schedulers():
+    from sglang_chunk_cache.admin import pins, scheduler_side
+
+    for module in (pins, scheduler_side):
+        assert not hasattr(module, "time")
+    assert hasattr(client, "time")

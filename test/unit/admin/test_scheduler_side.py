@@ -1,0 +1,130 @@
+"""What a scheduler answers: plain JSON values, stable pages."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunk_cache.index import ChunkIndex
+from chunk_cache.keys import Partition
+from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
+from sglang_chunk_cache.admin import messages
+from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+
+
+class Store:
+    """Everything is stored; a node gives back its length."""
+
+    def resolve(self, variant: Variant) -> int:
+        return variant.length
+
+    def locked_len(self, locks: Any) -> int:
+        return sum(locks)
+
+    def lock_chunk(self, variant: Variant) -> int:
+        return variant.length
+
+    def unlock(self, lock: int) -> None:
+        pass
+
+    def remove_node(self, home: NodeHome) -> int:
+        return len(home.node_key)
+
+
+@pytest.fixture
+def admin() -> ChunkAdmin:
+    index = ChunkIndex(max_variants=9, max_variants_per_chunk=3, max_path_tokens=1000)
+    path = PathTokens(array("q", range(40)), Partition(), node_id=7)
+    index.add(key(1), length=10, start=5, generation=0, context=(), home=PathHome(path, 5))
+    index.add(key(2), length=10, start=15, generation=0, context=(key(1),), home=PathHome(path, 15))
+    index.add(
+        key(1),
+        length=10,
+        start=20,
+        generation=2,
+        context=(key(2),),
+        home=NodeHome(array("q", range(16)), "namespace", node_id=8),
+    )
+    pool = SimpleNamespace(get_kv_size_bytes=lambda: (np.int64(4160), np.int64(4160)))
+    allocator = SimpleNamespace(size=64, page_size=1, available_size=lambda: 24, get_kvcache=lambda: pool)
+    cache = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator,
+        evictable_size=lambda: np.int64(40),
+        protected_size=lambda: 0,
+        tiers=None,
+    )
+    return ChunkAdmin(cache, index, Store())  # type: ignore[arg-type]
+
+
+def key(i: int) -> bytes:
+    return bytes([i]) * 16
+
+
+def test_stats_are_plain_json(admin):
+    stats = json.loads(json.dumps(admin.answer(messages.ChunkCacheStatsReq())))
+    assert stats["tiers"] == {
+        "pool": {
+            "variants": 3,
+            "tokens": 30,
+            "bytes": 30 * 128,
+            "capacity_tokens": 64,
+            "capacity_bytes": 64 * 128,
+            "free_tokens": 24,
+            "evictable_tokens": 40,
+            "protected_tokens": 0,
+        },
+    }
+    assert stats["index"]["num_variants"] == 3
+    assert stats["pins"]["max_tokens"] == 32
+
+
+def test_pages_are_by_id(admin):
+    def ids(**fields: Any) -> tuple[int, list[int]]:
+        result = json.loads(json.dumps(admin.answer(messages.ChunkCacheVariantsReq(**fields))))
+        return result["total"], [variant["id"] for variant in result["variants"]]
+
+    admin.index.touch(admin.index.get(0))
+    assert ids() == (3, [0, 1, 2])
+    assert ids(limit=2, offset=1) == (3, [1, 2])
+    assert ids(offset=9) == (3, [])
+    assert ids(key=key(1)) == (2, [0, 2])
+    assert ids(key=key(5)) == (0, [])
+
+
+def test_a_variant_is_described(admin):
+    admin.answer(messages.ChunkCachePinReq(keys=[key(1)], until=12.5))
+    first, _, third = admin.answer(messages.ChunkCacheVariantsReq())["variants"]
+    assert first == {
+        "id": 0,
+        "key": key(1).hex(),
+        "length": 10,
+        "start": 5,
+        "generation": 0,
+        "num_uses": 0,
+        "reuse_frequency": 0.0,
+        "cci": None,
+        "where": {"tier": "pool", "home": "path", "node_id": 7},
+        "stored_tokens": 10,
+        "pinned_until": 12.5,
+    }
+    assert (third["where"]["home"], third["generation"], third["pinned_until"]) == ("node", 2, None)
+
+
+def test_evict_forgets_all_variants_and_their_pins(admin):
+    admin.answer(messages.ChunkCachePinReq(keys=[key(1), key(2)], until=12.5))
+    evicted = admin.answer(messages.ChunkCacheEvictReq(keys=[key(1), key(9)]))["evicted"]
+    assert evicted == {key(1).hex(): {"variants": 2, "freed_tokens": 16}}
+    assert [variant.key for variant in admin.index] == [key(2)]
+    assert len(admin.pins) == 1
+    assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(2)])) == {"stored": {key(2).hex(): 10}}
+
+
+def test_a_flush_is_counted_and_drops_the_pins(admin):
+    admin.answer(messages.ChunkCachePinReq(keys=[key(1)], until=12.5))
+    admin.after_reset()
+    assert (admin.num_flushes, len(admin.pins)) == (1, 0)

@@ -1,0 +1,268 @@
+"""The command that warms a corpus, against a server in our hands: resuming, bad lines, restarts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_chunk_cache.warm import __main__ as command
+from sglang_chunk_cache.warm.corpus import open_corpus
+from sglang_chunk_cache.warm.state import WarmState, load
+
+
+class FakeServer:
+    """Answers as the routes do; `stored` is what it holds, `seen` all texts that it was asked to warm."""
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.seen: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.life = 0
+        self.key: str | None = None
+        self.before_line: Callable[[int], None] = lambda done: None  # may raise ConnectionError: the stream ends
+        self.num_stats = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                fake.num_stats += 1
+                if self._is_allowed():
+                    self._json(200, {"instance": f"life {fake.life}", "ranks": [{"num_flushes": 0}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self._is_allowed():
+                    self.send_response(200)
+                    self.end_headers()
+                    try:
+                        for line in fake.warm(body):
+                            self.wfile.write(json.dumps(line).encode() + b"\n")
+                            self.wfile.flush()
+                    except ConnectionError:
+                        self.close_connection = True
+
+            def _is_allowed(self) -> bool:
+                is_allowed = fake.key is None or self.headers.get("Authorization") == f"Bearer {fake.key}"
+                if not is_allowed:
+                    self._json(401, {"error": "Unauthorized"})
+                return is_allowed
+
+            def _json(self, status: int, value: Any) -> None:
+                data = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.bodies.append(body)
+        texts = body["texts"]
+        stored = already = 0
+        for done, text in enumerate(texts, 1):
+            self.before_line(len(self.seen))
+            self.seen.append(text)
+            failed = [{"index": done - 1, "error": f"texts[{done - 1}]: no good"}] if "bad" in text else []
+            already += text in self.stored
+            stored += not failed and text not in self.stored
+            if not failed:
+                self.stored.add(text)
+            yield {"done": done, "total": len(texts), "stored": stored, "already": already, "failed": failed}
+        yield {"summary": True}
+
+    def restart(self) -> None:
+        self.life += 1
+        self.stored.clear()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"passage {i}"}) + "\n" for i in range(10)))
+    return path
+
+
+def run(corpus: Path, fake: FakeServer, *flags: str) -> int:
+    return command.main([str(corpus), "--url", fake.url, "--retry-s", "5", *flags])
+
+
+def test_the_second_run_does_nothing(corpus, fake, capsys):
+    assert run(corpus, fake, "--extra-key", "a", "--prefix", "Read.", "--batch", "3") == 0
+    assert fake.seen == [f"passage {i}" for i in range(10)]
+    assert [body for body in fake.bodies if body.pop("texts")] == [
+        {"extra_key": "a", "prefix_text": "Read.", "batch": 3}
+    ]
+    assert "10 lines: 10 stored, 0 already there, 0 failed" in capsys.readouterr().out
+    assert run(corpus, fake, "--extra-key", "a", "--prefix", "Read.", "--batch", "8") == 0
+    assert len(fake.seen) == 10
+    assert "10 stored" in capsys.readouterr().out
+    assert run(corpus, fake, "--extra-key", "a", "--prefix", "Read.", "--fresh") == 0
+    assert len(fake.seen) == 20
+    assert "0 stored, 10 already there" in capsys.readouterr().out
+
+
+def test_it_goes_on_where_it_was_killed(corpus, fake, monkeypatch):
+    def kill(done: int) -> None:
+        if done == 4:
+            raise ConnectionError
+
+    fake.before_line = kill
+    monkeypatch.setattr(command.Task, "_wait", lambda self, error: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(corpus, fake) == 130
+    state = load(corpus.with_name("corpus.jsonl.warm-state"))
+    assert state is not None
+    assert (state.line, state.num_stored) == (4, 4)
+    fake.before_line = lambda done: None
+    assert run(corpus, fake) == 0
+    assert fake.seen == [f"passage {i}" for i in range(10)], "nothing twice"
+
+
+def test_a_cut_stream_is_taken_up_again(corpus, fake, capsys):
+    cuts = [3, 7]
+
+    def cut(done: int) -> None:
+        if cuts and done == cuts[0]:
+            cuts.pop(0)
+            raise ConnectionError
+
+    fake.before_line = cut
+    assert run(corpus, fake) == 0
+    assert fake.seen == [f"passage {i}" for i in range(10)]
+    assert "trying again" in capsys.readouterr().err
+
+
+def test_a_restarted_server_is_warmed_again_from_the_beginning(corpus, fake, capsys):
+    restarts = [6]
+
+    def restart(done: int) -> None:
+        if restarts and done == restarts[0]:
+            restarts.pop()
+            fake.restart()
+            raise ConnectionError
+
+    fake.before_line = restart
+    assert run(corpus, fake) == 0
+    assert fake.stored == {f"passage {i}" for i in range(10)}
+    assert "restarted or flushed" in capsys.readouterr().err
+    fake.restart()
+    assert run(corpus, fake) == 0
+    assert len(fake.stored) == 10
+
+
+def test_another_corpus_begins_anew(corpus, fake, capsys):
+    assert run(corpus, fake) == 0
+    with corpus.open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    assert run(corpus, fake) == 0
+    assert "another corpus" in capsys.readouterr().err
+    assert len(fake.seen) == 21
+
+
+def test_bad_lines_are_named(tmp_path, fake, capsys):
+    lines = ["{}", '{"text": "good"}', "", "nonsense", '{"text": 3}', '{"text": " "}', '{"text": "bad"}', "[1]"]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(lines))
+    assert run(path, fake) == 1
+    captured = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in captured.err.splitlines()] == [
+        f"{path}:{n}" for n in (1, 4, 5, 6, 7, 8)
+    ]
+    assert "no field 'text'" in captured.err
+    assert "c.jsonl:7: no good" in captured.err
+    assert "8 lines: 1 stored, 0 already there, 6 failed" in captured.out
+    assert run(path, fake) == 1, "what failed is not forgotten"
+    assert fake.seen == ["good", "bad"]
+
+
+def test_more_lines_than_one_request(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(command, "LINES_PER_REQUEST", 4)
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "passage": f"p{i}"}) + "\n" for i in range(9)) + "nonsense\n")
+    assert run(path, fake, "--field", "passage") == 1
+    assert [len(body["texts"]) for body in fake.bodies] == [4, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--batch", "0"), "--batch 0"),
+        (("--url", "nonsense"), "not a URL"),
+        (("--state", "/nonexistent/state"), "--state"),
+    ],
+)
+def test_a_mistake_is_one_sentence(corpus, fake, capsys, flags, word):
+    assert run(corpus, fake, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert word in error
+
+
+def test_a_missing_corpus_and_a_foreign_state_file(tmp_path, corpus, fake, capsys):
+    assert run(tmp_path / "none.jsonl", fake) == 2
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes")
+    assert run(corpus, fake, "--state", str(other)) == 2
+    assert other.read_text() == "my notes"
+    assert "not a state of this command" in capsys.readouterr().err
+
+
+def test_the_key_is_sent(corpus, fake, capsys, monkeypatch):
+    fake.key = "k"
+    assert run(corpus, fake) == 2
+    assert "--api-key" in capsys.readouterr().err
+    assert run(corpus, fake, "--api-key", "k") == 0
+    monkeypatch.setenv(command.KEY_ENV, "k")
+    assert run(corpus, fake) == 0
+
+
+def test_a_server_that_stays_away(corpus, fake, capsys):
+    fake.close()
+    assert command.main([str(corpus), "--url", fake.url, "--retry-s", "0.2"]) == 1
+    assert "start the server and run the command again" in capsys.readouterr().err
+
+
+def test_a_state_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "state"
+    state = WarmState({"corpus": "a"}, "epoch")
+    assert load(path) is None
+    state.save(path)
+    state.fail(3, "no")
+    state.advance(4, 50, stored=2, already=1)
+    state.save(path)
+    assert load(path) == state
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text(path.read_text()[:-9])
+    assert load(path) is None, "not JSON"
+
+
+def test_lines_from_the_middle(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "ä"}\n\n{"text": "b"}\n{"text": "c"}')
+    corpus = open_corpus(path, "text")
+    lines = list(corpus.lines())
+    assert corpus.num_lines == 4
+    assert [(line.number, line.text) for line in lines] == [(1, "ä"), (3, "b"), (4, "c")]
+    assert list(corpus.lines(lines[1].number, lines[1].end)) == lines[2:]
