@@ -21,7 +21,11 @@ TEST_DIR = Path(__file__).parent
 # Helper modules of the tests (tiny_models, server_fixture) are imported by their plain name.
 sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
-OWN_SERVER = ("test_quality_server.py", "test_verify_engine.py")  # the others share those of server/conftest.py
+# The others share the servers of server/conftest.py.
+OWN_SERVER = (
+    *("test_quality_server.py", "test_verify_engine.py", "test_admin_server.py"),
+    *("test_tiers_server.py", "test_tier_faults_server.py"),
+)
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")

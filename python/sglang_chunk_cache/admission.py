@@ -94,6 +94,26 @@ def _report(adder: PrefillAdder, req: Req, state: DocChunkRequest) -> None:
         adder.tree_cache.chunk_metrics.count_plan(state.plan)
     if req.customized_info is None:
         req.customized_info = {}
+    reply = state.plan.reply(explain=state.options.explain)
+    if adder.tree_cache.tiers is not None:
+        reply["chunks"] = [
+            _with_tier(chunk, key, state) for chunk, key in zip(reply["chunks"], state.keys, strict=True)
+        ]
+    req.customized_info[PARAM_NAME] = [json.dumps(reply)]
+
+
+def _with_tier(chunk: dict[str, Any], key: bytes, state: DocChunkRequest) -> dict[str, Any]:
+    """With where its KV was when the request came, for a hit."""
+    if chunk["status"] != "hit":
+        return chunk
+    found = state.tiers.get(key)
+    return chunk | {"tier": "pool" if found is None or found.stored is None else found.tier}
+
+
+def correct_report(req: Req, state: DocChunkRequest) -> None:
+    """The plan has changed during the forward: the reply speaks of the new one."""
+    assert state.plan is not None
+    state.reported = state.plan
     req.customized_info[PARAM_NAME] = [json.dumps(state.plan.reply(explain=state.options.explain))]
 
 

@@ -1,6 +1,7 @@
 """KVAssembler: moves the KV of chunks into the slots of a request, at their new positions.
 
-Verbs: `copy` (slots to slots, with the rotary phase of K shifted), `model_rotary_spec` (what the model's rotation is).
+Verbs: `copy` (slots to slots, with the rotary phase of K shifted), `gather` (slots to host memory) and `fill` (back,
+bit by bit), `model_rotary_spec` (what the model's rotation is).
 
 Promises: a copy is enqueued behind every forward that was launched before it and before every later one, so its
 sources are complete, and both sources and targets may change hands as soon as `copy` returns. Nothing waits on the
@@ -10,6 +11,7 @@ host. The rotation that is applied was compared with the model's own cosine tabl
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +26,29 @@ from sgl_kernel_ext.rotary import (
     verify_spec,
 )
 from sglang_chunk_cache.server_args import refuse
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class HostKV:
+    """K and V of some tokens in host memory, or on their way there.
+
+    Attributes:
+        k, v: `[num_layers, num_tokens, num_kv_heads, head_dim]`, on the CPU, pinned where there is a GPU.
+        copied: event behind the copy; None = they are there.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    copied: Any = None
+
+    def wait(self) -> None:
+        """Returns once they are there; for a worker thread."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 class KVAssembler:
@@ -48,18 +70,90 @@ class KVAssembler:
         self._kernel = kernel
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
+        self._side: Any = None
 
-    def copy(self, src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor) -> None:
-        """Copies K and V of every layer from `src_loc` to `dst_loc`, K rotated by `position_delta` positions.
+    def copy(
+        self, src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, layers: range | None = None
+    ) -> None:
+        """Copies K and V of every layer, or of some, from `src_loc` to `dst_loc`, K rotated by `position_delta`.
 
         Args:
             src_loc, dst_loc: `[num_tokens]` int64 slots, on the pool's device, without overlap.
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
         """
         with self._behind_launched_forwards():
-            copy_rotate(
-                self._k_buffers, self._v_buffers, src_loc, dst_loc, position_delta, self._spec, backend=self._kernel
+            k_buffers, v_buffers = self._k_buffers, self._v_buffers
+            if layers is not None:
+                k_buffers, v_buffers = (buffers[layers.start : layers.stop] for buffers in (k_buffers, v_buffers))
+            copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, position_delta, self._spec, backend=self._kernel)
+
+    def gather(self, slots: torch.Tensor) -> HostKV:
+        """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
+        k, v = (
+            torch.empty(
+                (len(buffers), len(slots), *buffers[0].shape[1:]), dtype=buffers[0].dtype, pin_memory=not self._is_cpu
             )
+            for buffers in (self._k_buffers, self._v_buffers)
+        )
+        copied = None
+        with self._behind_launched_forwards():
+            for target, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
+                for layer, buffer in enumerate(buffers):
+                    if self._is_cpu:
+                        torch.index_select(buffer, 0, slots, out=target[layer])
+                    else:
+                        self._download(buffer.index_select(0, slots), target[layer])
+            if not self._is_cpu:
+                copied = self._side_stream().record_event()
+        return HostKV(k, v, copied)
+
+    def fill(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layers: range | None = None) -> None:
+        """Writes what `gather` gave, of all layers or of some, to other slots of equal number."""
+        with self._behind_launched_forwards():
+            for layer in range(len(self._k_buffers)) if layers is None else layers:
+                for source, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
+                    value = source[layer] if self._is_cpu else self._upload(source[layer], buffers[layer].device)
+                    buffers[layer].index_copy_(0, slots, value)
+
+    def fingerprint(self, server_args: Any, tp_rank: int, tp_size: int) -> Fingerprint:
+        """What the KV of this rank depends on."""
+        k, v = self._k_buffers[0], self._v_buffers[0]
+        names = ("dtype", "quantization", "load_format", "model_impl", "json_model_override_args")
+        return Fingerprint(
+            weights=weights_digest(server_args.model_path, server_args.revision),
+            dtype=str(k.dtype).removeprefix("torch."),
+            num_layers=len(self._k_buffers),
+            kv_heads=k.shape[1],
+            head_dim=k.shape[2],
+            v_head_dim=v.shape[2],
+            rotary=rotary_digest(self._spec),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            settings=tuple((name, str(getattr(server_args, name, None))) for name in names),
+            model=server_args.model_path,
+        )
+
+    # Copies between host and device take a stream of their own, so that forwards run on meanwhile.
+
+    def _side_stream(self) -> Any:
+        if self._side is None:
+            self._side = torch.get_device_module().Stream()
+        return self._side
+
+    def _upload(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        module, side = torch.get_device_module(), self._side_stream()
+        with module.stream(side):
+            uploaded = value.to(device, non_blocking=True)
+        module.current_stream().wait_stream(side)
+        uploaded.record_stream(module.current_stream())
+        return uploaded
+
+    def _download(self, value: torch.Tensor, target: torch.Tensor) -> None:
+        module, side = torch.get_device_module(), self._side_stream()
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            target.copy_(value, non_blocking=True)
+        value.record_stream(side)
 
     def _behind_launched_forwards(self) -> contextlib.AbstractContextManager[Any]:
         if self._is_cpu or get_schedule().disable_overlap_schedule:

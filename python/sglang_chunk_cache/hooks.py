@@ -98,6 +98,12 @@ API_HOOKS: tuple[Hook, ...] = (
         "checks options, splits marked text, tokenizes its pieces; all routes and the Engine come by",
     ),
     Hook(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        HookType.AFTER,
+        "sglang_chunk_cache.admin.client:init_communicators",
+        "replies of the schedulers to requests of /chunk_cache/...",
+    ),
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         HookType.AROUND,
         "sglang_chunk_cache.api.reply:update_request_meta_info",
@@ -197,6 +203,37 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "sglang_chunk_cache.admission:prepare_for_extend",
         "cached_tokens counts exact tokens only",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
+        HookType.AFTER,
+        "sglang_chunk_cache.admin.scheduler_side:init_request_dispatcher",
+        "requests of /chunk_cache/... reach every scheduler process",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        HookType.AFTER,
+        "sglang_chunk_cache.tiers.waiting:add_request_to_queue",
+        "chunks that lie below the KV pool are loaded while their request waits",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+        HookType.AROUND,
+        "sglang_chunk_cache.tiers.waiting:get_new_batch_prefill_raw",
+        "a request whose loads run is passed over, and nobody waits for it",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        HookType.AROUND,
+        "sglang_chunk_cache.tiers.waiting:init_next_round_input",
+        "what was loaded goes into the KV pool just before the request is matched",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager.record_weight_version_after_update",
+        HookType.AFTER,
+        "sglang_chunk_cache.tiers.waiting:weights_changed",
+        "KV of other weights must not come up again",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",

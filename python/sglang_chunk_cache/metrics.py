@@ -72,6 +72,11 @@ class ChunkMetrics:
         if reply["fallback_reason"] is not None:
             self._counters["fallbacks"].labels(reply["fallback_reason"]).inc()
 
+    def count_fallback(self, reason: str) -> None:
+        """Counts one request whose plan failed after its admission."""
+        if self._counters:
+            self._counters["fallbacks"].labels(reason).inc()
+
     def count_not_remembered(self, reason: str) -> None:
         """Counts one chunk that was computed and lost."""
         if self._counters:

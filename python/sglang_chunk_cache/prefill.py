@@ -11,10 +11,11 @@ from the last row, which is the last token of the ordinary extend.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
 from sglang_chunk_cache.server_args import get_args
 from sglang_chunk_cache.statistics import StatisticsTaker
+from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from chunk_cache.plan import RecomputePlan
+    from sglang_chunk_cache.tiers.landing import LayerCopy
 
 _EXTRAS = "chunk_cache_extras"
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -46,10 +49,12 @@ class DueRows:
     Attributes:
         positions: `[num_load_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
         state: of the request; None where nothing is due.
+        layer_copies: KV of the loaded range that is still on its way.
     """
 
     positions: np.ndarray
     state: DocChunkRequest | None = None
+    layer_copies: tuple[LayerCopy, ...] = ()
 
     @property
     def plan(self) -> RecomputePlan | None:
@@ -67,10 +72,16 @@ class Extras:
     Attributes:
         attention: in the place of SGLang's backend; None = that one.
         taker: statistics of the chunks that this forward computes; None = it computes none.
+        timing: measures the forward; None = nobody asks.
+        loads: KV that arrives during the forward; None = all is there.
+        again: what is done instead where it does not arrive, with the reason.
     """
 
     attention: Attention | None
     taker: StatisticsTaker | None
+    timing: contextlib.AbstractContextManager[None] | None
+    loads: LayerLoads | None = None
+    again: Callable[[str], ForwardBatch] | None = None
 
 
 def init_forward_batch(
@@ -86,9 +97,47 @@ def init_forward_batch(
         attention = None
     else:
         forward_batch, attention = _init_fused(original, cls, batch, due, model_runner, kwargs)
-    if attention is not None or taker is not None:
-        setattr(forward_batch, _EXTRAS, Extras(attention, taker))
+    copies = [copy for one in due or () for copy in one.layer_copies]
+    extras = Extras(attention, taker, _timing(batch, due))
+    if copies:
+        again = partial(_without_loads, original, cls, batch, due, model_runner, kwargs)
+        extras = replace(extras, loads=batch.tree_cache.landings.loads(copies), again=again)
+    if extras != Extras(None, None, None):
+        setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
+
+
+def _without_loads(
+    original: Callable[..., ForwardBatch],
+    cls: type,
+    batch: ScheduleBatch,
+    due: list[DueRows],
+    model_runner: ModelRunner,
+    kwargs: dict[str, Any],
+    reason: str,
+) -> ForwardBatch:
+    """The same batch once more, with every token computed where KV was to arrive that does not."""
+    everything = list(due)
+    for i, one in enumerate(due):
+        if one.layer_copies:
+            assert one.state is not None
+            plan = one.state.plan
+            assert plan is not None
+            # The slots of the load stay the request's own; all that they hold is computed now.
+            everything[i] = DueRows(np.arange(plan.load_start, plan.load_end), replace(one.state, plan=None))
+            batch.tree_cache.note_load_failed(batch.reqs[i], one.state, one.layer_copies, reason)
+    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
+    forward_batch, attention = _init_fused(original, cls, batch, everything, model_runner, kwargs)
+    setattr(forward_batch, _EXTRAS, Extras(attention, taker, None))
+    return forward_batch
+
+
+def _timing(batch: ScheduleBatch, due: list[DueRows] | None) -> contextlib.AbstractContextManager[None] | None:
+    tiers = batch.tree_cache.tiers
+    if tiers is None:
+        return None
+    num_due = sum(len(one.positions) for one in due or ())
+    return tiers.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
 
 
 def _init_fused(
@@ -125,14 +174,36 @@ def forward(
     extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
+    with extras.timing or contextlib.nullcontext():
+        if extras.attention is None and extras.taker is None:
+            return original(model_runner, forward_batch, *args, **kwargs)
+        return _forward_with(extras, original, model_runner, forward_batch, *args, **kwargs)
+
+
+def _forward_with(
+    extras: Extras,
+    original: Callable[..., Any],
+    model_runner: ModelRunner,
+    forward_batch: ForwardBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     graph_runner, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, None
     attention = extras.attention
-    layerwise = attention.run(model_runner.model) if isinstance(attention, LayerwiseForward) else nullcontext()
+    is_layerwise = isinstance(attention, LayerwiseForward)
+    layerwise = attention.run(model_runner.model) if is_layerwise else contextlib.nullcontext()
     try:
-        with attending(attention, extras.taker), layerwise:
+        with attending(attention, extras.taker, extras.loads), layerwise:
             output = original(model_runner, forward_batch, *args, **kwargs)
+    except LayerFailed as failure:
+        assert extras.again is not None
+        again = extras.again(failure.reason)
+    else:
+        again = None
     finally:
         model_runner.prefill_cuda_graph_runner = graph_runner
+    if again is not None:
+        return forward(original, model_runner, again, *args, **kwargs)
     if extras.taker is not None:
         extras.taker.finish()
     return output
@@ -156,7 +227,7 @@ def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
             continue
         is_any_due = True
         assert state.plan is not None
-        due.append(DueRows(_load_rows(state.plan), state))
+        due.append(DueRows(_load_rows(state.plan), state, state.layer_copies))
         state.complete_rows()
     return due if is_any_due else None
 

@@ -12,6 +12,8 @@ a source slot next writes to it on the same stream, later.
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,19 +25,24 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.config import Config
 from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.keys import Partition
 from chunk_cache.methods import METHODS, Method, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import PathHome, PathTokens, Variant
 from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache import hooks
-from sglang_chunk_cache.admission import complete_report
-from sglang_chunk_cache.assemble import KVAssembler
+from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.admission import complete_report, correct_report
+from sglang_chunk_cache.assemble import HostKV, KVAssembler
 from sglang_chunk_cache.maintenance import Maintenance
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
 from sglang_chunk_cache.store import VariantStore
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError
+from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
+from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
         MatchResult,
     )
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_chunk_cache.tiers.stream import LayerStream
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +84,8 @@ class ChunkRadixCache(UnifiedRadixCache):
     """See the head of this file."""
 
     _index: ChunkIndex | None = None
+    tiers: ChunkTiers | None = None
+    landings: Landings | None = None
 
     def init_chunks(self, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> None:
         """Second half of the construction, once the base class has built the tree."""
@@ -82,7 +93,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         self.chunk_config: Config = args.parsed_config
         self._store = VariantStore(self)
         model_runner = ctx.tp_worker.model_runner
-        self.kernel = resolve_backend(self.chunk_config.kernel, torch.device(model_runner.device))
+        device = torch.device(model_runner.device)
+        self.kernel = resolve_backend(self.chunk_config.kernel, device, has_flashinfer=True)
         self._assembler = KVAssembler(model_runner, self.token_to_kv_pool_allocator.get_kvcache(), self.kernel)
         self._index = ChunkIndex(
             max_variants=self.chunk_config.max_variants,
@@ -103,6 +115,8 @@ class ChunkRadixCache(UnifiedRadixCache):
             self._allocate,
             self.page_size,
         )
+        self.admin = ChunkAdmin(self, self._index, self._store)
+        self.tiers = self._create_tiers(ctx)
         logger.info(
             "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
             args.method,
@@ -120,6 +134,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         """
         assert self._index is not None
         self._index.check_integrity(self._store.resolve)
+        self.admin.check_integrity()
 
     # Lookup.
 
@@ -139,12 +154,12 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state.options.mode != "off":
             for i, (_, end) in enumerate(state.options.spans):
                 if end > prefix_len:
-                    lookups[i] = self._lookup(state.keys[i], context=state.keys[:i])
+                    lookups[i] = self._lookup_below(state.keys[i], state.keys[:i], state)
         method = METHODS[state.options.method or self._args.method]
         plan = make_plan(
             opts=state.options,
             default_method=self._args.method,
-            default_ratio=self._args.ratio,
+            default_ratio=self._ratio_that_hides(lookups, num_keys=len(req.origin_input_ids)),
             prompt_len=len(req.origin_input_ids) + len(req.output_ids),
             prefix_len=prefix_len,
             max_prefix_len=max_prefix_len,
@@ -161,10 +176,117 @@ class ChunkRadixCache(UnifiedRadixCache):
         )
         return replan_without_load(plan, "unsupported") if state.unsupported else plan
 
+    def _ratio_that_hides(self, lookups: Sequence[Lookup | None], num_keys: int) -> float:
+        """The server's ratio, or more where that hides behind loads that the forward waits for anyway."""
+        if self.tiers is None or self.landings is None:
+            return self._args.ratio
+        variants = [lookup.variant for lookup in lookups if lookup is not None and lookup.variant is not None]
+        landings = [landing for variant in variants if (landing := self.landings.of(variant)) is not None]
+        if not landings:
+            return self._args.ratio
+        num_tokens = sum(variant.length for variant in variants)
+        streams = [landing.stream for landing in landings]
+        return self.tiers.hidden_ratio(streams, num_tokens, num_keys, least=self._args.ratio)
+
+    def _lookup_below(self, key: bytes, context: Sequence[bytes], state: DocChunkRequest) -> Lookup:
+        """With the reason why the chunk was not brought up, where the tiers below have one."""
+        lookup = self._lookup(key, context)
+        found = state.tiers.get(key)
+        if lookup.variant is None and found is not None and found.reason is not None:
+            return dataclasses.replace(lookup, reason=found.reason)
+        return lookup
+
     def _lookup(self, key: bytes, context: Sequence[bytes] | None = None) -> Lookup:
         assert self._index is not None
         max_generation = self.chunk_config.max_generation
         return self._index.lookup(key, self._store.resolve, context=context, max_generation=max_generation)
+
+    # Tiers below the pool.
+
+    def _create_tiers(self, ctx: TreeCacheBuildContext) -> ChunkTiers | None:
+        if self.chunk_config.tiers is None:
+            return None
+        fingerprint = self._assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size)
+        try:
+            tiers = create_tiers(
+                self.chunk_config,
+                fingerprint,
+                pool=self,
+                ratio=self._args.ratio,
+                tp_group=ctx.tp_group.cpu_group if ctx.tp_size > 1 else None,
+                device=torch.device(self.token_to_kv_pool_allocator.get_kvcache().device),
+                is_counting=self._enable_metrics_flag and ctx.tp_rank == 0,
+            )
+        except (TierError, ImportError, ValueError) as error:
+            refuse(f"--chunk-cache-config: tiers: {error}")
+        if tiers is not None:
+            atexit.register(tiers.close)
+            assert self._index is not None
+            self.landings = Landings(
+                self._index,
+                self._store,
+                self._assembler,
+                timeout_s=self.chunk_config.tiers.timeout_s,
+                reduce_max=tiers.reduce_max,
+            )
+        return tiers
+
+    def _write_down(self, variant: Variant | None) -> None:
+        if variant is not None and self.tiers is not None:
+            self.tiers.note_stored(variant)
+
+    def has(self, key: bytes) -> bool:
+        """Whether a usable variant of a chunk is in the pool."""
+        return self._lookup(key).variant is not None
+
+    def kv_of(self, variant: Variant) -> HostKV | None:
+        """K and V of a variant in host memory; None where it is not stored in full."""
+        if self._store.resolve(variant) < variant.length or (self.landings and self.landings.of(variant)):
+            return None
+        return self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))
+
+    def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:
+        """Makes a variant, in a node of its own, of what a tier had; False where the pool has no room for it.
+
+        Args:
+            stream: brings the KV that is not there yet; None = all is.
+        """
+        assert self._index is not None
+        info = stored.info
+        if not self._index.wants(info.key, start=info.start, generation=info.generation, context=info.context):
+            return True
+        length = len(info.token_ids)
+        slots = self._allocate(-(-length // self.page_size) * self.page_size, ())
+        if slots is None:
+            return False
+        if stream is None:
+            self._assembler.fill(slots[:length].to(torch.int64), stored.k, stored.v)
+        variant = self._index.add(
+            info.key,
+            length=length,
+            start=info.start,
+            generation=info.generation,
+            context=info.context,
+            home=self._store.insert_node(partition, info.token_ids, slots, 0),
+            statistics=info.statistics,
+        )
+        assert variant is not None, "the index wanted it"
+        if stream is not None:
+            assert self.landings is not None
+            self.landings.open(variant, slots[:length].to(torch.int64), stream)
+        return True
+
+    def note_load_failed(self, req: Req, state: DocChunkRequest, copies: Sequence[LayerCopy], reason: str) -> None:
+        """KV that was to arrive during the forward did not, so all of the request is computed: the reply says so."""
+        assert state.plan is not None
+        assert self.landings is not None
+        for copy in copies:
+            self.landings.fail(copy.landing)
+        logger.warning("Chunk cache: %s is computed in full, a chunk did not arrive (%s)", req.rid, reason)
+        state.plan = replan_without_load(state.plan, reason)
+        state.selection_report = None
+        correct_report(req, state)
+        self.chunk_metrics.count_fallback(reason)
 
     # Load.
 
@@ -187,8 +309,9 @@ class ChunkRadixCache(UnifiedRadixCache):
                 "Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids)
             )
             return 0, req.last_node
-        self._fill(slots, state.plan, used)
+        layer_copies = self._fill(slots, state.plan, used)
         state.admit(slots)
+        state.layer_copies = layer_copies
         return len(slots), req.last_node
 
     def _variant(self, chunk: ChunkPlan) -> Variant:
@@ -208,18 +331,28 @@ class ChunkRadixCache(UnifiedRadixCache):
             for lock in locks:
                 self._store.unlock(lock)
 
-    def _fill(self, slots: torch.Tensor, plan: RecomputePlan, used: Sequence[tuple[ChunkPlan, Variant]]) -> None:
+    def _fill(
+        self, slots: torch.Tensor, plan: RecomputePlan, used: Sequence[tuple[ChunkPlan, Variant]]
+    ) -> tuple[LayerCopy, ...]:
+        """Copies what is there; what is still on its way is returned, to be copied during the forward."""
         assert self._index is not None
-        sources, targets, deltas = [], [], []
+        copies, layer_copies = [], []
         for chunk, variant in used:
             first = chunk.dst_start - plan.load_start
-            sources.append(self._store.slots(variant, chunk.src_offset, chunk.num_reused))
-            targets.append(slots[first : first + chunk.num_reused])
-            deltas.append(torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device))
-        self._assembler.copy(torch.cat(sources), torch.cat(targets), torch.cat(deltas))
+            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
+            target = slots[first : first + chunk.num_reused]
+            delta = torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device)
+            landing = None if self.landings is None else self.landings.of(variant)
+            if landing is None:
+                copies.append((source, target, delta))
+            else:
+                layer_copies.append(LayerCopy(landing, source, target, delta))
+        if copies:
+            self._assembler.copy(*(torch.cat(parts) for parts in zip(*copies, strict=True)))
         for chunk, variant in used:
             self._index.touch(variant, 1.0 if chunk.cfo is None else use_weight(chunk.cfo, variant.length))
             self._store.touch(variant, self._priority(variant) if self._is_by_frequency else None)
+        return tuple(layer_copies)
 
     def _priority(self, variant: Variant) -> int:
         assert self._index is not None
@@ -244,14 +377,28 @@ class ChunkRadixCache(UnifiedRadixCache):
     # Evict.
 
     def evict(self, params: EvictParams) -> EvictResult:
+        self._before_eviction(params.num_tokens)
         result = super().evict(params)
         self._note_evicted(result.num_tokens_evicted)
         return result
 
-    def evict_for_alloc(self, *args: Any, **kwargs: Any) -> EvictResult:
-        result = super().evict_for_alloc(*args, **kwargs)
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        self._before_eviction(params.num_tokens)
+        result = super().evict_for_alloc(params, **kwargs)
         self._note_evicted(result.num_tokens_evicted)
         return result
+
+    def evict_leaf(self, node_id: int) -> int:
+        """Frees one leaf that nobody keeps; returns its tokens."""
+        tracker = dict.fromkeys(self.tree_components, 0)
+        self._evict_device_leaf(node_id, tracker)
+        return sum(tracker.values())
+
+    def _before_eviction(self, num_tokens: int) -> None:
+        if self._index is not None:
+            self.admin.before_eviction()
+            if self.tiers is not None:
+                self.tiers.save_victims(self._index, num_tokens)
 
     def _note_evicted(self, num_tokens: int) -> None:
         if self._index is not None and num_tokens:
@@ -291,7 +438,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             if 2 * covered_len >= end - start:
                 if covered_len < end - start and self._lookup(state.keys[i]).covered_len >= covered_len:
                     continue  # the path holds no more of it than is stored already
-                self._index.add(
+                variant = self._index.add(
                     state.keys[i],
                     length=end - start,
                     start=start,
@@ -301,6 +448,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                     home=PathHome(path, start),
                     statistics=None if state.sums is None else state.sums.statistics(i),
                 )
+                self._write_down(variant)
             elif end <= up_to and self._is_new(state, i, generation=0):
                 # The last page of a path is not stored: a short chunk at its end would be lost.
                 self._remember_copy(req, state, i, generation=0)
@@ -375,6 +523,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             home=home,
             statistics=None if state.sums is None else state.sums.statistics(i),
         )
+        self._write_down(variant)
         if variant is not None and generation:
             self.maintenance.note_derived(variant, req.origin_input_ids, i, state)
 
@@ -398,6 +547,11 @@ class ChunkRadixCache(UnifiedRadixCache):
         if self._index is not None:
             self._index.clear()
             self.maintenance.clear()
+            self.admin.after_reset()
+            if self.tiers is not None:
+                self.tiers.flush()
+            if self.landings is not None:
+                self.landings.clear()
 
 
 def _rankings(method: Method, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:

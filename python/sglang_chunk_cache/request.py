@@ -15,7 +15,8 @@ loaded range; `RecomputePlan.row_positions` lists them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition, chunk_keys
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from chunk_cache.plan import RecomputePlan
     from sglang_chunk_cache.selection.report import SelectionReport
     from sglang_chunk_cache.statistics import ChunkSums
+    from sglang_chunk_cache.tiers.landing import LayerCopy
+    from sglang_chunk_cache.tiers.loader import Found
 
 PARAM_NAME = "chunk_cache"
 _ATTRIBUTE = "doc_chunk_request"
@@ -47,6 +50,8 @@ class DocChunkRequest:
         selection_report: what the forward chose, where the client asked to explain it.
         fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
         remembered: the chunks of this (exact) request are in the index already.
+        layer_copies: what the load brings in layer by layer, during the forward.
+        tiers: what became of the chunks that the KV pool did not have when the request came, by key.
     """
 
     options: RequestOptions
@@ -60,6 +65,8 @@ class DocChunkRequest:
     remembered: bool = False
     selection_report: SelectionReport | None = None
     sums: ChunkSums | None = None
+    layer_copies: tuple[LayerCopy, ...] = ()
+    tiers: Mapping[bytes, Found] = field(default_factory=dict)
 
     @property
     def load_due(self) -> bool:
@@ -80,6 +87,7 @@ class DocChunkRequest:
     def complete_rows(self) -> None:
         """The rows went into a forward; the slots are in the request's own row by now."""
         self.private_indices = None
+        self.layer_copies = ()
 
     def restart(self) -> None:
         """The request lost its KV (retraction); the next match plans anew."""

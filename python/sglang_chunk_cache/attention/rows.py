@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_chunk_cache.statistics import StatisticsTaker
+    from sglang_chunk_cache.tiers.landing import LayerLoads
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ class FusedRows:
 
 def _indptr(lens: list[int], device: torch.device, kernel: str) -> list[int] | torch.Tensor:
     indptr = [0, *itertools.accumulate(lens)]
-    return indptr if device.type == "cpu" or kernel == "flashinfer" else torch.tensor(indptr, dtype=torch.int64, device=device)
+    if device.type == "cpu" or kernel == "flashinfer":
+        return indptr
+    return torch.tensor(indptr, dtype=torch.int64, device=device)
 
 
 class Attention(Protocol):
@@ -150,19 +153,26 @@ class Attention(Protocol):
 # One forward at a time runs in a scheduler process.
 _current: Attention | None = None
 _observer: StatisticsTaker | None = None
+_loads: LayerLoads | None = None
 
 
 @contextlib.contextmanager
-def attending(attention: Attention | None, observer: StatisticsTaker | None) -> Iterator[None]:
-    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observer` looks on."""
-    global _current, _observer
+def attending(
+    attention: Attention | None, observer: StatisticsTaker | None, loads: LayerLoads | None = None
+) -> Iterator[None]:
+    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observer` looks on.
+
+    Args:
+        loads: KV that must be in place before a layer attends.
+    """
+    global _current, _observer, _loads
     assert _current is None, "forwards do not nest"
     assert _observer is None, "forwards do not nest"
-    _current, _observer = attention, observer
+    _current, _observer, _loads = attention, observer, loads
     try:
         yield
     finally:
-        _current = _observer = None
+        _current = _observer = _loads = None
 
 
 def backend_forward(
@@ -177,6 +187,8 @@ def backend_forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND `AttentionBackend.forward`."""
+    if _loads is not None:
+        _loads.arrive(layer.layer_id)
     is_observed = _observer is not None and _observer.observes(layer.layer_id)
     if _current is None:
         positions, row_lens = forward_batch.positions, forward_batch.extend_seq_lens_cpu

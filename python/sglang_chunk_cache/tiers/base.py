@@ -1,0 +1,242 @@
+"""Medium: moves the KV of chunks to and from one kind of storage. It decides nothing.
+
+    find          the variants of a chunk that are there now; other servers may write to the same place
+    read          one variant, verified: checksums, fingerprint and tokens
+    read_layers   the same, layer by layer, each verified before it is yielded
+    write         visible whole or not at all; an entry of the same identity is replaced
+    delete        whether it was there
+    scan          all entries of the fingerprint, for start-up
+    close         its connections and files; nothing is called after it
+
+Promises: every call may come from any thread, several at a time. What was read is bit for bit what was written. An
+entry that was found corrupt is removed where that is possible, so that it is not found again. Whatever cannot be done
+is a `TierError`, never another exception of the storage; asserts are mistakes of the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeAlias
+
+import torch
+
+from chunk_cache.statistics import ChunkStatistics
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
+
+__all__ = [
+    "TIER_REASONS",
+    "Fingerprint",
+    "LayerwiseMedium",
+    "Medium",
+    "OnProblem",
+    "Problems",
+    "StoredVariant",
+    "TierError",
+    "VariantInfo",
+    "weights_digest",
+]
+
+logger = logging.getLogger(__name__)
+
+TIER_REASONS = ("corrupt", "mismatch", "missing", "timeout", "unavailable", "full", "unreadable")
+"""Checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no fault of the
+medium; too slow; server or folder gone; no space or quota; permission or I/O error."""
+
+Layer: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""Index, K `[length, kv_heads, head_dim]`, V `[length, kv_heads, v_head_dim]`, CPU."""
+
+
+class TierError(Exception):
+    """Storage that failed; the message is ``<path or url>: <problem>; <remedy>``."""
+
+    def __init__(self, reason: str, where: str, problem: str, remedy: str) -> None:
+        assert reason in TIER_REASONS, f"unknown reason {reason!r}"
+        super().__init__(f"{where}: {problem}; {remedy}")
+        self.reason = reason
+        self.where = where
+
+
+OnProblem: TypeAlias = Callable[[TierError], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VariantInfo:
+    """One stored variant without its KV. Equal where all fields are, the statistics bit for bit."""
+
+    key: bytes
+    """`chunk_key` of the chunk."""
+    token_ids: array[int]
+    """int64, `[length]`; must not change."""
+    start: int
+    """Rotary position of the first token in the stored K."""
+    generation: int
+    context: tuple[bytes, ...]
+    """Keys of the chunks in front of it."""
+    statistics: ChunkStatistics | None
+    payload_len: int
+    """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.typecode == "q", "token ids are an array('q')"
+        assert len(self.token_ids), "a chunk without tokens"
+        assert min(self.start, self.generation, self.payload_len) >= 0, f"{self.start}, {self.generation}"
+
+    @property
+    def name(self) -> str:
+        """Hex of 8 bytes: tells the variants of one chunk apart."""
+        hasher = hashlib.blake2b(f"{self.start},{self.generation}".encode(), digest_size=8)
+        for key in self.context:
+            hasher.update(len(key).to_bytes(1, "little") + key)
+        return hasher.hexdigest()
+
+    @property
+    def entry_id(self) -> str:
+        return f"{self.key.hex()}-{self.name}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VariantInfo):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.start, self.generation, self.context))
+
+    def _values(self) -> tuple[object, ...]:
+        s = self.statistics
+        statistics = s and (s.outside.tobytes(), s.received.tobytes(), s.inter.tobytes(), s.cci)
+        return (*self.identity(), self.payload_len, statistics)
+
+    def identity(self) -> tuple[object, ...]:
+        """What must agree for a stored entry to be the one that was asked for."""
+        return (self.key, self.token_ids, self.start, self.generation, self.context)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredVariant:
+    """A variant with its KV, CPU and contiguous; whoever holds it does not change it."""
+
+    info: VariantInfo
+    k: torch.Tensor
+    """`[num_layers, length, kv_heads, head_dim]`, rotated to position `info.start`."""
+    v: torch.Tensor
+    """`[num_layers, length, kv_heads, v_head_dim]`."""
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        assert k.ndim == v.ndim == 4, f"{k.ndim} and {v.ndim} dimensions"
+        assert (k.shape[:3], k.dtype) == (v.shape[:3], v.dtype), f"{k.dtype} {k.shape}, {v.dtype} {v.shape}"
+        assert all(part.device.type == "cpu" and part.is_contiguous() for part in (k, v)), "not contiguous on the CPU"
+        assert k.shape[1] == len(self.info.token_ids), f"{k.shape[1]} rows, {len(self.info.token_ids)} tokens"
+        assert k.nbytes + v.nbytes == self.info.payload_len, f"{k.nbytes + v.nbytes} bytes, {self.info.payload_len}"
+
+    def check_fits(self, fingerprint: Fingerprint) -> None:
+        """Asserts that it has the layers, heads, dimensions and dtype of `fingerprint`."""
+        f, (num_layers, _, kv_heads, head_dim) = fingerprint, self.k.shape
+        mine = (num_layers, kv_heads, head_dim, self.v.shape[3], self.k.dtype)
+        theirs = (f.num_layers, f.kv_heads, f.head_dim, f.v_head_dim, f.torch_dtype)
+        assert mine == theirs, f"a variant of {mine} in a medium for {theirs}"
+
+
+class Medium(Protocol):
+    """See the head of this file."""
+
+    name: str
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        """Ascending by (generation, name). Corrupt entries are skipped, told once and removed, never raised.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def read(self, info: VariantInfo) -> StoredVariant:
+        """`info` comes from `find` or `scan`. The tensors may be shared with other readers: do not write to them.
+
+        Raises:
+            TierError: any reason but full; missing where it was deleted or replaced meanwhile.
+        """
+
+    def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
+        """In order of layers; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
+
+    def write(self, stored: StoredVariant) -> None:
+        """The tensors may change as soon as it returns.
+
+        Raises:
+            TierError: timeout, unavailable, full, unreadable; nothing of it is visible then.
+        """
+
+    def delete(self, info: VariantInfo) -> bool:
+        """Whether it was there. Reads that run end well, or with missing.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def scan(self) -> Iterator[VariantInfo]:
+        """In no order; entries that come and go meanwhile may be among them. Raises and skips as `find`."""
+
+    def close(self) -> None: ...
+
+
+Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Where K and V of a layer are to be put."""
+
+
+class LayerwiseMedium(ABC):
+    """A medium that fetches layer after layer, for one fingerprint.
+
+    Args:
+        on_problem: called with a corrupt or unreadable entry that `find` or `scan` skip, once for each, from the thread
+            that found it; None = a warning in the log.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, fingerprint: Fingerprint, on_problem: OnProblem | None) -> None:
+        self.fingerprint = fingerprint
+        self._problems = Problems(on_problem)
+
+    def read(self, info: VariantInfo) -> StoredVariant:
+        k, v = self.fingerprint.empty(len(info.token_ids))
+        for _ in self._layers(info, lambda layer: (k[layer], v[layer])):
+            pass
+        return StoredVariant(info, k, v)
+
+    def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
+        return self._layers(info, lambda _: self.fingerprint.empty_layer(len(info.token_ids)))
+
+    @abstractmethod
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+        """`read_layers` into tensors of `target`; the description is verified before the first is asked for."""
+
+
+class Problems:
+    """Tells each problem once, however often it is met."""
+
+    def __init__(self, callback: OnProblem | None) -> None:
+        self._callback = callback or _log
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def tell(self, error: TierError) -> None:
+        with self._lock:
+            if error.where in self._told:
+                return
+            self._told.add(error.where)
+        self._callback(error)
+
+
+def _log(error: TierError) -> None:
+    logger.warning("chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
+
+
+def in_order(infos: list[VariantInfo]) -> list[VariantInfo]:
+    """The order that `find` promises."""
+    return sorted(infos, key=lambda info: (info.generation, info.name))

@@ -1,0 +1,230 @@
+"""DiskMedium: one file per variant in a folder that several servers may share.
+
+    <root>/<fingerprint>/fingerprint.json       for people
+    <root>/<fingerprint>/<kk>/<key>/<name>.kv   kk: the first two digits of the key
+    <root>/<fingerprint>/writing/               not complete yet; what a killed writer left is removed at the next start
+
+A file is the description (`record`), then K and V of layer 0, K and V of layer 1, ..., nothing else; so its length is
+known from its description. Who opens it sees all of it (`files`), and who has it open keeps it when it is replaced or
+deleted.
+
+A folder that may only be read is good for reading: each write raises `unreadable` then, and damaged entries stay. Token
+ids and KV lie there in the clear, and no file is readable for other users unless `file_mode` says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sglang_chunk_cache.tiers.base import (
+    Layer,
+    LayerwiseMedium,
+    OnProblem,
+    StoredVariant,
+    Target,
+    TierError,
+    VariantInfo,
+    in_order,
+)
+from sglang_chunk_cache.tiers.files import make_folder, read_all, remove_abandoned, told, write_whole
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.record import (
+    PREFIX,
+    Record,
+    check_layer,
+    check_wanted,
+    checksums_of,
+    corrupt,
+    decode,
+    encode,
+    encoded_len,
+    layer_bytes,
+    missing,
+)
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".kv"
+
+
+class DiskMedium(LayerwiseMedium):
+    """See the head of this file.
+
+    Args:
+        root: made where it is not there.
+        sync: wait until the device has the bytes. Without, a crash of the machine may damage or lose what was written
+            shortly before; damaged entries are found corrupt, never used.
+        file_mode: of new files; folders can be entered by whoever may read. The umask is taken off it.
+        on_problem: see `LayerwiseMedium`.
+
+    Raises:
+        TierError: `root` is no folder and cannot be made one.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        root: str | Path,
+        fingerprint: Fingerprint,
+        *,
+        sync: bool = True,
+        file_mode: int = 0o600,
+        on_problem: OnProblem | None = None,
+    ) -> None:
+        super().__init__(fingerprint, on_problem)
+        self._root = Path(root)
+        self._folder = self._root / fingerprint.digest
+        self._writing = self._folder / "writing"
+        self._sync = sync
+        self._file_mode = file_mode
+        with told(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._device = self._root.stat().st_dev
+        try:
+            self._make_folders()
+            remove_abandoned(self._writing)
+        except OSError as error:
+            logger.warning("chunk cache: %s can only be read: %s", self._folder, error)
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        with told(self._root):
+            found = in_order(list(self._infos_in(self._folder_of(key))))
+            if not found:
+                self._root.stat()  # nothing stored, unless the root itself is gone
+            return found
+
+    def write(self, stored: StoredVariant) -> None:
+        stored.check_fits(self.fingerprint)
+        path = self._path(stored.info)
+        header = encode(self.fingerprint, stored.info, checksums_of(stored))
+        with told(path):
+            if self._root.stat().st_dev != self._device:
+                # It was unmounted: what is written now would fill the file system below.
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
+            if not self._writing.is_dir():
+                self._make_folders()
+            write_whole(path, _parts(header, stored), via=self._writing, mode=self._file_mode, sync=self._sync)
+
+    def delete(self, info: VariantInfo) -> bool:
+        path = self._path(info)
+        with told(path):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return False
+            with suppress(OSError):  # other variants are in it, or somebody else was faster
+                path.parent.rmdir()
+            return True
+
+    def scan(self) -> Iterator[VariantInfo]:
+        for first in self._subfolders(self._folder):
+            if first != self._writing:
+                for folder in self._subfolders(first):
+                    yield from self._infos_in(folder)
+
+    def close(self) -> None:
+        pass
+
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+        path = self._path(info)
+        with self._opened(path) as file:
+            record = self._record(file, path)
+            check_wanted(record.info, info, str(path))
+            for layer in range(self.fingerprint.num_layers):
+                k, v = target(layer)
+                with told(path):
+                    read_all(file, layer_bytes(k), path)
+                    read_all(file, layer_bytes(v), path)
+                check_layer(layer, k, v, record, str(path))
+                yield layer, k, v
+
+    def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
+        """Of the entries in a key's folder; those that cannot be read are told."""
+        with told(folder):
+            try:
+                with os.scandir(folder) as entries:
+                    paths = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX) and entry.is_file()]
+            except FileNotFoundError:
+                return
+        for path in paths:
+            try:
+                with self._opened(path) as file:
+                    info = self._record(file, path).info
+                    if path != self._path(info):
+                        raise corrupt(str(path), f"holds the entry {info.entry_id}")
+            except TierError as error:
+                if error.reason != "missing":
+                    self._problems.tell(error)
+            else:
+                yield info
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[io.FileIO]:
+        """The file, which is removed if what is read inside is corrupt."""
+        with told(path):
+            try:
+                file = path.open("rb", buffering=0)
+            except FileNotFoundError as error:
+                raise missing(str(path)) from error
+        with file:
+            try:
+                yield file
+            except TierError as error:
+                if error.reason == "corrupt":
+                    _remove(path, file)
+                raise
+
+    def _record(self, file: io.FileIO, path: Path) -> Record:
+        """The description, with which the length of the file agrees; the file stands behind it then."""
+        with told(path):
+            actual_len = os.fstat(file.fileno()).st_size
+            raw = file.read(PREFIX.size)
+            raw += file.read(min(actual_len, encoded_len(raw, str(path))) - len(raw))
+        record = decode(raw, self.fingerprint, str(path))
+        if actual_len != len(raw) + record.info.payload_len:
+            raise corrupt(str(path), f"{actual_len} bytes instead of {len(raw) + record.info.payload_len}")
+        return record
+
+    def _folder_of(self, key: bytes) -> Path:
+        return self._folder / key.hex()[:2] / key.hex()
+
+    def _path(self, info: VariantInfo) -> Path:
+        return self._folder_of(info.key) / (info.name + _SUFFIX)
+
+    def _subfolders(self, folder: Path) -> list[Path]:
+        with told(folder):
+            try:
+                with os.scandir(folder) as entries:
+                    return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            except FileNotFoundError:
+                return []
+
+    def _make_folders(self) -> None:
+        make_folder(self._folder, self._file_mode)
+        make_folder(self._writing, self._file_mode)
+        path = self._folder / "fingerprint.json"
+        if not path.exists():
+            text = json.dumps(self.fingerprint.describe(), indent=2).encode()
+            write_whole(path, [text], via=self._writing, mode=self._file_mode, sync=self._sync)
+
+
+def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]:
+    yield header
+    for k, v in zip(stored.k, stored.v, strict=True):
+        yield layer_bytes(k)
+        yield layer_bytes(v)
+
+
+def _remove(path: Path, file: io.FileIO) -> None:
+    """Unless it was replaced since it was opened, or may only be read."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            path.unlink()

@@ -1,0 +1,172 @@
+"""Files as the disk medium needs them: whole or not at all, and with errors that say what to do.
+
+    write_whole        a file that nobody sees before all of it is there
+    remove_abandoned   what killed writers left
+    told               an error of the operating system becomes a `TierError`
+    read_all           exactly as many bytes as asked for
+
+A file is written in a folder for that, flushed to the device, and renamed. The writer holds a lock (`flock`) on it
+until then, which the kernel lets go of with the process, so another process can tell whether a writer lives: also one
+in another container, where process numbers mean something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sglang_chunk_cache.tiers.base import TierError
+from sglang_chunk_cache.tiers.record import corrupt
+
+_UNLOCKABLE_AGE_S = 3600.0
+"""Where the file system knows no locks, what was not written to for so long has no writer any more."""
+_NUM_TRIES = 100
+"""Each loses a race against another process, so a few are many."""
+_REASONS = {
+    errno.ENOSPC: ("full", "no space left", "give the disk tier fewer bytes, or free some"),
+    errno.EDQUOT: ("full", "the quota is used up", "give the disk tier fewer bytes, or raise the quota"),
+    errno.EFBIG: ("full", "the file would be too large", "raise the limit of file sizes (ulimit -f)"),
+    errno.EACCES: ("unreadable", "permission denied", "let the server's user read and write there"),
+    errno.EPERM: ("unreadable", "not permitted", "let the server's user read and write there"),
+    errno.EROFS: ("unreadable", "the folder is read-only", "mount it for writing, or name another"),
+    errno.ENOENT: ("unavailable", "the folder is gone", "mount it again, or restart with another"),
+    errno.ESTALE: ("unavailable", "the network file system has lost it", "mount it again"),
+    errno.ETIMEDOUT: ("timeout", "the file system did not answer", "check the network file system"),
+}
+_numbers = itertools.count()  # of this process: two threads never write to the same name
+
+
+def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, via: Path, mode: int, sync: bool) -> None:
+    """Writes `path`, or replaces it.
+
+    Args:
+        via: folder on the same file system in which it is written.
+        mode: of the file; folders that `path` needs can be entered by whoever may read.
+        sync: wait until the device has it.
+
+    Raises:
+        OSError: nothing is left of it.
+    """
+    file, temporary = _open_locked(via, path.stem, mode)
+    try:
+        with file:
+            for part in parts:
+                source = memoryview(part)
+                while source:  # one call writes at most 2 GiB
+                    source = source[file.write(source) :]
+            if sync:
+                os.fsync(file.fileno())
+            _rename(temporary, path, mode)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if sync:
+        _sync_folder(path.parent)
+
+
+def make_folder(folder: Path, mode: int) -> None:
+    """Makes it for files of `mode`, where it is not there."""
+    folder.mkdir(mode=mode | 0o700 | (mode & 0o444) >> 2, exist_ok=True)
+
+
+def remove_abandoned(folder: Path) -> int:
+    """Removes what has no writer any more from a folder that `write_whole` writes in; returns how many."""
+    num_removed = 0
+    for path in folder.iterdir():
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            if _is_abandoned(file):
+                path.unlink()
+                num_removed += 1
+    return num_removed
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """An OSError inside becomes an error of the tier.
+
+    Raises:
+        TierError: it names `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        unknown = ("unreadable", str(error), "check the disk and the system's log")
+        reason, problem, remedy = _REASONS.get(error.errno or 0, unknown)
+        raise TierError(reason, str(path), problem, remedy) from error
+
+
+def read_all(file: io.FileIO, target: memoryview, path: Path) -> None:
+    """Fills `target`.
+
+    Raises:
+        TierError: corrupt where the file ends before.
+    """
+    while target:
+        num_read = file.readinto(target)
+        if not num_read:
+            raise corrupt(str(path), "ends too early")
+        target = target[num_read:]
+
+
+def _open_locked(folder: Path, name: str, mode: int) -> tuple[io.FileIO, Path]:
+    """A new file, locked, which nobody takes for abandoned."""
+    for _ in range(_NUM_TRIES):
+        path = folder / f"{name}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        except FileExistsError:  # of a process that had the same number, in another container say
+            continue
+        file = io.FileIO(descriptor, "w")
+        with suppress(OSError):  # no locks here: its age tells then
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return file, path
+        file.close()  # taken for abandoned before it was locked
+    raise OSError(errno.EIO, f"no file could be made in {_NUM_TRIES} tries", str(folder))
+
+
+def _rename(temporary: Path, path: Path, mode: int) -> None:
+    """Into a folder that others remove as soon as it is empty."""
+    for _ in range(_NUM_TRIES):
+        try:
+            os.replace(temporary, path)
+        except FileNotFoundError:
+            temporary.stat()  # raises if that is what is gone
+            with suppress(FileNotFoundError):
+                make_folder(path.parent.parent, mode)
+                make_folder(path.parent, mode)
+            path.parent.parent.parent.stat()
+        else:
+            return
+    raise OSError(errno.EIO, f"its folder could not be made in {_NUM_TRIES} tries", str(path))
+
+
+def _is_abandoned(file: io.FileIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(file.fileno()).st_mtime > _UNLOCKABLE_AGE_S
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that the name survives a crash of the machine."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # deleted already, and its folder with it
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+"""Fingerprint: everything that must agree for stored KV to be usable by a server.
+
+Fingerprint       the value; its `digest` names the folder or the key space that an entry lies in
+weights_digest    which weights a model folder holds, without reading all of them
+rotary_digest     how keys were turned
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+if TYPE_CHECKING:
+    from sgl_kernel_ext.rotary import RotarySpec
+
+FORMAT_VERSION = 1
+"""Of the bytes that media write; another version is another fingerprint, so it is never found."""
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_BLOCK_LEN = 4096
+_EDGE_LEN = 1 << 20
+_NUM_STRIDED = 64
+_MAX_HEADER_LEN = 100 << 20  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What the KV of one rank depends on. Equal digests: bytes of one server mean the same to the other."""
+
+    weights: str
+    """`weights_digest` of the model."""
+    dtype: str
+    """Of the KV, as torch names it: "bfloat16", "float8_e4m3fn", "uint8", ..."""
+    num_layers: int
+    kv_heads: int
+    """Of this rank."""
+    head_dim: int
+    v_head_dim: int
+    rotary: str
+    """`rotary_digest` of the model."""
+    tp_rank: int = 0
+    tp_size: int = 1
+    settings: tuple[tuple[str, str], ...] = ()
+    """Whatever else changes the KV that this server computes: dtype of the weights, quantization, scales of fp8 KV."""
+    model: str = field(default="", compare=False)
+    """For people; neither compared nor in the digest."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_layers, self.kv_heads, self.head_dim, self.v_head_dim)
+        assert min(sizes) > 0, f"layers, heads and dimensions must be positive, not {sizes}"
+        assert isinstance(getattr(torch, self.dtype, None), torch.dtype), f"torch has no dtype {self.dtype!r}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Hex of 16 bytes."""
+        return _digest(self)
+
+    def describe(self) -> dict[str, Any]:
+        """For people and for JSON; all but "model" is in the digest."""
+        return {
+            "format": FORMAT_VERSION,
+            "byte_order": sys.byteorder,
+            **asdict(self),
+            "settings": [list(pair) for pair in self.settings],
+        }
+
+    def payload_len(self, num_tokens: int) -> int:
+        """Bytes of K and V of `num_tokens` tokens, all layers."""
+        return self.num_layers * self.layer_len(num_tokens)
+
+    def layer_len(self, num_tokens: int) -> int:
+        """Bytes of K and V of one layer."""
+        return num_tokens * self.kv_heads * (self.head_dim + self.v_head_dim) * self.torch_dtype.itemsize
+
+    def empty_layer(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[num_tokens, kv_heads, head_dim]` and V `[..., v_head_dim]` on the CPU, not initialised."""
+        return self._empty(num_tokens, self.head_dim), self._empty(num_tokens, self.v_head_dim)
+
+    def empty(self, num_tokens: int, *, pin_memory: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[num_layers, num_tokens, kv_heads, head_dim]` and V on the CPU, not initialised."""
+        dims = (self.head_dim, self.v_head_dim)
+        k, v = (self._empty(self.num_layers, num_tokens, dim, pin_memory=pin_memory) for dim in dims)
+        return k, v
+
+    def _empty(self, *sizes: int, pin_memory: bool = False) -> torch.Tensor:
+        shape = (*sizes[:-1], self.kv_heads, sizes[-1])
+        return torch.empty(shape, dtype=self.torch_dtype, device="cpu", pin_memory=pin_memory)
+
+
+@lru_cache(maxsize=16)
+def _digest(fingerprint: Fingerprint) -> str:
+    """Kept, because every entry that is read is compared with it."""
+    described = {name: value for name, value in fingerprint.describe().items() if name != "model"}
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def rotary_digest(spec: RotarySpec) -> str:
+    """Hex of 16 bytes over the frequencies (as float64), the pairing, the dimensions and the magnitude."""
+    hasher = hashlib.blake2b(digest_size=16)
+    hasher.update(spec.inv_freq.detach().to("cpu", torch.float64).numpy().astype("<f8").tobytes())
+    hasher.update(json.dumps([bool(spec.is_neox), int(spec.rotary_dim), float(spec.magnitude)]).encode())
+    return hasher.hexdigest()
+
+
+def weights_digest(model_path: str, revision: str | None = None) -> str:
+    """Hex of 16 bytes that tells the weights of one model folder from those of another.
+
+    Hashed are config.json and, of every file of weights, its name, its size, its first and last MiB and 64 blocks of
+    4 KiB between; of a safetensors file also its header and three blocks of 4 KiB of every tensor, so that a
+    fine-tune of the same shape differs even where it changed one tensor only. Read are 2 MiB and some blocks per file.
+
+    Limits: an edit of a few values between the blocks is not seen. The files are read, not what the server made of
+    them: quantization at load, or weights that were replaced while it runs, belong into `Fingerprint.settings`.
+
+    Args:
+        model_path: a folder, one file of weights (GGUF), or a name on the Hugging Face hub. Of a name, the snapshot in
+            the local cache is read; nothing is downloaded. Where there is none, name and revision are all that is
+            hashed: a new commit on the same branch is then not seen.
+        revision: of a hub name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = Path(model_path)
+    if not path.exists():
+        snapshot = _local_snapshot(model_path, revision)
+        if snapshot is None:
+            return hashlib.blake2b(f"hub:{model_path}@{revision or 'main'}".encode(), digest_size=16).hexdigest()
+        path = snapshot
+    hasher = hashlib.blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    config = path / "config.json"
+    if config.is_file():
+        hasher.update(b"config" + _framed(config.read_bytes()))
+    for file in files:
+        hasher.update(_framed(file.name.encode()))
+        with file.open("rb", buffering=0) as raw:
+            size = raw.seek(0, 2)
+            hasher.update(size.to_bytes(8, "little"))
+            for offset, length in _samples(raw, size, file.suffix == ".safetensors"):
+                raw.seek(offset)
+                hasher.update(_framed(raw.read(length)))
+    return hasher.hexdigest()
+
+
+def _samples(raw: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[int, int]]:
+    """(offset, length) of what is hashed of one file, clipped to it by reading."""
+    yield 0, _EDGE_LEN
+    yield max(0, size - _EDGE_LEN), _EDGE_LEN
+    yield from ((size * i // _NUM_STRIDED, _BLOCK_LEN) for i in range(1, _NUM_STRIDED))
+    if not is_safetensors:
+        return
+    raw.seek(0)
+    header_len = int.from_bytes(raw.read(8), "little")
+    if header_len > min(size - 8, _MAX_HEADER_LEN):
+        return  # not a safetensors file whatever its name says
+    header = raw.read(header_len)
+    yield 8, header_len
+    for begin, end in _tensor_ranges(header):
+        for offset in sorted({begin, (begin + end) // 2, max(begin, end - _BLOCK_LEN)}):
+            if 0 <= offset < size:
+                yield 8 + header_len + offset, max(0, min(_BLOCK_LEN, end - offset))
+
+
+def _tensor_ranges(header: bytes) -> list[tuple[int, int]]:
+    try:
+        entries = json.loads(header)
+        ranges = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        return sorted((int(begin), int(end)) for begin, end in ranges)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []  # damaged; the server will say so
+
+
+def _framed(part: bytes) -> bytes:
+    """Length first: what is hashed cannot be cut differently."""
+    return len(part).to_bytes(8, "little") + part
+
+
+def _local_snapshot(name: str, revision: str | None) -> Path | None:
+    from huggingface_hub import snapshot_download  # transformers brings it
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, FileNotFoundError):  # no such name; LocalEntryNotFoundError is the latter
+        return None

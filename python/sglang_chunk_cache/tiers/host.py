@@ -1,0 +1,83 @@
+"""HostMedium: memory of this process. Nothing of it outlives the process, and no other process sees it.
+
+Without checksums: the bytes are never outside of this process. What is read are the stored tensors themselves, not
+copies; they stay alive as long as somebody holds them, deleted or not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo, in_order
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.record import check_wanted, missing
+
+_WHERE = "host memory"
+
+
+class HostMedium:
+    """See the head of this file.
+
+    Args:
+        pin: in page-locked memory, from where copies to a GPU do not block; None = if there is CUDA. PyTorch rounds
+            page-locked blocks up to powers of two and keeps freed ones: entries may take up to twice their bytes.
+    """
+
+    name = "host"
+
+    def __init__(self, fingerprint: Fingerprint, *, pin: bool | None = None) -> None:
+        self.fingerprint = fingerprint
+        self._pin = torch.cuda.is_available() if pin is None else pin
+        self._entries: dict[bytes, dict[str, StoredVariant]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        with self._lock:
+            return in_order([stored.info for stored in self._entries.get(key, {}).values()])
+
+    def read(self, info: VariantInfo) -> StoredVariant:
+        with self._lock:
+            stored = self._entries.get(info.key, {}).get(info.name)
+        if stored is None:
+            raise missing(f"{_WHERE} {info.entry_id}")
+        check_wanted(stored.info, info, f"{_WHERE} {info.entry_id}")
+        return stored
+
+    def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
+        stored = self.read(info)
+        for layer, (k, v) in enumerate(zip(stored.k, stored.v, strict=True)):
+            yield layer, k, v
+
+    def write(self, stored: StoredVariant) -> None:
+        """A copy of the tensors is kept."""
+        stored.check_fits(self.fingerprint)
+        info = stored.info
+        try:
+            k, v = self.fingerprint.empty(len(info.token_ids), pin_memory=self._pin)
+        except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
+            remedy = "give the host tier fewer bytes"
+            raise TierError("full", _WHERE, f"no {info.payload_len} bytes left ({error})", remedy) from error
+        k.copy_(stored.k)
+        v.copy_(stored.v)
+        with self._lock:
+            self._entries.setdefault(info.key, {})[info.name] = StoredVariant(info, k, v)
+
+    def delete(self, info: VariantInfo) -> bool:
+        with self._lock:
+            variants = self._entries.get(info.key, {})
+            found = variants.pop(info.name, None) is not None
+            if found and not variants:
+                del self._entries[info.key]
+            return found
+
+    def scan(self) -> Iterator[VariantInfo]:
+        with self._lock:
+            infos = [stored.info for variants in self._entries.values() for stored in variants.values()]
+        yield from infos
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.clear()

@@ -1,0 +1,180 @@
+"""Landings: chunks that are in the KV pool already as variants, although not all of their layers have arrived.
+
+Verbs: `open` (a node of the tree waits for its KV), `copy` (a request reads it: at once, or layer by layer), `poll`
+(those whose last layer has arrived, or that failed), `LayerLoads.arrive` (a forward has reached a layer).
+
+Promises: a node is locked in the tree until its KV is whole, so its slots belong to nobody else. A forward waits before
+each layer for the KV of that layer, and only where it reads such a node. Where a layer does not come, the forward is
+stopped on all ranks alike and nothing of the node is ever read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from chunk_cache.index import ChunkIndex
+    from chunk_cache.variant import Variant
+    from sglang_chunk_cache.assemble import KVAssembler
+    from sglang_chunk_cache.store import VariantStore
+    from sglang_chunk_cache.tiers.loader import Votes
+    from sglang_chunk_cache.tiers.stream import LayerStream
+
+
+_COMPLETE, _RUNNING, _FAILED = range(3)  # votes; the largest of all ranks counts
+
+
+def _vote(stream: LayerStream) -> int:
+    if stream.reason is not None:
+        return _FAILED
+    return _COMPLETE if stream.is_complete else _RUNNING
+
+
+class LayerFailed(Exception):
+    """A layer did not come; `reason` is one of the replies'."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a chunk was not loaded to its end: {reason}")
+        self.reason = reason
+
+
+@dataclass(eq=False)
+class Landing:
+    """One node: its slots (`[length]` int64 on the device), and the lock that keeps it."""
+
+    variant: Variant
+    slots: torch.Tensor
+    stream: LayerStream
+    lock: Any
+    num_filled: int = 0
+
+
+@dataclass(frozen=True)
+class LayerCopy:
+    """What a request reads of a node that is landing: slots to slots, K turned by `delta` positions; `[n]` int64."""
+
+    landing: Landing
+    source: torch.Tensor
+    target: torch.Tensor
+    delta: torch.Tensor
+
+
+class Landings:
+    """See the head of this file.
+
+    Args:
+        timeout_s: how long a forward waits for one layer.
+        reduce_max: over the tensor-parallel ranks, as for `TierLoader`.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        store: VariantStore,
+        assembler: KVAssembler,
+        *,
+        timeout_s: float,
+        reduce_max: Callable[[Votes], Votes] | None,
+    ) -> None:
+        self._index = index
+        self._store = store
+        self._assembler = assembler
+        self._timeout_s = timeout_s
+        self._reduce_max = reduce_max
+        self._open: dict[int, Landing] = {}
+
+    def open(self, variant: Variant, slots: torch.Tensor, stream: LayerStream) -> None:
+        """The variant's node waits for its KV; the index has it already."""
+        self._open[variant.variant_id] = Landing(variant, slots, stream, self._store.lock(variant))
+
+    def of(self, variant: Variant) -> Landing | None:
+        """None where its KV is whole."""
+        return self._open.get(variant.variant_id)
+
+    def poll(self) -> None:
+        """Lets go of nodes whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
+        if not self._open:
+            return
+        landings = list(self._open.values())
+        votes = np.array([_vote(landing.stream) for landing in landings], dtype=np.int64)
+        if self._reduce_max is not None:
+            votes = self._reduce_max(votes)
+        for landing, vote in zip(landings, votes.tolist(), strict=True):
+            if vote == _COMPLETE:
+                self.fill(landing, landing.stream.num_layers)
+                self._close(landing)
+            elif vote == _FAILED:
+                self.fail(landing)
+
+    def fail(self, landing: Landing) -> None:
+        """Its KV will not come; no effect where that is known."""
+        if landing.variant.variant_id in self._open:
+            landing.stream.fail("unavailable")
+            self._index.discard(landing.variant.variant_id)
+            self._close(landing)
+
+    def fill(self, landing: Landing, num_layers: int) -> None:
+        """Puts the layers below `num_layers` in place; they are there."""
+        if landing.num_filled < num_layers:
+            stored, layers = landing.stream.stored, range(landing.num_filled, num_layers)
+            self._assembler.fill(landing.slots, stored.k, stored.v, layers)
+            landing.num_filled = num_layers
+
+    def loads(self, copies: Sequence[LayerCopy]) -> LayerLoads:
+        """What one forward has to bring in layer by layer."""
+        return LayerLoads(self, self._assembler, copies)
+
+    def wait(self, landings: Sequence[Landing], layer: int) -> None:
+        """Until all of them have a layer, on all ranks.
+
+        Raises:
+            LayerFailed: one has not.
+        """
+        failed = [landing for landing in landings if not landing.stream.wait(layer, self._timeout_s)]
+        any_failed = bool(failed)
+        if self._reduce_max is not None:
+            any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])
+        if any_failed:
+            raise LayerFailed(f"tier_{failed[0].stream.reason}" if failed else "tier_ranks")
+
+    def clear(self) -> None:
+        """The tree was emptied, and its locks with it."""
+        self._open.clear()
+
+    def _close(self, landing: Landing) -> None:
+        del self._open[landing.variant.variant_id]
+        self._store.unlock(landing.lock)
+
+
+class LayerLoads:
+    """See `Landings.loads`; used by one forward."""
+
+    def __init__(self, landings: Landings, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
+        self._landings = landings
+        self._assembler = assembler
+        self._copies = tuple(copies)
+        self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
+        self._source, self._target, self._delta = (
+            torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target", "delta")
+        )
+        self._num_done = 0
+
+    def arrive(self, layer: int) -> None:
+        """The forward is at the attention of a layer; a pass that has been there before finds it done.
+
+        Raises:
+            LayerFailed: its KV does not come.
+        """
+        if layer < self._num_done:
+            return
+        assert layer == self._num_done, f"layer {layer} comes behind {self._num_done}"
+        self._landings.wait(self.nodes, layer)
+        for landing in self.nodes:
+            self._landings.fill(landing, layer + 1)
+        self._assembler.copy(self._source, self._target, self._delta, range(layer, layer + 1))
+        self._num_done += 1

@@ -1,0 +1,190 @@
+"""Record: what stands in front of an entry's KV wherever it leaves the process.
+
+    encode        description and checksums to bytes
+    decode        back, or a `TierError`: the bytes are not trusted
+    layer_bytes   K or V of a layer as bytes, without a copy
+    checksum      of one layer, K then V
+
+    magic 8 | version 4 | length of the JSON 4 | CRC-32 of version, length and JSON 4 | JSON, padded with spaces
+
+Numbers are little-endian. The JSON is one object; token ids and statistics are base64 of little-endian int64 and
+float32. CRC-32 of zlib, because it is in the standard library, runs without the GIL, and at 2.9 GiB/s is
+faster than the disks it is for (one core of an x86-64 server; blake2b: 0.6). It guards against damage, not against
+whoever may write to the store.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from chunk_cache.statistics import ChunkStatistics
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
+
+MAGIC = b"ChunkKV\n"
+PREFIX = struct.Struct("<8sIII")
+ALIGNMENT = 64
+_MAX_JSON_LEN = 64 << 20
+_REMEDY = "it was damaged or written by something else: it is removed, and computed again when it is needed"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A decoded description."""
+
+    info: VariantInfo
+    checksums: tuple[int, ...]
+    """Of each layer."""
+    place: str
+    """Where the medium put the payload, where it needs to know."""
+
+
+def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int], place: str = "") -> bytes:
+    """Length is a multiple of `ALIGNMENT`."""
+    s, f, length = info.statistics, fingerprint, len(info.token_ids)
+    fields = {
+        "fingerprint": fingerprint.digest,
+        "key": info.key.hex(),
+        "start": info.start,
+        "generation": info.generation,
+        "context": [key.hex() for key in info.context],
+        "dtype": fingerprint.dtype,
+        "k_shape": [f.num_layers, length, f.kv_heads, f.head_dim],
+        "v_shape": [f.num_layers, length, f.kv_heads, f.v_head_dim],
+        "checksums": list(checksums),
+        "place": place,
+        "statistics": s and {name: _pack(getattr(s, name)) for name in ("outside", "received", "inter")},
+        "cci": s and s.cci,
+        "tokens": _pack(np.frombuffer(info.token_ids, dtype=np.int64)),
+    }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(PREFIX.size + len(text)) % ALIGNMENT)
+    return PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), _text_checksum(FORMAT_VERSION, text)) + text
+
+
+def encoded_len(prefix: bytes, where: str) -> int:
+    """Bytes of the record that begins with `prefix`.
+
+    Raises:
+        TierError: corrupt.
+    """
+    if len(prefix) < PREFIX.size:
+        raise corrupt(where, f"only {len(prefix)} bytes")
+    magic, version, text_len, _ = PREFIX.unpack(prefix[: PREFIX.size])
+    if magic != MAGIC or version != FORMAT_VERSION or text_len > _MAX_JSON_LEN:
+        raise corrupt(where, "does not begin as an entry does")
+    return PREFIX.size + int(text_len)
+
+
+def decode(raw: bytes, fingerprint: Fingerprint, where: str) -> Record:
+    """The record that `encode` made; its shapes and dtype are those of `fingerprint`.
+
+    Raises:
+        TierError: corrupt, or mismatch where it is of another fingerprint.
+    """
+    if len(raw) != encoded_len(raw, where):
+        raise corrupt(where, f"the description has {len(raw)} bytes instead of {encoded_len(raw, where)}")
+    text = raw[PREFIX.size :]
+    if PREFIX.unpack(raw[: PREFIX.size])[3] != _text_checksum(FORMAT_VERSION, text):
+        raise corrupt(where, "wrong checksum of the description")
+    try:
+        fields = json.loads(text)
+        if fields["fingerprint"] != fingerprint.digest:
+            raise mismatch(where, "another fingerprint")
+        record = Record(_info(fields, fingerprint), tuple(map(int, fields["checksums"])), str(fields["place"]))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise corrupt(where, f"the description is not one ({type(error).__name__}: {error})") from error
+    if len(record.checksums) != fingerprint.num_layers:
+        raise corrupt(where, f"{len(record.checksums)} checksums for {fingerprint.num_layers} layers")
+    return record
+
+
+def check_wanted(found: VariantInfo, wanted: VariantInfo, where: str) -> None:
+    """Is it what was asked for?
+
+    Raises:
+        TierError: mismatch.
+    """
+    if found.identity() != wanted.identity():
+        differ = "tokens" if found.token_ids != wanted.token_ids else "position or context"
+        raise mismatch(where, f"{differ} of another variant")
+
+
+def layer_bytes(part: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype, writable."""
+    return part.view(torch.uint8).numpy().data.cast("B")
+
+
+def checksum(k: torch.Tensor, v: torch.Tensor) -> int:
+    """CRC-32 of K, then V of one layer."""
+    return zlib.crc32(layer_bytes(v), zlib.crc32(layer_bytes(k)))
+
+
+def checksums_of(stored: StoredVariant) -> list[int]:
+    """Of every layer."""
+    return [checksum(k, v) for k, v in zip(stored.k, stored.v, strict=True)]
+
+
+def check_layer(layer: int, k: torch.Tensor, v: torch.Tensor, record: Record, where: str) -> None:
+    """Is it what was written?
+
+    Raises:
+        TierError: corrupt.
+    """
+    if checksum(k, v) != record.checksums[layer]:
+        raise corrupt(where, f"wrong checksum of layer {layer}")
+
+
+def mismatch(where: str, problem: str) -> TierError:
+    return TierError("mismatch", where, problem, "it is not used; a folder or database per model avoids this")
+
+
+def missing(where: str) -> TierError:
+    return TierError("missing", where, "is not there any more", "another server or the store itself has evicted it")
+
+
+def corrupt(where: str, problem: str) -> TierError:
+    return TierError("corrupt", where, problem, _REMEDY)
+
+
+def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
+    tokens = array("q", _unpack(fields["tokens"], "<i8").astype(np.int64).tobytes())
+    length = len(tokens)
+    f = fingerprint
+    shapes = ([f.num_layers, length, f.kv_heads, f.head_dim], [f.num_layers, length, f.kv_heads, f.v_head_dim])
+    if (fields["k_shape"], fields["v_shape"]) != shapes or fields["dtype"] != f.dtype or not length:
+        raise ValueError(f"KV of {fields['k_shape']} and {fields['v_shape']} {fields['dtype']}, not of {shapes}")
+    start, generation = int(fields["start"]), int(fields["generation"])
+    if min(start, generation) < 0:
+        raise ValueError(f"negative position {start} or generation {generation}")
+    context = tuple(bytes.fromhex(key) for key in fields["context"])
+    statistics = None
+    if fields["statistics"] is not None:
+        parts = {name: _unpack(value, "<f4").astype(np.float32) for name, value in fields["statistics"].items()}
+        if not length == len(parts["outside"]) == len(parts["received"]):
+            raise ValueError("statistics of another length")
+        statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], float(fields["cci"]))
+    key = bytes.fromhex(fields["key"])
+    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length))
+
+
+def _pack(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype(values.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _unpack(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
+
+
+def _text_checksum(version: int, text: bytes) -> int:
+    return zlib.crc32(text, zlib.crc32(struct.pack("<II", version, len(text))))

@@ -1,0 +1,249 @@
+"""RemoteMedium: a Redis or Valkey server that many machines share (`pip install 'sglang-chunk-cache[remote]'`).
+
+    chunk_cache:<fingerprint>:fingerprint            string: what the fingerprint stands for, for people
+    chunk_cache:<fingerprint>:<key>                  hash: name of a variant -> its description (`record`)
+    chunk_cache:<fingerprint>:<key>:<name>:<place>   hash: k0, v0, k1, v1, ... -> KV of a layer, and "layers"
+
+The payload is complete before a description names it, and lies at a new place each time: who reads while it is replaced
+finds all of the old one or nothing. It is one key of the server, so it is evicted and expires as a whole. Until it is
+named it expires by itself: a writer that dies leaves nothing. A server that evicts (`maxmemory-policy allkeys-lru`) is
+fine; what is gone is not found. One server, or a primary that fails over: not Redis Cluster.
+
+Nothing that comes from the server is trusted: JSON and checksums, no pickle. Redis itself does not encrypt: `rediss://`
+does. Commands are of Redis 4. Tested: servers Redis 6.2.5 and Valkey 9.1.2, clients redis 5.0.0 and 8.1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from chunk_cache.errors import show
+from sglang_chunk_cache.tiers.base import (
+    Layer,
+    LayerwiseMedium,
+    OnProblem,
+    StoredVariant,
+    Target,
+    TierError,
+    VariantInfo,
+    in_order,
+)
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.record import (
+    Record,
+    check_layer,
+    check_wanted,
+    checksums_of,
+    corrupt,
+    decode,
+    encode,
+    layer_bytes,
+    missing,
+)
+from sglang_chunk_cache.tiers.redis_client import connect, shown, told
+
+UNNAMED_S = 600
+"""A payload that no description names is kept for so long; a write may not take longer."""
+BATCH_LEN = 8 << 20
+"""Bytes that one round trip moves, and at least a layer: what is in flight beside the tensors themselves."""
+
+
+class RemoteMedium(LayerwiseMedium):
+    """See the head of this file. Nothing is sent before the first call; after a restart of the server, all works on.
+
+    Args:
+        url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, `unix:///socket`.
+        timeout_s: of connecting, and of waiting for the next bytes; the worst case of a call is a small multiple.
+        ttl_s: entries expire so long after they were written; None = never.
+        on_problem: see `LayerwiseMedium`.
+
+    Raises:
+        ImportError: the client is not installed.
+        ValueError: `url` is not one.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        url: str,
+        fingerprint: Fingerprint,
+        *,
+        timeout_s: float = 5.0,
+        ttl_s: int | None = None,
+        on_problem: OnProblem | None = None,
+    ) -> None:
+        super().__init__(fingerprint, on_problem)
+        self._where = shown(url)
+        self._client: Any = connect(url, timeout_s)  # typed for the asynchronous client too
+        self._ttl_s = ttl_s
+        self._prefix = f"chunk_cache:{fingerprint.digest}:"
+        self._num_fields = 2 * fingerprint.num_layers + 1
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        with self._told():
+            return in_order(list(self._infos_of(key.hex())))
+
+    def write(self, stored: StoredVariant) -> None:
+        stored.check_fits(self.fingerprint)
+        info = stored.info
+        place = secrets.token_hex(8)
+        payload = self._payload_key(info, place)
+        raw = encode(self.fingerprint, info, checksums_of(stored), place)
+        with self._told():
+            with self._client.pipeline() as pipe:
+                pipe.hset(payload, "layers", self.fingerprint.num_layers)
+                pipe.expire(payload, UNNAMED_S)
+                pipe.hget(self._key(info), info.name)
+                before = pipe.execute()[-1]
+            for layers in self._batches(info):
+                with self._client.pipeline(transaction=False) as pipe:
+                    for layer in layers:
+                        pipe.hset(payload, f"k{layer}", layer_bytes(stored.k[layer]))
+                        pipe.hset(payload, f"v{layer}", layer_bytes(stored.v[layer]))
+                    pipe.execute()
+            self._publish(info, raw, payload, before)
+
+    def delete(self, info: VariantInfo) -> bool:
+        with self._told():
+            raw = self._client.hget(self._key(info), info.name)
+            return raw is not None and self._forget(self._key(info), info.name, raw)
+
+    def scan(self) -> Iterator[VariantInfo]:
+        with self._told():
+            digits = "?" * 32
+            for name in self._client.scan_iter(match=f"{self._prefix}{digits}", count=1000):
+                yield from self._infos_of(name.decode().removeprefix(self._prefix))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+        key, where = self._key(info), f"{self._where} {info.entry_id}"
+        with self._told():
+            raw = self._client.hget(key, info.name)
+        if raw is None:
+            raise missing(where)
+        try:
+            record = decode(raw, self.fingerprint, where)
+            check_wanted(record.info, info, where)
+            for layers in self._batches(info):
+                for layer, (k_raw, v_raw) in zip(layers, self._fetch(record, layers, where), strict=True):
+                    k, v = target(layer)
+                    if (len(k_raw), len(v_raw)) != (k.nbytes, v.nbytes):
+                        raise corrupt(where, f"layer {layer} of {len(k_raw)} and {len(v_raw)} bytes")
+                    layer_bytes(k)[:] = k_raw
+                    layer_bytes(v)[:] = v_raw
+                    check_layer(layer, k, v, record, where)
+                    yield layer, k, v
+        except TierError as error:
+            if error.reason in ("corrupt", "missing"):
+                with suppress(TierError), self._told():
+                    self._forget(key, info.name, raw)
+            raise
+
+    def _infos_of(self, key_hex: str) -> Iterator[VariantInfo]:
+        """Descriptions that are sound and whose payload is there; others are removed."""
+        key = self._prefix + key_hex
+        found = []
+        for field, raw in self._client.hgetall(key).items():
+            name = field.decode(errors="replace")
+            where = f"{self._where} {key} {show(name)}"
+            try:
+                record = decode(raw, self.fingerprint, where)
+                if record.info.entry_id != f"{key_hex}-{name}":
+                    raise corrupt(where, f"holds the entry {record.info.entry_id}")
+            except TierError as error:
+                self._problems.tell(error)
+                self._forget(key, name, raw)
+            else:
+                found.append((name, raw, record))
+        with self._client.pipeline(transaction=False) as pipe:
+            for _, _, record in found:
+                pipe.hlen(self._payload_key(record.info, record.place))
+            lengths = pipe.execute()
+        for (name, raw, record), length in zip(found, lengths, strict=True):
+            if length == self._num_fields:
+                yield record.info
+            else:  # expired or evicted by the server
+                self._forget(key, name, raw)
+
+    def _publish(self, info: VariantInfo, raw: bytes, payload: str, before: bytes | None) -> None:
+        """From here on the payload is found, and that of `before`, the description so far, expires."""
+        key = self._key(info)
+        old_payload = self._named_by(key, info.name, before)
+        with self._client.pipeline() as pipe:
+            pipe.hget(key, info.name)
+            pipe.hset(key, info.name, raw)
+            if old_payload is not None:  # here already: this may take effect without us ever knowing
+                pipe.expire(old_payload, UNNAMED_S)
+            if self._ttl_s is None:
+                pipe.persist(key)
+                pipe.persist(payload)
+            else:
+                pipe.expire(key, self._ttl_s)
+                pipe.expire(payload, self._ttl_s)
+            pipe.set(f"{self._prefix}fingerprint", json.dumps(self.fingerprint.describe()), nx=True)
+            pipe.hlen(payload)
+            results = pipe.execute()
+        if results[-1] != self._num_fields:
+            self._forget(key, info.name, raw)
+            problem = "the payload was gone before it was complete"
+            raise TierError("timeout", self._where, problem, "check the server's memory, and the connection's speed")
+        replaced = self._named_by(key, info.name, results[0])
+        if replaced is not None:
+            self._client.unlink(replaced)
+
+    def _forget(self, key: str, name: str, raw: bytes) -> bool:
+        """Removes a description if it is still `raw`, and the payload it names; whether it was there."""
+        from redis.exceptions import WatchError
+
+        payload = self._named_by(key, name, raw)
+        with self._client.pipeline() as pipe:
+            try:
+                pipe.watch(key)
+                if pipe.hget(key, name) != raw:
+                    return False
+                pipe.multi()
+                pipe.hdel(key, name)
+                if payload is not None:
+                    pipe.unlink(payload)
+                pipe.execute()
+            except WatchError:  # somebody else has just written to it
+                return False
+        return True
+
+    def _named_by(self, key: str, name: str, raw: bytes | None) -> str | None:
+        """The payload that a description names, if it is one, and stands where it belongs."""
+        if raw is not None:
+            with suppress(TierError):
+                record = decode(raw, self.fingerprint, self._where)
+                if (self._key(record.info), record.info.name) == (key, name):
+                    return self._payload_key(record.info, record.place)
+        return None
+
+    def _fetch(self, record: Record, layers: range, where: str) -> list[tuple[bytes, bytes]]:
+        fields = [f"{part}{layer}" for layer in layers for part in "kv"]
+        with self._told():
+            values: list[Any] = self._client.hmget(self._payload_key(record.info, record.place), fields)
+        if None in values:
+            raise missing(where)
+        return list(zip(values[::2], values[1::2], strict=True))
+
+    def _batches(self, info: VariantInfo) -> list[range]:
+        num_layers = self.fingerprint.num_layers
+        step = max(1, BATCH_LEN * num_layers // info.payload_len)
+        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
+
+    def _key(self, info: VariantInfo) -> str:
+        return self._prefix + info.key.hex()
+
+    def _payload_key(self, info: VariantInfo, place: str) -> str:
+        return f"{self._key(info)}:{info.name}:{place}"
+
+    def _told(self) -> AbstractContextManager[None]:
+        return told(self._where)

@@ -1,0 +1,140 @@
+"""TierSearch: finds a chunk in the tiers and reads it; a worker's part of loading.
+
+Verbs: `find` (in the first tier below the host's that has a usable variant), `find_in` (in one tier).
+
+Promises: nothing here changes what the scheduler sees; what was tried and what is absent is told, for the ledgers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.level import Level
+from sglang_chunk_cache.tiers.stream import LayerStream
+
+if TYPE_CHECKING:
+    from chunk_cache.keys import Partition
+    from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk that a waiting request needs."""
+
+    key: bytes
+    token_ids: array[int]
+    partition: Partition
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one chunk: a variant, or why there is none; `reason` None = no tier has it.
+
+    Attributes:
+        tier: where it was found, or where the trouble was; empty where it was not found.
+        seconds: that reading it took.
+        stream: brings the layers that are not there yet; None = all are.
+        reads: what was tried to be read, and why it could not be; None = it could.
+        absent: tiers that were searched and have no variant of it.
+    """
+
+    stored: StoredVariant | None = None
+    tier: str = ""
+    reason: str | None = None
+    seconds: float = 0.0
+    stream: LayerStream | None = None
+    reads: tuple[tuple[Level, VariantInfo, str | None], ...] = ()
+    absent: tuple[Level, ...] = ()
+
+    @property
+    def vote(self) -> int:
+        """Equal on ranks that found the same, and in the same way; 0 = nothing."""
+        if self.stored is None:
+            return 0
+        return 2 * (1 + int(self.stored.info.name[:14], 16)) + (self.stream is not None)
+
+    @property
+    def outcome(self) -> str:
+        """Label of the metric."""
+        return self.reason or ("not_stored" if self.stored is None else "ok")
+
+
+NOT_STORED = Found()
+
+
+class TierSearch:
+    """See the head of this file.
+
+    Args:
+        levels: in the order in which they are asked.
+        max_generation: variants above it are passed over.
+    """
+
+    def __init__(self, levels: Sequence[Level], fingerprint: Fingerprint, max_generation: int) -> None:
+        self._levels = tuple(levels)
+        self._empty = fingerprint.empty
+        self._max_generation = max_generation
+
+    def find(self, chunk: Wanted, num_layers: int | None) -> Found:
+        """In a worker: the best variant of the first tier below the host's that has one.
+
+        Args:
+            num_layers: that are there when this returns, and a stream brings the others; None = all, without one.
+        """
+        trouble, reads, absent = NOT_STORED, [], []
+        for level in self._levels:
+            if level.is_host:
+                continue
+            found = self.find_in(level, chunk, num_layers)
+            reads += found.reads
+            absent += found.absent
+            trouble = found if found.stored is not None or found.reason is not None else trouble
+            if found.stored is not None:
+                break
+        return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
+
+    def find_in(self, level: Level, chunk: Wanted, num_layers: int | None) -> Found:
+        try:
+            infos = level.medium.find(chunk.key)
+        except TierError as error:
+            logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
+            return Found(None, level.name, f"tier_{error.reason}")
+        if not infos:
+            return Found(absent=(level,))
+        reads = []
+        for info in infos:
+            if info.generation > self._max_generation:
+                continue
+            start = time.perf_counter()
+            try:
+                if info.token_ids != chunk.token_ids:
+                    raise TierError("mismatch", info.entry_id, "holds other tokens", "delete it")
+                stored, stream = self._read(level, info, num_layers)
+            except TierError as error:
+                logger.warning("Chunk cache: a chunk was not read from tier %s: %s", level.name, error)
+                reads.append((level, info, error.reason))
+                continue
+            reads.append((level, info, None))
+            return Found(stored, level.name, None, time.perf_counter() - start, stream, tuple(reads))
+        return Found(None, level.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
+
+    def _read(
+        self, level: Level, info: VariantInfo, num_layers: int | None
+    ) -> tuple[StoredVariant, LayerStream | None]:
+        if num_layers is None:
+            return level.medium.read(info), None
+        stored = StoredVariant(info, *self._empty(len(info.token_ids)))
+        stream = LayerStream(stored, level.medium.read_layers(info), level.name)
+        stream.run_until(num_layers)
+        if stream.reason is not None:
+            raise TierError(stream.reason, info.entry_id, "its first layers were not read", "see the log")
+        return stored, stream

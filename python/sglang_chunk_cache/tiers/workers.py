@@ -1,0 +1,74 @@
+"""Workers: threads that move bytes for the scheduler, which never waits for them.
+
+Verbs: `submit` (run this in a worker, then that in the scheduler's thread), `run_done` (run what has become due; the
+scheduler's thread), `wait_done` (the same, but wait a little for something to become due), `close`.
+
+Promises: everything that is not moving bytes happens in the scheduler's thread. A worker's unexpected error is raised
+there too, so it is not lost. Jobs of the same `order` run one after another, as they were submitted.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Workers:
+    """See the head of this file."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.num_running = 0
+        """Jobs that were submitted and have not been run to their end."""
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunk-tier")
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last: dict[str, Future[Any]] = {}  # job of each order
+
+    def submit(self, work: Callable[[], Result], then: Callable[[Result], None], order: str | None = None) -> None:
+        self.num_running += 1
+        before = None if order is None else self._last.get(order)
+
+        def run() -> Result:
+            if before is not None:
+                wait([before])  # it was begun before this one, so it ends
+            return work()
+
+        def end(future: Future[Result]) -> None:
+            if order is not None and self._last.get(order) is future:
+                del self._last[order]
+            then(future.result())
+
+        future = self._threads.submit(run)
+        if order is not None:
+            self._last[order] = future
+        future.add_done_callback(lambda future: self._done.put(lambda: end(future)))
+
+    def is_under_way(self, order: str) -> bool:
+        """Whether a job of this order has not been run to its end."""
+        return order in self._last
+
+    def run_done(self) -> None:
+        while True:
+            try:
+                due = self._done.get_nowait()
+            except queue.Empty:
+                return
+            self.num_running -= 1
+            due()
+
+    def wait_done(self, timeout_s: float) -> None:
+        try:
+            due = self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        self.num_running -= 1
+        due()
+        self.run_done()
+
+    def close(self) -> None:
+        """Drops what has not begun; what runs is waited for."""
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,193 @@
+"""TierWriter: writes chunks of the KV pool down, and keeps every tier within its budget.
+
+Verbs: `note_stored` (a variant is in the pool), `save_victims` (some are about to be evicted), `put` (a variant into
+one tier), `clear_host`.
+
+Promises: the KV is copied out of the pool before the call returns (or, on a GPU, in the order of the stream), so the
+slots may go at once. What does not fit is not written, and counted; nothing waits for a slow tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.level import Level, Pool, info_of
+
+if TYPE_CHECKING:
+    from chunk_cache.tier_config import TierConfig
+    from chunk_cache.variant import Variant
+    from sglang_chunk_cache.tiers.metrics import TierMetrics
+    from sglang_chunk_cache.tiers.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 1 << 30
+"""That wait to be written; what comes while there are more is not written."""
+
+MAX_LOOKS = 64
+"""Variants that one eviction looks at."""
+
+
+class TierWriter:
+    """See the head of this file.
+
+    Args:
+        levels: from the fastest down.
+        bytes_per_token: KV of this rank, all layers.
+    """
+
+    def __init__(
+        self,
+        config: TierConfig,
+        levels: Sequence[Level],
+        *,
+        workers: Workers,
+        pool: Pool,
+        metrics: TierMetrics,
+        bytes_per_token: int,
+    ) -> None:
+        self._config = config
+        self._levels = tuple(levels)
+        self._workers = workers
+        self._pool = pool
+        self._metrics = metrics
+        self._bytes_per_token = bytes_per_token
+        self.num_queued_bytes = 0
+
+    def note_stored(self, variant: Variant) -> None:
+        """A variant is in the pool; with `write: through` it is written down."""
+        if self._config.write == "through":
+            self._save(variant, self._levels)
+
+    def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
+        """So many tokens of the pool are about to be evicted; with `write: evict` the next to go are written down.
+
+        Args:
+            variants: in the order in which they go.
+        """
+        if self._config.write != "evict":
+            return
+        for _, variant in zip(range(MAX_LOOKS), variants, strict=False):
+            if num_tokens <= 0:
+                return
+            num_tokens -= self._save(variant, self._levels[:1])
+
+    def put(self, level: Level, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
+        """Into one tier, if it takes it.
+
+        Args:
+            wait: returns once the tensors hold what they shall; called where they are read, by a worker.
+        """
+        info = stored.info
+        if not level.takes(info, self._config.max_variants_per_chunk):
+            return
+        is_busy = self.num_queued_bytes + info.payload_len > MAX_QUEUED_BYTES
+        gone = None if is_busy else level.ledger.prepare_store(info.entry_id, info.payload_len)
+        if gone is None:
+            self._metrics.count_write(level.name, "busy" if is_busy else "refused")
+            return
+        for entry_id in gone:
+            self._drop(level, level.infos.pop(entry_id))
+        level.infos[info.entry_id] = info
+        self.num_queued_bytes += info.payload_len
+
+        def write() -> tuple[TierError | None, float]:
+            wait()
+            start = time.perf_counter()
+            try:
+                level.medium.write(stored)
+            except TierError as error:
+                return error, 0.0
+            return None, time.perf_counter() - start
+
+        def written(result: tuple[TierError | None, float]) -> None:
+            self.num_queued_bytes -= info.payload_len
+            self._complete(level, info, *result)
+
+        self._workers.submit(write, written, _order(level, info))
+
+    def adopt(self, level: Level, info: VariantInfo) -> None:
+        """A tier has it although nobody here has written it: it counts, and makes others go."""
+        if info.entry_id in level.infos or level.ledger.contains(info.entry_id):
+            return
+        if self._workers.is_under_way(_order(level, info)):
+            return  # it is being deleted
+        gone = level.ledger.prepare_store(info.entry_id, info.payload_len)
+        if gone is None:
+            return
+        level.infos[info.entry_id] = info
+        level.ledger.complete_store(info.entry_id, True)
+        for entry_id in gone:
+            self._drop(level, level.infos.pop(entry_id))
+        self._metrics.set_size(level.name, len(level.ledger), level.ledger.num_bytes)
+
+    def forget(self, level: Level, info: VariantInfo) -> None:
+        """It was found to be unusable, or is unwanted."""
+        if level.infos.pop(info.entry_id, None) is not None:
+            level.ledger.discard(info.entry_id)
+        self._delete(level, info)
+
+    def clear_host(self) -> None:
+        """The cache was flushed."""
+        for level in self._levels:
+            if level.is_host:
+                for info in level.infos.values():
+                    level.medium.delete(info)
+                level.infos.clear()
+                level.ledger.clear()
+                self._metrics.set_size(level.name, 0, 0)
+
+    def _save(self, variant: Variant, levels: Sequence[Level]) -> int:
+        """How many tokens of the pool the variant holds; 0 where it is gone already."""
+        info = info_of(variant, self._bytes_per_token)
+        takers = [level for level in levels if level.takes(info, self._config.max_variants_per_chunk)]
+        if not takers:
+            return variant.length
+        kv = self._pool.kv_of(variant)
+        if kv is None:
+            return 0
+        for level in takers:
+            self.put(level, StoredVariant(info, kv.k, kv.v), kv.wait)
+        return variant.length
+
+    def _complete(self, level: Level, info: VariantInfo, error: TierError | None, seconds: float) -> None:
+        is_kept = level.ledger.complete_store(info.entry_id, error is None)
+        if not is_kept:
+            level.infos.pop(info.entry_id, None)
+        if error is not None:
+            logger.warning("Chunk cache: a chunk was not written to tier %s: %s", level.name, error)
+        elif not is_kept:
+            self._delete(level, info)  # discarded while it was written
+        outcome = "ok" if error is None else error.reason
+        self._metrics.count_write(level.name, outcome, info.payload_len if error is None else 0, seconds)
+        self._metrics.set_size(level.name, len(level.ledger), level.ledger.num_bytes)
+
+    def _drop(self, level: Level, info: VariantInfo) -> None:
+        """The ledger has evicted it: down one tier, where chunks go down only then."""
+        self._metrics.count_eviction(level.name)
+        below = self._levels[self._levels.index(level) + 1 :][:1]
+        if level.is_host and below and self._config.write == "evict":
+            self.put(below[0], level.medium.read(info))
+        self._delete(level, info)
+
+    def _delete(self, level: Level, info: VariantInfo) -> None:
+        if level.is_host:
+            level.medium.delete(info)
+            return
+
+        def delete() -> None:
+            try:
+                level.medium.delete(info)
+            except TierError as error:
+                logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", level.name, error)
+
+        self._workers.submit(delete, lambda _: None, _order(level, info))
+
+
+def _order(level: Level, info: VariantInfo) -> str:
+    """An entry is written and deleted in the order in which that was decided."""
+    return f"{level.name} {info.entry_id}"

@@ -1,0 +1,367 @@
+"""TierWriter over real media: what is written when, what makes room, and what is left when something goes wrong."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunk_cache.variant import Variant
+from sglang_chunk_cache.tiers import writer as writer_module
+from sglang_chunk_cache.tiers.base import StoredVariant
+from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.level import Level, info_of
+from sglang_chunk_cache.tiers.manager import ChunkTiers
+from sglang_chunk_cache.tiers.metrics import TierMetrics
+from unit.tiers.medium_suite import FINGERPRINT, assert_same
+from unit.tiers.tier_harness import SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted
+
+HOST = {"host": 1 << 20}
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    """Host and disk, written through."""
+    with open_tiers({"disk": tmp_path}, limits=HOST) as opened:
+        yield opened
+
+
+def names(tiers: Tiers, level: str) -> list[int]:
+    """Numbers of the chunks that a tier holds."""
+    return sorted(info.token_ids[0] // 1000 for info in tiers.level(level).medium.scan())
+
+
+def entry_id(one: Variant) -> str:
+    return info_of(one, SIZE // one.length).entry_id
+
+
+# When.
+
+
+def test_through_writes_to_every_tier_at_once(tiers: Tiers) -> None:
+    one = variant(1, start=4)
+    tiers.writer.note_stored(one)
+    tiers.check()
+    for level in tiers.levels:
+        (info,) = level.medium.find(one.key)
+        assert_same(level.medium.read(info), stored(one))
+    assert tiers.pool.num_gathered == 1, "the pool is read once for all tiers"
+    assert sorted(tiers.counted) == [("disk", "ok"), ("host", "ok")]
+
+
+def test_through_has_nothing_to_save_before_an_eviction(tiers: Tiers) -> None:
+    tiers.writer.save_victims([variant(1)], 100)
+    tiers.check()
+    assert tiers.pool.num_gathered == 0
+
+
+def test_evict_writes_what_is_about_to_go(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        variants = [variant(i) for i in range(4)]
+        for one in variants:
+            tiers.writer.note_stored(one)
+        tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([], [])
+        tiers.writer.save_victims(iter(variants), 2 * variants[0].length - 1)
+        tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([0, 1], [])
+
+
+def test_evict_copies_nothing_twice(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        for _ in range(3):
+            tiers.writer.save_victims([variant(1), variant(2)], 10)
+            tiers.check()
+        assert tiers.pool.num_gathered == 2
+
+
+def test_evict_without_a_host_tier_goes_to_disk(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, write="evict") as tiers:
+        tiers.writer.save_victims([variant(1)], 5)
+        tiers.check()
+        assert names(tiers, "disk") == [1]
+
+
+def test_what_has_left_the_pool_is_not_written(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        gone = variant(1)
+        tiers.pool.gone.add(gone.variant_id)
+        tiers.writer.save_victims([gone, variant(2)], gone.length)
+        tiers.check()
+        assert names(tiers, "host") == [2], "it freed nothing, so another goes"
+
+
+def test_an_eviction_looks_at_a_few_only(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        seen = []
+
+        def variants() -> Iterator[Variant]:
+            for i in range(10 * writer_module.MAX_LOOKS):
+                seen.append(i)
+                tiers.pool.gone.add(variant(i).variant_id)
+                yield variant(i)
+
+        tiers.writer.save_victims(variants(), 10**9)
+        assert len(seen) <= writer_module.MAX_LOOKS + 1
+
+
+def test_so_many_variants_of_a_chunk(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, max_variants_per_chunk=2) as tiers:
+        for start in range(4):
+            tiers.writer.note_stored(variant(1, start=start))
+            tiers.idle()
+        tiers.check()
+        for level in tiers.levels:
+            assert [info.start for info in sorted(level.medium.find(wanted(1).key), key=lambda i: i.start)] == [0, 1]
+
+
+# How much.
+
+
+def test_budgets_are_kept_and_the_least_recent_go(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits={"host": 3 * SIZE, "disk": 5 * SIZE + 1}) as tiers:
+        for i in range(9):
+            tiers.writer.note_stored(variant(i))
+            tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([6, 7, 8], [4, 5, 6, 7, 8])
+
+
+def test_a_host_tier_that_is_full_hands_down(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits={"host": 2 * SIZE, "disk": 3 * SIZE}, write="evict") as tiers:
+        variants = [variant(i) for i in range(7)]
+        for one in variants:
+            tiers.writer.save_victims([one], 1)
+            tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([5, 6], [2, 3, 4])
+        for one in variants[2:5]:
+            (info,) = tiers.level("disk").medium.find(one.key)
+            assert_same(tiers.level("disk").medium.read(info), stored(one))
+
+
+def test_what_is_too_big_is_refused_and_counted(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits={"host": 1 << 20, "disk": SIZE - 1}) as tiers:
+        tiers.writer.note_stored(variant(1))
+        tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([1], [])
+        assert ("disk", "refused") in tiers.counted
+
+
+def test_while_too_much_waits_to_be_written_nothing_more_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_QUEUED_BYTES", 2 * SIZE)
+    with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.1)}) as tiers:
+        for i in range(5):
+            tiers.writer.note_stored(variant(i))
+        assert tiers.counted == [("disk", "busy")] * 3
+        tiers.check()
+        assert names(tiers, "disk") == [0, 1]
+        tiers.writer.note_stored(variant(4))
+        tiers.check()
+        assert names(tiers, "disk") == [0, 1, 4]
+
+
+def test_the_kv_is_read_when_it_is_there(tiers: Tiers) -> None:
+    """On a GPU the copy is on its way when it is handed over."""
+    one, there, waited = stored(variant(1)), threading.Event(), []
+    late = StoredVariant(one.info, torch.zeros_like(one.k), torch.zeros_like(one.v))
+
+    def wait() -> None:
+        assert there.wait(10)
+        late.k.copy_(one.k)
+        late.v.copy_(one.v)
+        waited.append(threading.current_thread() is not threading.main_thread())
+
+    tiers.writer.put(tiers.level("disk"), late, wait)
+    there.set()
+    tiers.check()
+    assert waited == [True]
+    assert_same(tiers.level("disk").medium.read(one.info), one)
+
+
+# What was there before.
+
+
+def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
+    medium = DiskMedium(tmp_path, FINGERPRINT, sync=False)
+    for i in range(6):
+        medium.write(stored(variant(i)))
+    with open_tiers({"disk": tmp_path}, limits={"disk": 4 * SIZE}) as tiers:
+        level = tiers.level("disk")
+        opened = ChunkTiers(
+            tiers.config,
+            [level],
+            pool=DictPool(),
+            metrics=TierMetrics(enabled=False),
+            max_generation=3,
+            fingerprint=FINGERPRINT,
+            ratio=0.15,
+            tp_group=None,
+            device=torch.device("cpu"),
+        )
+        for _ in range(200):
+            opened.wait(0.05)
+            if len(level.ledger) == 4 and len(list(level.medium.scan())) == 4:
+                break
+        assert opened.stats()["tiers"]["disk"]["entries"] == 4, "it keeps within its budget"
+        tiers.check()
+        opened.close()
+
+
+def test_what_others_write_is_adopted_once(tiers: Tiers) -> None:
+    level, one = tiers.level("disk"), stored(variant(1))
+    level.medium.write(one)
+    for _ in range(2):
+        tiers.writer.adopt(level, one.info)
+        tiers.check()
+    assert names(tiers, "disk") == [1]
+    tiers.writer.note_stored(variant(1))
+    tiers.check()
+    assert ("disk", "ok") not in tiers.counted, "it is there already"
+
+
+def test_what_is_adopted_makes_others_go(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits={"disk": 2 * SIZE}) as tiers:
+        for i in range(2):
+            tiers.writer.note_stored(variant(i))
+            tiers.idle()
+        one = stored(variant(2))
+        tiers.level("disk").medium.write(one)
+        tiers.writer.adopt(tiers.level("disk"), one.info)
+        tiers.check()
+        assert names(tiers, "disk") == [1, 2]
+
+
+# What goes.
+
+
+def test_forgotten_means_deleted(tiers: Tiers) -> None:
+    tiers.writer.note_stored(variant(1))
+    tiers.idle()
+    for level in tiers.levels:
+        tiers.writer.forget(level, stored(variant(1)).info)
+    tiers.check()
+    assert names(tiers, "host") == names(tiers, "disk") == []
+    tiers.writer.note_stored(variant(1))
+    tiers.check()
+    assert names(tiers, "host") == names(tiers, "disk") == [1]
+
+
+def test_forgotten_while_it_is_written(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.1)}) as tiers:
+        tiers.writer.note_stored(variant(1))
+        tiers.writer.forget(tiers.level("disk"), stored(variant(1)).info)
+        tiers.check()
+        assert names(tiers, "disk") == []
+
+
+def test_stored_again_while_the_old_file_is_being_deleted(tmp_path: Path) -> None:
+    """A damaged file is deleted, and its chunk computed and written, at about the same time."""
+    with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.05)}) as tiers:
+        for _ in range(10):
+            tiers.writer.note_stored(variant(1))
+            tiers.check()
+            tiers.writer.forget(tiers.level("disk"), stored(variant(1)).info)
+        tiers.check()
+
+
+def test_a_flush_empties_the_host_tier_alone(tiers: Tiers) -> None:
+    for i in range(3):
+        tiers.writer.note_stored(variant(i))
+    tiers.idle()
+    tiers.writer.clear_host()
+    tiers.check()
+    assert (names(tiers, "host"), names(tiers, "disk")) == ([], [0, 1, 2])
+
+
+def test_a_flush_while_the_host_tier_is_written_to(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, slow={"host": (1e9, 0.05)}) as tiers:
+        for i in range(3):
+            tiers.writer.note_stored(variant(i))
+        tiers.writer.clear_host()
+        tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([], [0, 1, 2])
+
+
+# Faults.
+
+
+def test_a_disk_without_space(small_device: Path) -> None:
+    with open_tiers({"disk": small_device}, limits=HOST) as tiers:
+        filler = small_device / "filler"
+        with pytest.raises(OSError, match="space"):
+            filler.write_bytes(b"x" * (2 << 20))
+        for i in range(3):
+            tiers.writer.note_stored(variant(i))
+        tiers.check()
+        assert (names(tiers, "host"), names(tiers, "disk")) == ([0, 1, 2], [])
+        assert tiers.counted.count(("disk", "full")) == 3
+        filler.unlink()
+        tiers.writer.note_stored(variant(1))
+        tiers.check()
+        assert names(tiers, "disk") == [1]
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path / "root"}, limits=HOST) as tiers:
+        tiers.writer.note_stored(variant(1))
+        tiers.idle()
+        shutil.rmtree(tmp_path / "root")
+        tiers.writer.note_stored(variant(2))
+        tiers.idle()
+        assert names(tiers, "host") == [1, 2]
+        assert ("disk", "unavailable") in tiers.counted
+        assert not tiers.level("disk").ledger.contains(entry_id(variant(2)))
+        tiers.level("disk").ledger.check_integrity()
+
+
+# Everything at once.
+
+
+def random_step(tiers: Tiers, rng: random.Random) -> None:
+    one = variant(rng.randrange(8), start=rng.randrange(3))
+    level = rng.choice(tiers.levels)
+    action = rng.choice(["store", "store", "victims", "forget", "adopt", "flush", "wait", "step", "step"])
+    if action == "store":
+        tiers.writer.note_stored(one)
+    elif action == "victims":
+        tiers.writer.save_victims([variant(rng.randrange(8)) for _ in range(3)], rng.randrange(1, 20))
+    elif action == "forget":
+        tiers.writer.forget(level, stored(one).info)
+    elif action == "adopt" and not level.is_host:
+        for info in level.medium.find(one.key):
+            tiers.writer.adopt(level, info)
+    elif action == "flush" and rng.random() < 0.2:
+        tiers.writer.clear_host()
+    elif action == "wait":
+        tiers.idle()
+    else:
+        tiers.workers.run_done()
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+@pytest.mark.parametrize("seed", range(8))
+def test_ledgers_agree_with_media_after_anything(tmp_path: Path, seed: int, write: str) -> None:
+    rng = random.Random(seed)
+    limits = {"host": rng.randrange(2, 6) * SIZE, "disk": rng.randrange(2, 8) * SIZE}
+    folders = {"disk": tmp_path / "disk", "remote": tmp_path / "remote"}
+    kwargs: dict[str, Any] = {"limits": limits, "write": write, "num_threads": rng.randrange(1, 4)}
+    with open_tiers(folders, **kwargs) as tiers:
+        for _ in range(40):
+            for _ in range(8):
+                random_step(tiers, rng)
+                for level in tiers.levels:
+                    level.ledger.check_integrity()
+            tiers.check()
+
+
+def test_levels_are_compared_by_identity(tiers: Tiers) -> None:
+    """They are looked up in lists of levels."""
+    level = tiers.levels[0]
+    twin = Level(level.name, level.medium, level.ledger, level.reads)
+    assert tiers.levels.index(level) == 0
+    assert twin not in tiers.levels

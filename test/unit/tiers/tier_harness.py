@@ -1,0 +1,228 @@
+"""Writer and loader over real media, with a KV pool that is a dictionary.
+
+`Tiers` builds them and plays the scheduler: `step` is one scheduling step, `settle` steps until requests are no longer
+held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chunk_cache.cost import PrefillCost, Throughput
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.tier import TierLedger
+from chunk_cache.tier_config import TierConfig
+from chunk_cache.variant import PathTokens, Variant
+from sglang_chunk_cache.assemble import HostKV
+from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
+from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.host import HostMedium
+from sglang_chunk_cache.tiers.level import Level, tokens_of
+from sglang_chunk_cache.tiers.loader import Found, TierLoader, Wanted
+from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.throttled import Throttled
+from sglang_chunk_cache.tiers.workers import Workers
+from sglang_chunk_cache.tiers.writer import TierWriter
+from unit.tiers.medium_suite import FINGERPRINT
+
+PARTITION = Partition()
+LENGTH = 5  # tokens of a chunk
+SIZE = FINGERPRINT.payload_len(LENGTH)  # bytes of its KV
+PATIENCE_S = 20.0
+
+
+def wanted(number: int, length: int = LENGTH) -> Wanted:
+    """A chunk; equal numbers are equal chunks."""
+    tokens = array("q", [1000 * number + i for i in range(length)])
+    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION)
+
+
+def variant(number: int, start: int = 0, length: int = LENGTH, generation: int = 0) -> Variant:
+    """One of the variants of that chunk."""
+    chunk = wanted(number, length)
+    path = PathTokens(array("q", [7] * start) + chunk.token_ids, PARTITION)
+    return Variant(1000 * number + start, chunk.key, length, start, generation, (), 0, path)
+
+
+def kv_of(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> HostKV:
+    """Its KV: other bits for each variant."""
+    k, v = fingerprint.empty(one.length)
+    rng = np.random.default_rng([one.start, one.generation, *tokens_of(one).tolist()])
+    for part in (k, v):
+        raw = part.view(torch.uint8)
+        raw.copy_(torch.from_numpy(rng.integers(0, 256, raw.shape, dtype=np.uint8)))
+    return HostKV(k, v)
+
+
+def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVariant:
+    """As a medium keeps it."""
+    kv = kv_of(one, fingerprint)
+    size = fingerprint.payload_len(one.length)
+    info = VariantInfo(one.key, tokens_of(one), one.start, one.generation, one.context, None, size)
+    return StoredVariant(info, kv.k, kv.v)
+
+
+class DictPool:
+    """The KV pool: `variants` can be written down; what was brought in is in `brought`, by key."""
+
+    def __init__(self) -> None:
+        self.gone: set[int] = set()
+        self.brought: dict[bytes, StoredVariant] = {}
+        self.has_room = True
+        self.num_gathered = 0
+
+    def kv_of(self, one: Variant) -> HostKV | None:
+        if one.variant_id in self.gone:
+            return None
+        self.num_gathered += 1
+        return kv_of(one)
+
+    def bring_in(self, found: StoredVariant, partition: Partition, stream: Any = None) -> bool:
+        assert partition == PARTITION
+        if self.has_room:
+            assert found.info.key not in self.brought, "brought in twice"
+            self.brought[found.info.key] = found
+        return self.has_room
+
+    def has(self, key: bytes) -> bool:
+        return key in self.brought
+
+
+class Tiers:
+    """Writer and loader.
+
+    Args:
+        folders: name of a level below the host's -> its folder.
+        limits: bytes of each level; one that is not named has no limit, and without `host` there is no host tier.
+        slow: level -> (bytes per second, latency).
+        config: of `TierConfig`; the controller is off unless named.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        *,
+        limits: Mapping[str, int] | None = None,
+        slow: Mapping[str, tuple[float, float]] | None = None,
+        reduce_max: Callable[[Any], Any] | None = None,
+        fingerprint: Fingerprint = FINGERPRINT,
+        max_generation: int = 3,
+        **config: Any,
+    ) -> None:
+        limits, slow = limits or {}, slow or {}
+        self.config = TierConfig(**{"host_bytes": limits.get("host", 0), "controller": False, **config})
+        media: dict[str, Medium] = {"host": HostMedium(fingerprint)} if "host" in limits else {}
+        media |= {name: DiskMedium(folder, fingerprint, sync=False) for name, folder in folders.items()}
+        self.levels = [
+            Level(
+                name,
+                Throttled(medium, *slow[name]) if name in slow else medium,
+                TierLedger(limits.get(name)),
+                Throughput(),
+            )
+            for name, medium in media.items()
+        ]
+        self.pool = DictPool()
+        self.workers = Workers(self.config.num_threads)
+        self.prefill_cost = PrefillCost()
+        metrics = TierMetrics(enabled=False)
+        self.counted: list[tuple[str, str]] = []
+        metrics.count_load = lambda tier, outcome, *_: self.counted.append((tier, outcome))  # type: ignore[method-assign]
+        metrics.count_write = lambda tier, outcome, *_: self.counted.append((tier, outcome))  # type: ignore[method-assign]
+        self.writer = TierWriter(
+            self.config,
+            self.levels,
+            workers=self.workers,
+            pool=self.pool,
+            metrics=metrics,
+            bytes_per_token=fingerprint.payload_len(1),
+        )
+        self.loader = TierLoader(
+            self.config,
+            self.levels,
+            workers=self.workers,
+            writer=self.writer,
+            pool=self.pool,
+            metrics=metrics,
+            max_generation=max_generation,
+            fingerprint=fingerprint,
+            prefill_cost=self.prefill_cost,
+            ratio=0.15,
+            reduce_max=reduce_max,
+        )
+
+    def level(self, name: str) -> Level:
+        return next(level for level in self.levels if level.name == name)
+
+    def want(self, rid: str, *chunks: Wanted, num_keys: int = 100, num_rows_ahead: int = 0) -> None:
+        self.loader.want(rid, chunks, num_keys=num_keys, num_rows_ahead=num_rows_ahead)
+
+    def step(self, *queued: str) -> None:
+        """One scheduling step with these requests in the queue."""
+        self.workers.wait_done(0.002)
+        self.loader.poll(queued)
+
+    def settle(self, *queued: str) -> None:
+        """Until none of them is held."""
+        deadline = time.monotonic() + PATIENCE_S
+        self.step(*queued)
+        while any(self.loader.is_held(rid) for rid in queued):
+            assert time.monotonic() < deadline, f"still held: {[r for r in queued if self.loader.is_held(r)]}"
+            self.step(*queued)
+
+    def load(self, *chunks: Wanted, rid: str = "r", queued: Sequence[str] | None = None) -> list[Found]:
+        """What becomes of the chunks of a request that comes, waits and is admitted."""
+        self.want(rid, *chunks)
+        self.settle(*(queued or (rid,)))
+        found = self.loader.bring_in(rid)
+        self.loader.poll(())
+        return [found[chunk.key] for chunk in chunks]
+
+    def idle(self) -> None:
+        """Until the workers have nothing to do."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.workers.num_running:
+            assert time.monotonic() < deadline, f"{self.workers.num_running} jobs never end"
+            self.workers.wait_done(0.02)
+
+    def check(self) -> None:
+        """Nothing runs: what a ledger lists is what its medium holds, within the budget."""
+        self.idle()
+        assert self.writer.num_queued_bytes == 0
+        for level in self.levels:
+            level.ledger.check_integrity()
+            held = {info.entry_id: info.payload_len for info in level.medium.scan()}
+            assert set(level.ledger) == set(level.infos) == set(held), level.name
+            assert level.ledger.num_bytes == sum(held.values())
+            assert level.ledger.max_bytes is None or level.ledger.num_bytes <= level.ledger.max_bytes
+
+    def check_nothing_waits(self) -> None:
+        """No request is here, and nothing is kept for one."""
+        self.idle()
+        self.loader.poll(())
+        assert self.loader.num_held == 0
+        for kept in ("_waiting", "_wanted", "_found", "_estimated_s", "_num_wanting", "_preload", "_streams"):
+            assert not getattr(self.loader, kept, None), kept
+
+    def close(self) -> None:
+        self.workers.close()
+        for level in self.levels:
+            level.medium.close()
+
+
+@contextmanager
+def open_tiers(*args: Any, **kwargs: Any) -> Any:
+    """`Tiers`, closed at the end."""
+    tiers = Tiers(*args, **kwargs)
+    try:
+        yield tiers
+    finally:
+        tiers.close()
