@@ -119,6 +119,8 @@ class TierLoader:
             num_keys: tokens of its prompt.
             num_rows_ahead: rows that the requests in front of it will compute, at most.
         """
+        if rid in self._waiting:  # it was admitted and is back before anybody looked
+            self._forget(rid)
         now = time.monotonic()
         waiting = _Waiting(tuple({chunk.key: chunk for chunk in chunks}.values()))
         self._waiting[rid] = waiting
@@ -149,11 +151,7 @@ class TierLoader:
             queued: ids of the requests in the queue, in order; others that wait here are gone.
         """
         for rid in self._waiting.keys() - set(queued):
-            self._queue.cancel(rid)
-            for chunk in self._waiting.pop(rid).chunks:
-                self._num_wanting[chunk.key] -= 1
-                if not self._num_wanting[chunk.key]:
-                    del self._num_wanting[chunk.key]
+            self._forget(rid)
         undecided = [rid for rid in queued if rid in self._queue]
         if undecided:
             self._queue.poll(time.monotonic())
@@ -183,6 +181,14 @@ class TierLoader:
             if not self._pool.bring_in(found.stored, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")
         return waiting.outcome
+
+    def _forget(self, rid: str) -> None:
+        """It was admitted, or is gone."""
+        self._queue.cancel(rid)
+        for chunk in self._waiting.pop(rid).chunks:
+            self._num_wanting[chunk.key] -= 1
+            if not self._num_wanting[chunk.key]:
+                del self._num_wanting[chunk.key]
 
     def clear(self) -> None:
         """Nobody waits any more."""
