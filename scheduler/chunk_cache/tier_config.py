@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 
+TIERS = ("host", "disk", "remote")
 WRITES = ("through", "evict")
 LOADINGS = ("prefetch", "layerwise", "sync")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -70,10 +71,18 @@ class TierConfig:
     hide_ratio: bool = False
     """Whether requests that name neither method nor ratio recompute as much as hides behind loading, at least the
     server's ratio."""
+    costs: tuple[tuple[str, float], ...] = ()
+    """Of a GB for a month in each tier, in any currency: each variant is kept in the cheapest tier whose load hides
+    behind what is recomputed, and in no other. Empty = in all tiers."""
     num_threads: int = 2
     """Workers that read and write, per scheduler process."""
     throttle: tuple[tuple[str, ThrottleConfig], ...] = ()
     """Per tier, `host`, `disk` or `remote`: for benchmarks."""
+
+    def costs_of(self, tiers: Iterable[str]) -> dict[str, float]:
+        """Of those among `tiers` that have one."""
+        costs = dict(self.costs)
+        return {tier: costs[tier] for tier in tiers if tier in costs}
 
     def throttle_of(self, tier: str) -> ThrottleConfig | None:
         return dict(self.throttle).get(tier)
@@ -94,8 +103,11 @@ def parse_tiers(value: object, path: str) -> TierConfig | None:
     items = _object(value, path, known)
     checked: dict[str, Any] = {key: _PARSERS[key](item, f"{path}.{key}") for key, item in items.items()}
     config = TierConfig(**checked)
-    if not (config.host_bytes or config.disk or config.remote):
+    named = [name for name, tier in zip(TIERS, (config.host_bytes, config.disk, config.remote), strict=True) if tier]
+    if not named:
         raise _error(path, "names no tier", "give host_bytes, disk or remote")
+    if config.costs and set(config.costs_of(named)) != set(named):
+        raise _error(f"{path}.costs", f"has not all of {', '.join(named)}", "give the cost of each tier, or none")
     return config
 
 
@@ -150,9 +162,14 @@ def _parse_remote(value: object, path: str) -> RemoteConfig | None:
     return RemoteConfig(**{name: items[name]}, settings=tuple(sorted(settings.items())))
 
 
+def _parse_costs(value: object, path: str) -> tuple[tuple[str, float], ...]:
+    items = _object(value, path, list(TIERS))
+    return tuple((tier, _number(item, f"{path}.{tier}", least=0.0)) for tier, item in sorted(items.items()))
+
+
 def _parse_throttle(value: object, path: str) -> tuple[tuple[str, ThrottleConfig], ...]:
     found = []
-    for tier, item in sorted(_object(value, path, ["host", "disk", "remote"]).items()):
+    for tier, item in sorted(_object(value, path, list(TIERS)).items()):
         items = _object(item, f"{path}.{tier}", ["bytes_per_s", "latency_s"])
         bytes_per_s = _number(items.get("bytes_per_s"), f"{path}.{tier}.bytes_per_s", least=1.0)
         latency_s = _number(items.get("latency_s", 0.0), f"{path}.{tier}.latency_s", least=0.0)
@@ -207,6 +224,7 @@ _PARSERS = {
     "timeout_s": lambda value, path: _number(value, path, 0.001),
     "controller": _boolean,
     "hide_ratio": _boolean,
+    "costs": _parse_costs,
     "num_threads": _integer,
     "throttle": _parse_throttle,
 }

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from chunk_cache.cost import PrefillCost, Throughput, hidden_ratio
+from chunk_cache.cost import PrefillCost, Throughput, hidden_ratio, placement
 from chunk_cache.tier import TierLedger
 from sglang_chunk_cache.tiers.base import Medium, TierError, VariantInfo
 from sglang_chunk_cache.tiers.clock import ForwardClock
@@ -64,6 +64,8 @@ class ChunkTiers:
         self._config = config
         self._levels = tuple(levels)
         self._tp_group = tp_group
+        self._bytes_per_token = fingerprint.payload_len(1)
+        self._ratio = ratio
         self.reduce_max = None if tp_group is None else self._reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = PrefillCost()
@@ -76,6 +78,7 @@ class ChunkTiers:
             pool=pool,
             metrics=metrics,
             bytes_per_token=fingerprint.payload_len(1),
+            place=self._place if config.costs else None,
         )
         self._loader = TierLoader(
             config,
@@ -209,6 +212,13 @@ class ChunkTiers:
         self._workers.close()
         for level in self._levels:
             level.medium.close()
+
+    def _place(self, variant: Variant) -> str | None:
+        """Where a variant is kept: the cheapest tier whose load hides behind what is recomputed of it."""
+        channels = {level.name: level.reads.record() for level in self._levels}
+        costs = self._config.costs_of(channels)
+        compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
+        return placement(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
 
     def _adopt_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
         level, infos = found

@@ -37,6 +37,7 @@ class TierWriter:
 
     Args:
         levels: from the fastest down.
+        place: names the one tier that a variant is kept in, None = none; given where tiers have costs.
         bytes_per_token: KV of this rank, all layers.
     """
 
@@ -49,6 +50,7 @@ class TierWriter:
         pool: Pool,
         metrics: TierMetrics,
         bytes_per_token: int,
+        place: Callable[[Variant], str | None] | None = None,
     ) -> None:
         self._config = config
         self._levels = tuple(levels)
@@ -56,12 +58,13 @@ class TierWriter:
         self._pool = pool
         self._metrics = metrics
         self._bytes_per_token = bytes_per_token
+        self._place = place
         self.num_queued_bytes = 0
 
     def note_stored(self, variant: Variant) -> None:
         """A variant is in the pool; with `write: through` it is written down."""
         if self._config.write == "through":
-            self._save(variant, self._levels)
+            self._save(variant, self._levels if self._place is None else self._levels_named(self._place(variant)))
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
         """So many tokens of the pool are about to be evicted; with `write: evict` the next to go are written down.
@@ -140,6 +143,9 @@ class TierWriter:
                 level.infos.clear()
                 level.ledger.clear()
                 self._metrics.set_size(level.name, 0, 0)
+
+    def _levels_named(self, name: str | None) -> list[Level]:
+        return [level for level in self._levels if level.name == name]
 
     def _save(self, variant: Variant, levels: Sequence[Level]) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
