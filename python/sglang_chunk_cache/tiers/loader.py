@@ -290,6 +290,7 @@ class TierLoader:
         level.reads.observe(info.payload_len, seconds)
         if key_hex in self._estimated_s:
             self.estimates.add(self._estimated_s[key_hex], seconds)
+            self._metrics.count_estimate(level.name, self._estimated_s[key_hex], seconds)
 
     def _note_reads(self, key_hex: str, found: Found) -> None:
         """The ledgers learn what is there, and what is not; the estimates, what it took."""

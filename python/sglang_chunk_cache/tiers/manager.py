@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 
 from chunk_cache.cost import PrefillCost, Throughput, hidden_ratio, placement
@@ -253,13 +254,14 @@ def create_tiers(
 
     Raises:
         TierError: a tier cannot be opened.
-        ImportError, ValueError: its client is not installed, or its name is not known.
+        ImportError, ValueError: its client is not installed, its name is not known, or memory for it is not there.
     """
     tiers = config.tiers
     if tiers is None:
         return None
     levels = []
     if tiers.host_bytes:
+        _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
         levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
     if tiers.disk is not None:
         levels.append(_level("disk", DiskMedium(tiers.disk.path, fingerprint), tiers.disk.max_bytes, config))
@@ -284,6 +286,18 @@ def _level(name: str, medium: Medium, max_bytes: int | None, config: Config) -> 
     if throttle is not None:
         medium = Throttled(medium, throttle.bytes_per_s, throttle.latency_s)
     return Level(name, medium, TierLedger(max_bytes, config.eviction, config.ageing), Throughput())
+
+
+def _check_host_memory(num_bytes: int) -> None:
+    """
+    Raises:
+        ValueError: the machine does not have them.
+    """
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ValueError(
+            f"host_bytes: {num_bytes} bytes for all ranks, but {available} are free; give fewer, or free memory"
+        )
 
 
 def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:

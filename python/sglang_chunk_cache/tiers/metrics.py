@@ -30,6 +30,8 @@ class TierMetrics:
         self._writes = counter("writes_total", "Chunks to be written to a tier, by outcome.", "outcome")
         self._write_bytes = counter("write_bytes_total", "Bytes written to a tier.")
         self._write_seconds = counter("write_seconds_total", "Seconds spent writing to a tier, by its workers.")
+        self._estimated_seconds = counter("estimated_seconds_total", "What loads were estimated to take.")
+        self._actual_seconds = counter("actual_seconds_total", "What the loads that were estimated took.")
         self._evictions = counter("evictions_total", "Chunks that a tier evicted.")
         self._entries = gauge("entries", "Chunks in a tier.")
         self._bytes = gauge("bytes", "Bytes in a tier.")
@@ -41,6 +43,12 @@ class TierMetrics:
         self._loads.labels(tier, outcome).inc()
         self._load_bytes.labels(tier).inc(num_bytes)
         self._load_seconds.labels(tier).inc(seconds)
+
+    def count_estimate(self, tier: str, estimated_s: float, actual_s: float) -> None:
+        """One load whose time had been estimated."""
+        if self._is_enabled:
+            self._estimated_seconds.labels(tier).inc(estimated_s)
+            self._actual_seconds.labels(tier).inc(actual_s)
 
     def count_write(self, tier: str, outcome: str, num_bytes: int = 0, seconds: float = 0.0) -> None:
         """One chunk: `ok`, `busy`, `refused` by the budget, or a reason of `TierError`."""
