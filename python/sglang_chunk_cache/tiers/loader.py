@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from chunk_cache.cost import Estimates, LoadingController, LoadOption, PrefillCost, preload_depth
 from chunk_cache.prefetch import PrefetchQueue, State
-from sglang_chunk_cache.tiers.base import VariantInfo
+from sglang_chunk_cache.tiers.base import StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
-from sglang_chunk_cache.tiers.level import Level, Pool
-from sglang_chunk_cache.tiers.search import NOT_STORED, Found, TierSearch, Wanted
-from sglang_chunk_cache.tiers.stream import run_all
+from sglang_chunk_cache.tiers.level import HOST, Level, Pool
+from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, TierSearch, Wanted
+from sglang_chunk_cache.tiers.stream import LayerStream, run_all
 
 if TYPE_CHECKING:
     from chunk_cache.tier_config import TierConfig
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Votes = npt.NDArray[np.int64]
-
-BAD_ENTRY = ("corrupt", "mismatch", "missing")
-"""Reasons for which an entry is forgotten; for the others the same one may be read later."""
 
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
@@ -105,7 +102,6 @@ class TierLoader:
         self._found: dict[str, Found] = {}
         self._estimated_s: dict[str, float] = {}
         self._preload: dict[str, int] = {}
-        self._streams: list[tuple[str, Found]] = []  # to be read to their end once nothing else is to be found
         self._num_wanting: dict[bytes, int] = {}  # requests, by chunk key; workers look at it
         self.estimates = Estimates()
         """Of the loads that were estimated, by this rank."""
@@ -257,34 +253,37 @@ class TierLoader:
         # All at once: they go on while a forward keeps this thread.
         for key_hex in self._queue.take(sys.maxsize):
             find = partial(self._find, self._wanted[key_hex], self._preload.get(key_hex))
-            self._workers.submit(find, partial(self._end, key_hex))
-        streams = [] if self._queue.num_loading else self._streams
-        if streams:
-            self._streams = []
-            self._workers.submit(
-                partial(run_all, [found.stream for _, found in streams]), partial(self._end_streams, streams)
-            )
+            listed = {level.name: level.ledger.entries_of(key_hex) for level in self._levels}
+            self._workers.submit(find, partial(self._end, key_hex, listed))
 
-    def _end(self, key_hex: str, found: Found) -> None:
+    def _end(self, key_hex: str, listed: Mapping[str, Sequence[str]], found: Found) -> None:
+        for level in found.absent:  # what was listed since then has been written since then
+            for entry_id in listed[level.name]:
+                if entry_id in level.infos:
+                    self._writer.forget(level, level.infos[entry_id])
         self._note_reads(key_hex, found)
         self._found[key_hex] = dataclasses.replace(found, reads=(), absent=())
-        if found.stream is not None:
-            self._streams.append((key_hex, found))
         self._queue.complete(key_hex, True)  # it has ended; how, is what was found
         self._drop_unwanted()
         self._begin_loads()
 
-    def _end_streams(self, streams: list[tuple[str, Found]], _: None) -> None:
-        for key_hex, found in streams:
-            stored, stream = found.stored, found.stream
-            assert stored is not None
-            assert stream is not None
-            level = next(level for level in self._levels if level.name == found.tier)
+    def _run_streams(self, streams: list[tuple[str, LayerStream]]) -> None:
+        """Reads to their end those that a forward is about to wait for, before what only a queue waits for."""
+        streams = [(key_hex, stream) for key_hex, stream in dict(streams).items() if not stream.has_begun]
+        for _, stream in streams:
+            stream.has_begun = True
+        if streams:
+            run = partial(run_all, [stream for _, stream in streams])
+            self._workers.submit(run, partial(self._end_streams, streams), is_urgent=True)
+
+    def _end_streams(self, streams: list[tuple[str, LayerStream]], _: None) -> None:
+        for key_hex, stream in streams:
+            level = next(level for level in self._levels if level.name == stream.tier)
             if stream.is_complete:
-                self._note_seconds(key_hex, level, stored.info, stream.seconds)
-                self._keep_in_host(found)
+                self._note_seconds(key_hex, level, stream.stored.info, stream.seconds)
+                self._keep_in_host(stream.stored)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(level, stored.info)
+                self._writer.forget(level, stream.stored.info)
 
     def _note_seconds(self, key_hex: str, level: Level, info: VariantInfo, seconds: float) -> None:
         level.reads.observe(info.payload_len, seconds)
@@ -293,10 +292,7 @@ class TierLoader:
             self._metrics.count_estimate(level.name, self._estimated_s[key_hex], seconds)
 
     def _note_reads(self, key_hex: str, found: Found) -> None:
-        """The ledgers learn what is there, and what is not; the estimates, what it took."""
-        for level in found.absent:
-            for entry_id in level.ledger.entries_of(key_hex):
-                self._writer.forget(level, level.infos[entry_id])
+        """The ledgers learn what is there; the estimates, what it took."""
         for level, info, reason in found.reads:
             self._writer.adopt(level, info)
             if level.ledger.prepare_load(info.entry_id):
@@ -321,32 +317,44 @@ class TierLoader:
 
     def _settle(self, rids: Sequence[str]) -> None:
         """The loads of these requests have ended, or are late, on all ranks."""
-        chunks = {chunk.key: chunk for rid in rids for chunk in self._waiting[rid].chunks}
-        decided = {key: found for rid in rids for key, found in self._waiting[rid].decided.items()}
-        outcomes = [decided.get(key) or self._found.get(key.hex(), LATE) for key in chunks]
+        pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
+        outcomes = [waiting.decided.get(key) or self._found.get(key.hex(), LATE) for waiting, key in pairs]
         if self._reduce_max is not None and outcomes:
-            votes = np.array([found.vote for found in outcomes], dtype=np.int64)
-            reduced = self._reduce_max(np.concatenate([votes, -votes]))
-            is_agreed = reduced[: len(votes)] == -reduced[len(votes) :]
-            outcomes = [
-                found if agreed else Found(None, found.tier, found.reason or "tier_ranks")
-                for found, agreed in zip(outcomes, is_agreed.tolist(), strict=True)
-            ]
-        by_key = dict(zip(chunks, outcomes, strict=True))
+            outcomes = self._agree(outcomes, self._reduce_max)
         for rid in rids:
-            waiting = self._waiting[rid]
-            waiting.outcome = {chunk.key: by_key[chunk.key] for chunk in waiting.chunks}
-        for found in outcomes:
+            self._waiting[rid].outcome = {}
+        for (waiting, key), found in zip(pairs, outcomes, strict=True):
+            assert waiting.outcome is not None
+            waiting.outcome[key] = found
+        for found in {(key, found.outcome): found for (_, key), found in zip(pairs, outcomes, strict=True)}.values():
             self._note_outcome(found)
+        found_by_key = [(key.hex(), found) for (_, key), found in zip(pairs, outcomes, strict=True)]
+        self._run_streams([(key_hex, found.stream) for key_hex, found in found_by_key if found.stream is not None])
+
+    def _agree(self, outcomes: Sequence[Found], reduce_max: Callable[[Votes], Votes]) -> list[Found]:
+        """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""
+        votes = np.array([found.vote for found in outcomes], dtype=np.int64)
+        reduced = reduce_max(np.concatenate([votes, -votes]))
+        largest, least = reduced[: len(votes)], -reduced[len(votes) :]
+        is_agreed = largest == least
+        is_of_no_use = (least > 0) & (largest // 2 != least // 2)
+        agreed = []
+        for found, same, of_no_use in zip(outcomes, is_agreed.tolist(), is_of_no_use.tolist(), strict=True):
+            agreed.append(found if same else Found(None, found.tier, found.reason or "tier_ranks"))
+            if of_no_use and found.stored is not None:
+                info = found.stored.info
+                for level in self._levels:
+                    if info.entry_id in level.infos:
+                        self._writer.forget(level, info)
+        return agreed
 
     def _note_outcome(self, found: Found) -> None:
         num_bytes = 0 if found.stored is None else found.stored.info.payload_len
         self._metrics.count_load(found.tier or "none", found.outcome, num_bytes, found.seconds)
-        if found.stored is not None and found.stream is None:
-            self._keep_in_host(found)
+        if found.stored is not None and found.stream is None and found.tier != HOST:
+            self._keep_in_host(found.stored)
 
-    def _keep_in_host(self, found: Found) -> None:
-        assert found.stored is not None
+    def _keep_in_host(self, stored: StoredVariant) -> None:
         host = self._levels[0]
-        if host.is_host and found.tier != host.name:
-            self._writer.put(host, found.stored)
+        if host.is_host:
+            self._writer.put(host, stored)

@@ -33,6 +33,7 @@ from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import HOST, Level, Pool
 from sglang_chunk_cache.tiers.loader import Found, TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.search import note_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
@@ -264,7 +265,8 @@ def create_tiers(
         _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
         levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
     if tiers.disk is not None:
-        levels.append(_level("disk", DiskMedium(tiers.disk.path, fingerprint), tiers.disk.max_bytes, config))
+        disk = DiskMedium(tiers.disk.path, fingerprint, on_problem=note_skipped)
+        levels.append(_level("disk", disk, tiers.disk.max_bytes, config))
     if tiers.remote is not None:
         levels.append(_level("remote", _remote(tiers.remote, fingerprint), None, config))
     return ChunkTiers(
@@ -305,11 +307,11 @@ def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:
     if remote.url is not None:
         from sglang_chunk_cache.tiers.remote import RemoteMedium
 
-        return RemoteMedium(remote.url, fingerprint)
+        return RemoteMedium(remote.url, fingerprint, on_problem=note_skipped)
     from sglang_chunk_cache.tiers.hicache import HiCacheMedium
 
     assert remote.hicache is not None
-    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings))
+    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings), on_problem=note_skipped)
 
 
 def _scan(level: Level) -> tuple[Level, list[VariantInfo]]:

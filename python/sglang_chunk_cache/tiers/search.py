@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
+
+
+BAD_ENTRY = ("corrupt", "mismatch", "missing")
+"""Reasons for which an entry is forgotten; for the others the same one may be read later."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Found:
 
     @property
     def vote(self) -> int:
-        """Equal on ranks that found the same, and in the same way; 0 = nothing."""
+        """Equal on ranks that found the same, and in the same way; 1 = there is none, 0 = that is not known."""
         if self.stored is None:
-            return 0
+            return int(self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY)))
         return 2 * (1 + int(self.stored.info.name[:14], 16)) + (self.stream is not None)
 
     @property
@@ -69,6 +74,26 @@ class Found:
 
 
 NOT_STORED = Found()
+
+
+class _Skipped(threading.local):
+    """Why an entry was skipped in the search that this thread is doing."""
+
+    reason: str | None = None
+
+    def take(self) -> str | None:
+        """None from then on."""
+        reason, self.reason = self.reason, None
+        return reason
+
+
+_skipped = _Skipped()
+
+
+def note_skipped(error: TierError) -> None:
+    """For the media: `find` has skipped an entry, or `scan`."""
+    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
+    _skipped.reason = error.reason
 
 
 class TierSearch:
@@ -90,7 +115,9 @@ class TierSearch:
         Args:
             num_layers: that are there when this returns, and a stream brings the others; None = all, without one.
         """
-        trouble, reads, absent = NOT_STORED, [], []
+        trouble = NOT_STORED
+        reads: list[tuple[Level, VariantInfo, str | None]] = []
+        absent: list[Level] = []
         for level in self._levels:
             if level.is_host:
                 continue
@@ -103,14 +130,18 @@ class TierSearch:
         return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
 
     def find_in(self, level: Level, chunk: Wanted, num_layers: int | None) -> Found:
+        _skipped.take()
         try:
             infos = level.medium.find(chunk.key)
         except TierError as error:
             logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
             return Found(None, level.name, f"tier_{error.reason}")
         if not infos:
-            return Found(absent=(level,))
-        reads = []
+            skipped = _skipped.take()
+            if skipped is None:
+                return Found(absent=(level,))
+            return Found(None, level.name, f"tier_{skipped}", absent=(level,) if skipped in BAD_ENTRY else ())
+        reads: list[tuple[Level, VariantInfo, str | None]] = []
         for info in infos:
             if info.generation > self._max_generation:
                 continue

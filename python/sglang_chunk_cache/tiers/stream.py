@@ -38,6 +38,8 @@ class LayerStream:
         self.num_ready = 0
         self.reason: str | None = None
         """Why it failed, of `TierError`; None = it did not."""
+        self.has_begun = False
+        """Whether a worker was told to read it to its end."""
         self.seconds = 0.0
         """Spent on reading so far."""
         self._layers = layers

@@ -25,10 +25,23 @@ class Workers:
         self.num_running = 0
         """Jobs that were submitted and have not been run to their end."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunk-tier")
+        self._urgent_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunk-tier-urgent")
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._last: dict[str, Future[Any]] = {}  # job of each order
 
-    def submit(self, work: Callable[[], Result], then: Callable[[Result], None], order: str | None = None) -> None:
+    def submit(
+        self,
+        work: Callable[[], Result],
+        then: Callable[[Result], None],
+        order: str | None = None,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
+        """
+        Args:
+            order: jobs that share it do not overtake each other; None = no matter.
+            is_urgent: it does not stand behind what is not; a forward waits for it.
+        """
         self.num_running += 1
         before = None if order is None else self._last.get(order)
 
@@ -42,7 +55,7 @@ class Workers:
                 del self._last[order]
             then(future.result())
 
-        future = self._threads.submit(run)
+        future = (self._urgent_threads if is_urgent else self._threads).submit(run)
         if order is not None:
             self._last[order] = future
         future.add_done_callback(lambda future: self._done.put(lambda: end(future)))
@@ -71,4 +84,5 @@ class Workers:
 
     def close(self) -> None:
         """Drops what has not begun; what runs is waited for."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._urgent_threads):
+            threads.shutdown(wait=True, cancel_futures=True)

@@ -26,8 +26,9 @@ from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, Va
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import Level, tokens_of
-from sglang_chunk_cache.tiers.loader import Found, TierLoader, Wanted
+from sglang_chunk_cache.tiers.loader import TierLoader
 from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.search import Found, Wanted, note_skipped
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
@@ -120,7 +121,10 @@ class Tiers:
         limits, slow = limits or {}, slow or {}
         self.config = TierConfig(**{"host_bytes": limits.get("host", 0), "controller": False, **config})
         media: dict[str, Medium] = {"host": HostMedium(fingerprint)} if "host" in limits else {}
-        media |= {name: DiskMedium(folder, fingerprint, sync=False) for name, folder in folders.items()}
+        media |= {
+            name: DiskMedium(folder, fingerprint, sync=False, on_problem=note_skipped)
+            for name, folder in folders.items()
+        }
         self.levels = [
             Level(
                 name,
@@ -170,18 +174,18 @@ class Tiers:
         self.workers.wait_done(0.002)
         self.loader.poll(queued)
 
-    def settle(self, *queued: str) -> None:
-        """Until none of them is held."""
+    def settle(self, *rids: str, queued: Sequence[str] = ()) -> None:
+        """Until none of them is held; `queued` if there are others in the queue."""
         deadline = time.monotonic() + PATIENCE_S
-        self.step(*queued)
-        while any(self.loader.is_held(rid) for rid in queued):
-            assert time.monotonic() < deadline, f"still held: {[r for r in queued if self.loader.is_held(r)]}"
-            self.step(*queued)
+        self.step(*(queued or rids))
+        while any(self.loader.is_held(rid) for rid in rids):
+            assert time.monotonic() < deadline, f"still held: {[rid for rid in rids if self.loader.is_held(rid)]}"
+            self.step(*(queued or rids))
 
-    def load(self, *chunks: Wanted, rid: str = "r", queued: Sequence[str] | None = None) -> list[Found]:
+    def load(self, *chunks: Wanted, rid: str = "r") -> list[Found]:
         """What becomes of the chunks of a request that comes, waits and is admitted."""
         self.want(rid, *chunks)
-        self.settle(*(queued or (rid,)))
+        self.settle(rid)
         found = self.loader.bring_in(rid)
         self.loader.poll(())
         return [found[chunk.key] for chunk in chunks]
