@@ -106,8 +106,8 @@ def _with_tier(chunk: dict[str, Any], key: bytes, state: DocChunkRequest) -> dic
     """With where its KV was when the request came, for a hit."""
     if chunk["status"] != "hit":
         return chunk
-    found = state.tiers.get(key)
-    return chunk | {"tier": "pool" if found is None or found.stored is None else found.tier}
+    outcome = state.tiers.get(key)
+    return chunk | {"tier": (outcome.tier if outcome is not None else "") or "pool"}
 
 
 def correct_report(req: Req, state: DocChunkRequest) -> None:

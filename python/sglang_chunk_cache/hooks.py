@@ -228,12 +228,20 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
         "sglang_chunk_cache.tiers.waiting:init_next_round_input",
         "what was loaded goes into the KV pool just before the request is matched",
     ),
-    Hook(
-        "sglang.srt.managers.scheduler_components.weight_updater."
-        "SchedulerWeightUpdaterManager.record_weight_version_after_update",
-        HookType.AFTER,
-        "sglang_chunk_cache.tiers.waiting:weights_changed",
-        "KV of other weights must not come up again",
+    *(
+        Hook(
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
+            HookType.AFTER,
+            "sglang_chunk_cache.tiers.waiting:weights_changed",
+            "KV of other weights must not come up again",
+        )
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "begin_weight_update",
+        )
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",

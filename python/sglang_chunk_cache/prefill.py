@@ -98,9 +98,10 @@ def init_forward_batch(
     else:
         forward_batch, attention = _init_fused(original, cls, batch, due, model_runner, kwargs)
     copies = [copy for one in due or () for copy in one.layer_copies]
-    extras = Extras(attention, taker, _timing(batch, due))
+    # A forward that waits for layers says nothing of what computing takes.
+    extras = Extras(attention, taker, None if copies else _timing(batch, due))
     if copies:
-        again = partial(_without_loads, original, cls, batch, due, model_runner, kwargs)
+        again = partial(_without_loads, original, cls, batch, due, model_runner, kwargs, taker)
         extras = replace(extras, loads=batch.tree_cache.landings.loads(copies), again=again)
     if extras != Extras(None, None, None):
         setattr(forward_batch, _EXTRAS, extras)
@@ -114,6 +115,7 @@ def _without_loads(
     due: list[DueRows],
     model_runner: ModelRunner,
     kwargs: dict[str, Any],
+    taker: StatisticsTaker | None,
     reason: str,
 ) -> ForwardBatch:
     """The same batch once more, with every token computed where KV was to arrive that does not."""
@@ -126,9 +128,8 @@ def _without_loads(
             # The slots of the load stay the request's own; all that they hold is computed now.
             everything[i] = DueRows(np.arange(plan.load_start, plan.load_end), replace(one.state, plan=None))
             batch.tree_cache.note_load_failed(batch.reqs[i], one.state, one.layer_copies, reason)
-    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
     forward_batch, attention = _init_fused(original, cls, batch, everything, model_runner, kwargs)
-    setattr(forward_batch, _EXTRAS, Extras(attention, taker, None))
+    setattr(forward_batch, _EXTRAS, Extras(attention, None if taker is None else taker.again(), None))
     return forward_batch
 
 

@@ -379,14 +379,24 @@ class ChunkRadixCache(UnifiedRadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         self._before_eviction(params.num_tokens)
         result = super().evict(params)
+        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
+            more = super().evict(dataclasses.replace(params, num_tokens=params.num_tokens - result.num_tokens_evicted))
+            result.num_tokens_evicted += more.num_tokens_evicted
         self._note_evicted(result.num_tokens_evicted)
         return result
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         self._before_eviction(params.num_tokens)
         result = super().evict_for_alloc(params, **kwargs)
+        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
+            more = super().evict_for_alloc(params, **kwargs)
+            result.num_tokens_evicted += more.num_tokens_evicted
         self._note_evicted(result.num_tokens_evicted)
         return result
+
+    def _gives_way(self, num_missing: int) -> bool:
+        """Whether nodes that are still landing, which nothing else can evict, have made room."""
+        return num_missing > 0 and self.landings is not None and self.landings.give_way()
 
     def evict_leaf(self, node_id: int) -> int:
         """Frees one leaf that nobody keeps; returns its tokens."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.selection.report import SelectionReport
     from sglang_chunk_cache.statistics import ChunkSums
     from sglang_chunk_cache.tiers.landing import LayerCopy
-    from sglang_chunk_cache.tiers.loader import Found
+    from sglang_chunk_cache.tiers.search import Outcome
 
 PARAM_NAME = "chunk_cache"
 _ATTRIBUTE = "doc_chunk_request"
@@ -66,7 +66,7 @@ class DocChunkRequest:
     selection_report: SelectionReport | None = None
     sums: ChunkSums | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
-    tiers: Mapping[bytes, Found] = field(default_factory=dict)
+    tiers: Mapping[bytes, Outcome] = field(default_factory=dict)
 
     @property
     def load_due(self) -> bool:

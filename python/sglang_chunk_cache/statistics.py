@@ -124,6 +124,10 @@ class StatisticsTaker:
         self._sums = torch.split(self._total, [sum(job.sizes) for job in jobs])  # views
         self._is_observed = False
 
+    def again(self) -> StatisticsTaker:
+        """For the same chunks, when their forward is begun once more."""
+        return StatisticsTaker(self._jobs, sorted(self._layers), self._kv_pool, self._kernel)
+
     @classmethod
     def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`."""

@@ -10,6 +10,7 @@ stopped on all ranks alike and nothing of the node is ever read again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ class Landing:
     stream: LayerStream
     lock: Any
     num_filled: int = 0
+    gave_way: bool = False
+    """It failed because the pool needed the room."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, one of the replies'."""
+        return "memory" if self.gave_way else f"tier_{self.stream.reason}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Landings:
     """See the head of this file.
 
     Args:
-        timeout_s: how long a forward waits for one layer.
+        timeout_s: how long a forward waits for layers, all in all.
         reduce_max: over the tensor-parallel ranks, as for `TierLoader`.
     """
 
@@ -84,7 +92,7 @@ class Landings:
         self._index = index
         self._store = store
         self._assembler = assembler
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._reduce_max = reduce_max
         self._open: dict[int, Landing] = {}
 
@@ -118,6 +126,14 @@ class Landings:
             self._index.discard(landing.variant.variant_id)
             self._close(landing)
 
+    def give_way(self) -> bool:
+        """The pool is short of room that these nodes keep: their requests are computed instead. False without any."""
+        landings = list(self._open.values())
+        for landing in landings:
+            landing.gave_way = True
+            self.fail(landing)
+        return bool(landings)
+
     def fill(self, landing: Landing, num_layers: int) -> None:
         """Puts the layers below `num_layers` in place; they are there."""
         if landing.num_filled < num_layers:
@@ -129,18 +145,21 @@ class Landings:
         """What one forward has to bring in layer by layer."""
         return LayerLoads(self, self._assembler, copies)
 
-    def wait(self, landings: Sequence[Landing], layer: int) -> None:
+    def wait(self, landings: Sequence[Landing], layer: int, deadline: float) -> None:
         """Until all of them have a layer, on all ranks.
+
+        Args:
+            deadline: of `time.monotonic`.
 
         Raises:
             LayerFailed: one has not.
         """
-        failed = [landing for landing in landings if not landing.stream.wait(layer, self._timeout_s)]
+        failed = [one for one in landings if not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))]
         any_failed = bool(failed)
         if self._reduce_max is not None:
             any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])
         if any_failed:
-            raise LayerFailed(f"tier_{failed[0].stream.reason}" if failed else "tier_ranks")
+            raise LayerFailed(failed[0].reason if failed else "tier_ranks")
 
     def clear(self) -> None:
         """The tree was emptied, and its locks with it."""
@@ -163,6 +182,7 @@ class LayerLoads:
             torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target", "delta")
         )
         self._num_done = 0
+        self._deadline: float | None = None
 
     def arrive(self, layer: int) -> None:
         """The forward is at the attention of a layer; a pass that has been there before finds it done.
@@ -173,7 +193,9 @@ class LayerLoads:
         if layer < self._num_done:
             return
         assert layer == self._num_done, f"layer {layer} comes behind {self._num_done}"
-        self._landings.wait(self.nodes, layer)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._landings.timeout_s
+        self._landings.wait(self.nodes, layer, self._deadline)
         for landing in self.nodes:
             self._landings.fill(landing, layer + 1)
         self._assembler.copy(self._source, self._target, self._delta, range(layer, layer + 1))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Votes = npt.NDArray[np.int64]
+
+MAX_STAGED_BYTES = 2 << 30
+"""Of chunks for requests that wait; while there are more, no further load is begun."""
 
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
@@ -102,6 +104,9 @@ class TierLoader:
         self._found: dict[str, Found] = {}
         self._estimated_s: dict[str, float] = {}
         self._preload: dict[str, int] = {}
+        self._staged: dict[str, int] = {}
+        self.num_staged_bytes = 0
+        """Of chunks that are loaded, or under way, and wanted by a request that was not admitted yet."""
         self._num_wanting: dict[bytes, int] = {}  # requests, by chunk key; workers look at it
         self.estimates = Estimates()
         """Of the loads that were estimated, by this rank."""
@@ -115,8 +120,9 @@ class TierLoader:
             num_keys: tokens of its prompt.
             num_rows_ahead: rows that the requests in front of it will compute, at most.
         """
-        if rid in self._waiting:  # it was admitted and is back before anybody looked
+        if rid in self._waiting:  # it was admitted or aborted, and is back before anybody looked
             self._forget(rid)
+            self._drop_unwanted()
         now = time.monotonic()
         waiting = _Waiting(tuple({chunk.key: chunk for chunk in chunks}.values()))
         self._waiting[rid] = waiting
@@ -126,14 +132,14 @@ class TierLoader:
                 found = self._search.find_in(self._levels[0], chunk, None)
                 self._note_reads(chunk.key.hex(), found)
                 waiting.decided[chunk.key] = found
-        if self._config.loading == "layerwise":
-            self._choose_preload(waiting, num_keys)
         patience = self._config.timeout_s
         if self._config.controller:
             hidden_s = self._prefill_cost.estimate(num_rows_ahead, num_keys) if num_rows_ahead else 0.0
             worth_s = self._compute_what_is_faster(waiting, num_keys, hidden_s)
             patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
         to_load = {chunk.key.hex(): chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
+        if self._config.loading == "layerwise":
+            self._choose_preload(list(to_load.values()), num_keys)
         self._wanted |= to_load
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
@@ -157,6 +163,7 @@ class TierLoader:
             progress = self._queue.apply(undecided, votes)
             self._settle([one.request_id for one in progress if one.state is not State.WAITING])
         self._drop_unwanted()
+        self._begin_loads()
 
     def is_held(self, rid: str) -> bool:
         return rid in self._queue
@@ -185,6 +192,7 @@ class TierLoader:
             self._num_wanting[chunk.key] -= 1
             if not self._num_wanting[chunk.key]:
                 del self._num_wanting[chunk.key]
+                self.num_staged_bytes -= self._staged.pop(chunk.key.hex(), 0)
 
     def clear(self) -> None:
         """Nobody waits any more."""
@@ -215,9 +223,8 @@ class TierLoader:
                 worth_s = max(worth_s, decision.load_s) + decision.compute_s
         return 2.0 * worth_s
 
-    def _choose_preload(self, waiting: _Waiting, num_keys: int) -> None:
+    def _choose_preload(self, chunks: Sequence[Wanted], num_keys: int) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        chunks = [chunk for chunk in waiting.chunks if chunk.key not in waiting.decided]
         levels = [self._level_of(chunk) for chunk in chunks]
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         load_s = sum(
@@ -250,8 +257,11 @@ class TierLoader:
         return next(one.state for one in self._queue.poll(time.monotonic()) if one.request_id == rid)
 
     def _begin_loads(self) -> None:
-        # All at once: they go on while a forward keeps this thread.
-        for key_hex in self._queue.take(sys.maxsize):
+        # As many as there is room for: they go on while a forward keeps this thread.
+        while self.num_staged_bytes < MAX_STAGED_BYTES and (taken := self._queue.take(1)):
+            (key_hex,) = taken
+            self._staged[key_hex] = self._num_bytes(self._wanted[key_hex])
+            self.num_staged_bytes += self._staged[key_hex]
             find = partial(self._find, self._wanted[key_hex], self._preload.get(key_hex))
             listed = {level.name: level.ledger.entries_of(key_hex) for level in self._levels}
             self._workers.submit(find, partial(self._end, key_hex, listed))
@@ -274,7 +284,7 @@ class TierLoader:
             stream.has_begun = True
         if streams:
             run = partial(run_all, [stream for _, stream in streams])
-            self._workers.submit(run, partial(self._end_streams, streams), is_urgent=True)
+            self._workers.submit(run, partial(self._end_streams, streams), lane="stream")
 
     def _end_streams(self, streams: list[tuple[str, LayerStream]], _: None) -> None:
         for key_hex, stream in streams:

@@ -15,7 +15,7 @@ a tier is used after its checksums, fingerprint and tokens were compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,9 @@ from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import HOST, Level, Pool
-from sglang_chunk_cache.tiers.loader import Found, TierLoader, Wanted
+from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import note_skipped
+from sglang_chunk_cache.tiers.search import Outcome, note_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
@@ -129,9 +129,9 @@ class ChunkTiers:
         """Whether a request waits for its loads, so that it must not be admitted."""
         return self._loader.is_held(rid)
 
-    def bring_in(self, rid: str) -> Mapping[bytes, Found]:
-        """See `TierLoader.bring_in`."""
-        return self._loader.bring_in(rid)
+    def bring_in(self, rid: str) -> dict[bytes, Outcome]:
+        """See `TierLoader.bring_in`; without the KV, which the request must not keep alive."""
+        return {key: found.without_kv() for key, found in self._loader.bring_in(rid).items()}
 
     def hidden_ratio(self, streams: Sequence[LayerStream], num_tokens: int, num_keys: int, least: float) -> float:
         """The recompute ratio whose work hides behind the layers that are still to come (CacheBlend section 5.1).
@@ -142,18 +142,19 @@ class ChunkTiers:
             num_keys: of the prompt.
             least: the ratio that quality asks for.
         """
-        streams = [stream for stream in streams if stream.num_bytes_left]
-        if not self._config.hide_ratio or not streams:
+        if not self._config.hide_ratio:
             return least
-        reads = {level.name: level.reads for level in self._levels}
-        load_s = sum(reads[stream.tier].estimate(stream.num_bytes_left) for stream in streams)
-        prefill_s = self._prefill_cost.estimate(num_tokens, num_keys)
-        share_left = max(1.0 - stream.num_ready / stream.num_layers for stream in streams)
-        # In thousandths, which all ranks can agree on: each has its own estimates.
-        ratio = np.array([round(1000 * hidden_ratio(load_s, share_left * prefill_s, least))], dtype=np.int64)
+        left = [(stream, num_bytes) for stream in streams if (num_bytes := stream.num_bytes_left)]
+        ratio = least
+        if left:
+            reads = {level.name: level.reads for level in self._levels}
+            load_s = sum(reads[stream.tier].estimate(num_bytes) for stream, num_bytes in left)
+            share_left = max(num_bytes / stream.stored.info.payload_len for stream, num_bytes in left)
+            ratio = hidden_ratio(load_s, share_left * self._prefill_cost.estimate(num_tokens, num_keys), least)
+        # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.
         if self.reduce_max is not None:
-            ratio = self.reduce_max(ratio)
-        return max(least, min(1.0, float(ratio[0]) / 1000))
+            ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
+        return max(least, min(1.0, ratio))
 
     def evict(self, keys: Iterable[bytes]) -> None:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it."""
@@ -194,6 +195,7 @@ class ChunkTiers:
             "disabled": self._disabled_reason,
             "held_requests": self._loader.num_held,
             "queued_write_bytes": self._writer.num_queued_bytes,
+            "staged_bytes": self._loader.num_staged_bytes,
             "tiers": {level.name: _level_stats(level) for level in self._levels},
             "prefill": {
                 "s_per_pass": prefill.s_per_pass,
@@ -210,7 +212,7 @@ class ChunkTiers:
         }
 
     def close(self) -> None:
-        """Ends the workers; what is being written is written to its end."""
+        """Ends the workers, once what was submitted is done."""
         self._workers.close()
         for level in self._levels:
             level.medium.close()
@@ -261,12 +263,15 @@ def create_tiers(
     if tiers is None:
         return None
     levels = []
+    if tiers.costs and fingerprint.tp_size > 1:
+        raise ValueError("costs: each rank would place by its own estimates; leave them out with tensor parallelism")
     if tiers.host_bytes:
         _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
         levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
     if tiers.disk is not None:
         disk = DiskMedium(tiers.disk.path, fingerprint, on_problem=note_skipped)
-        levels.append(_level("disk", disk, tiers.disk.max_bytes, config))
+        max_bytes = None if tiers.disk.max_bytes is None else tiers.disk.max_bytes // fingerprint.tp_size
+        levels.append(_level("disk", disk, max_bytes, config))
     if tiers.remote is not None:
         levels.append(_level("remote", _remote(tiers.remote, fingerprint), None, config))
     return ChunkTiers(

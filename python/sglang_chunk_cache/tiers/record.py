@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chunk_cache.keys import KEY_LEN
 from chunk_cache.statistics import ChunkStatistics
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
@@ -35,6 +36,7 @@ MAGIC = b"ChunkKV\n"
 PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 _MAX_JSON_LEN = 64 << 20
+_MAX_NUMBER = 2**62  # of positions and generations
 _REMEDY = "it was damaged or written by something else: it is removed, and computed again when it is needed"
 
 
@@ -165,16 +167,20 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
     if (fields["k_shape"], fields["v_shape"]) != shapes or fields["dtype"] != f.dtype or not length:
         raise ValueError(f"KV of {fields['k_shape']} and {fields['v_shape']} {fields['dtype']}, not of {shapes}")
     start, generation = int(fields["start"]), int(fields["generation"])
-    if min(start, generation) < 0:
-        raise ValueError(f"negative position {start} or generation {generation}")
-    context = tuple(bytes.fromhex(key) for key in fields["context"])
+    if not (0 <= start < _MAX_NUMBER and 0 <= generation < _MAX_NUMBER):
+        raise ValueError(f"position {start} or generation {generation}")
+    key, context = bytes.fromhex(fields["key"]), tuple(bytes.fromhex(key) for key in fields["context"])
+    if any(len(one) != KEY_LEN for one in (key, *context)):
+        raise ValueError("a chunk's key of another length")
     statistics = None
     if fields["statistics"] is not None:
         parts = {name: _unpack(value, "<f4").astype(np.float32) for name, value in fields["statistics"].items()}
         if not length == len(parts["outside"]) == len(parts["received"]):
             raise ValueError("statistics of another length")
-        statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], float(fields["cci"]))
-    key = bytes.fromhex(fields["key"])
+        cci = float(fields["cci"])
+        if len(parts["inter"]) != len(context) or not 0.5 <= cci <= 1.0:
+            raise ValueError(f"statistics of {len(parts['inter'])} chunks of {len(context)}, CCI {cci}")
+        statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], cci)
     return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length))
 
 

@@ -8,13 +8,14 @@ Promises: nothing here changes what the scheduler sees; what was tried and what 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import threading
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.level import Level
@@ -38,6 +39,13 @@ class Wanted:
     key: bytes
     token_ids: array[int]
     partition: Partition
+
+
+class Outcome(NamedTuple):
+    """What a request keeps of `Found` once its chunks are in the pool; `tier` is empty where it was not found."""
+
+    tier: str
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,17 @@ class Found:
         """Equal on ranks that found the same, and in the same way; 1 = there is none, 0 = that is not known."""
         if self.stored is None:
             return int(self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY)))
-        return 2 * (1 + int(self.stored.info.name[:14], 16)) + (self.stream is not None)
+        # The statistics too: rows are chosen by them, and all ranks must choose the same.
+        info = self.stored.info
+        hasher = hashlib.blake2b(info.name.encode(), digest_size=7)
+        if info.statistics is not None:
+            for values in (info.statistics.outside, info.statistics.received, info.statistics.inter):
+                hasher.update(values.tobytes())
+            hasher.update(repr(info.statistics.cci).encode())
+        return 2 * (1 + int.from_bytes(hasher.digest(), "big")) + (self.stream is not None)
+
+    def without_kv(self) -> Outcome:
+        return Outcome("" if self.stored is None else self.tier, self.reason)
 
     @property
     def outcome(self) -> str:
@@ -163,7 +181,11 @@ class TierSearch:
     ) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:
             return level.medium.read(info), None
-        stored = StoredVariant(info, *self._empty(len(info.token_ids)))
+        try:
+            stored = StoredVariant(info, *self._empty(len(info.token_ids)))
+        except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
+            remedy = "let fewer requests wait, or give the machine more"
+            raise TierError("full", "host memory", f"no {info.payload_len} bytes left ({error})", remedy) from error
         stream = LayerStream(stored, level.medium.read_layers(info), level.name)
         stream.run_until(num_layers)
         if stream.reason is not None:

@@ -4,7 +4,7 @@ Verbs (handlers of hooks): `add_request_to_queue` (its loads begin), `get_new_ba
 are not seen by this scheduling step), `init_next_round_input` (what was found goes into the pool, and then SGLang
 matches), `weights_changed` (KV of the old weights is of no use).
 
-Promises: a request that waits keeps its place in the queue. A step without such requests costs a look at a dictionary.
+Promises: a request that waits keeps its place in the queue. A step costs a look at each request of the queue.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def get_new_batch_prefill_raw(original: Callable[..., Any], scheduler: Scheduler
     tiers = _tiers_of(scheduler.tree_cache)
     if tiers is None:
         return original(scheduler, *args, **kwargs)
+    if scheduler.grammar_manager.has_waiting_grammars():
+        # As the original begins; here, so that their loads are known before anybody is admitted.
+        for req in scheduler.grammar_manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
     queue = scheduler.waiting_queue
     tiers.poll([req.rid for req in queue])
     scheduler.tree_cache.landings.poll()
@@ -102,14 +106,14 @@ def init_next_round_input(
     tiers = _tiers_of(tree_cache)
     state = None if tiers is None else state_of(req)
     if tiers is not None and state is not None:
-        found = tiers.bring_in(req.rid)
-        if found:
-            state.tiers = dict(found)
+        outcome = tiers.bring_in(req.rid)
+        if outcome:
+            state.tiers = outcome
     original(req, tree_cache, *args, **kwargs)
 
 
 def weights_changed(_result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER `SchedulerWeightUpdaterManager.record_weight_version_after_update`."""
+    """AFTER the updates of `SchedulerWeightUpdaterManager`, whether they say that they succeeded or not."""
     tiers = _tiers_of(updater.scheduler.tree_cache)
     if tiers is not None:
         tiers.disable("the weights were changed; start the server anew to have them again.")

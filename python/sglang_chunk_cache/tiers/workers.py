@@ -12,9 +12,11 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Result = TypeVar("Result")
+Lane = Literal["load", "stream", "write"]
+LANES: tuple[Lane, ...] = ("load", "stream", "write")
 
 
 class Workers:
@@ -24,8 +26,7 @@ class Workers:
         self.num_threads = num_threads
         self.num_running = 0
         """Jobs that were submitted and have not been run to their end."""
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunk-tier")
-        self._urgent_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunk-tier-urgent")
+        self._lanes = {lane: ThreadPoolExecutor(num_threads, f"chunk-tier-{lane}") for lane in LANES}
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._last: dict[str, Future[Any]] = {}  # job of each order
 
@@ -35,12 +36,12 @@ class Workers:
         then: Callable[[Result], None],
         order: str | None = None,
         *,
-        is_urgent: bool = False,
+        lane: Lane = "load",
     ) -> None:
         """
         Args:
             order: jobs that share it do not overtake each other; None = no matter.
-            is_urgent: it does not stand behind what is not; a forward waits for it.
+            lane: it stands behind jobs of the same lane only. Requests wait for loads, a forward for streams.
         """
         self.num_running += 1
         before = None if order is None else self._last.get(order)
@@ -55,7 +56,7 @@ class Workers:
                 del self._last[order]
             then(future.result())
 
-        future = (self._urgent_threads if is_urgent else self._threads).submit(run)
+        future = self._lanes[lane].submit(run)
         if order is not None:
             self._last[order] = future
         future.add_done_callback(lambda future: self._done.put(lambda: end(future)))
@@ -83,6 +84,6 @@ class Workers:
         self.run_done()
 
     def close(self) -> None:
-        """Drops what has not begun; what runs is waited for."""
-        for threads in (self._threads, self._urgent_threads):
-            threads.shutdown(wait=True, cancel_futures=True)
+        """Waits for what was submitted; at the end of the process the interpreter does so anyway."""
+        for threads in self._lanes.values():
+            threads.shutdown(wait=True)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BYTES = 1 << 30
-"""That wait to be written; what comes while there are more is not written."""
+MAX_QUEUED_BYTES = 2 << 30
+"""That wait to be written, in each tier counted; what comes while there are more is not written for now."""
 
 MAX_LOOKS = 64
 """Variants that one eviction looks at."""
@@ -67,17 +67,18 @@ class TierWriter:
             self._save(variant, self._levels if self._place is None else self._levels_named(self._place(variant)))
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
-        """So many tokens of the pool are about to be evicted; with `write: evict` the next to go are written down.
+        """So many tokens of the pool are about to be evicted; the next to go are written down, if they are not.
 
         Args:
             variants: in the order in which they go.
         """
-        if self._config.write != "evict":
-            return
+        levels = self._levels[:1] if self._config.write == "evict" else self._levels
+        if self._place is not None:
+            return  # what was not kept before is worth it nowhere
         for _, variant in zip(range(MAX_LOOKS), variants, strict=False):
             if num_tokens <= 0:
                 return
-            num_tokens -= self._save(variant, self._levels[:1])
+            num_tokens -= self._save(variant, levels)
 
     def put(self, level: Level, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
         """Into one tier, if it takes it.
@@ -88,7 +89,7 @@ class TierWriter:
         info = stored.info
         if not level.takes(info, self._config.max_variants_per_chunk):
             return
-        is_busy = self.num_queued_bytes + info.payload_len > MAX_QUEUED_BYTES
+        is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
         gone = None if is_busy else level.ledger.prepare_store(info.entry_id, info.payload_len)
         if gone is None:
             self._metrics.count_write(level.name, "busy" if is_busy else "refused")
@@ -111,7 +112,7 @@ class TierWriter:
             self.num_queued_bytes -= info.payload_len
             self._complete(level, info, *result)
 
-        self._workers.submit(write, written, _order(level, info))
+        self._workers.submit(write, written, _order(level, info), lane="write")
 
     def adopt(self, level: Level, info: VariantInfo) -> None:
         """A tier has it although nobody here has written it: it counts, and makes others go."""
@@ -191,7 +192,7 @@ class TierWriter:
             except TierError as error:
                 logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", level.name, error)
 
-        self._workers.submit(delete, lambda _: None, _order(level, info))
+        self._workers.submit(delete, lambda _: None, _order(level, info), lane="write")
 
 
 def _order(level: Level, info: VariantInfo) -> str:

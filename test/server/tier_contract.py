@@ -1,0 +1,108 @@
+"""What tests of the tiers need: their configuration, where a chunk's file lies, what a reply and the metrics say.
+
+- `tier_flags` is the configuration as flags, `Folder` a disk tier as the tests see it.
+- `tiers` reads a reply, `metric` one value of `/metrics`, `wait_until` waits for what happens on its own.
+- `fill_pool` makes every chunk leave the KV pool.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.keys import Partition, chunk_key
+from server.conftest import MAX_TOTAL_TOKENS
+from server.contract import FULL, Marked, encode, generated, same_logprobs
+from server_fixture import Server
+
+REQUEST_TIMEOUT_S = 90.0
+PATIENCE_S = 30.0  # for what takes milliseconds on a quiet machine
+
+
+def tier_flags(**tiers: Any) -> tuple[str, ...]:
+    """Nothing is decided by measured times unless a test says so: `controller` is off."""
+    config = {"tiers": {"controller": False, **tiers}}
+    return ("--enable-metrics", "--chunk-cache", "--chunk-cache-config", json.dumps(config))
+
+
+def tiers(reply: Mapping[str, Any]) -> list[str | None]:
+    """Where the KV of each chunk was."""
+    return [chunk.get("tier") for chunk in reply["chunks"]]
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Returns its value once that is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Folder:
+    """A disk tier's folder; chunks are texts of `Passages`."""
+
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self.path = path
+        self._tokenizer = tokenizer
+
+    def files(self, chunk: str | None = None, partition: Partition | None = None) -> list[Path]:
+        """Of one chunk, or all, in order of their paths; one file for each rank and each variant."""
+        if chunk is None:
+            return sorted(self.path.glob("*/*/*/*.kv"))
+        key = chunk_key(partition or Partition(), encode(self._tokenizer, chunk)).hex()
+        return sorted(self.path.glob(f"*/{key[:2]}/{key}/*.kv"))
+
+    def wait_for(self, *chunks: str, num: int = 1, partition: Partition | None = None) -> list[Path]:
+        """The files of chunks, once each has so many."""
+        found = []
+        for chunk in chunks:
+            found += wait_until(
+                lambda chunk=chunk: (files := self.files(chunk, partition)) if self._has(chunk, num, partition) else [],
+                f"no {num} files of {chunk!r}",
+            )
+        return found
+
+    def _has(self, chunk: str, num: int, partition: Partition | None) -> bool:
+        return len(self.files(chunk, partition)) >= num
+
+
+def flip_a_byte(path: Path) -> None:
+    """In the middle, which is KV."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """One sample of `sglang:chunk_cache_tier_<name>`; 0 where nothing was counted."""
+    total = 0.0
+    for line in server.get("/metrics").text.splitlines():
+        match = re.match(rf"sglang:chunk_cache_tier_{name}\{{(.*)\}} (\S+)$", line)
+        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
+            total += float(match[2])
+    return total
+
+
+def fill_pool(server: Server) -> None:
+    """Computes so many tokens, none of them a chunk, that whatever nobody reads leaves the pool."""
+    rng = random.Random(time.monotonic_ns())
+    for _ in range(7):
+        server.generate([rng.randrange(10, 262) for _ in range(MAX_TOTAL_TOKENS // 5)], max_new_tokens=1)
+
+
+def reuse(server: Server, prompt: Marked, tokenizer: Any, **body: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The output at ratio 1.0 with log-probabilities, and the checked reply."""
+    out = server.generate(prompt.text, logprobs=True, chunk_cache=FULL, **body)
+    return out, generated(out, prompt.spans(tokenizer))
+
+
+def assert_right(server: Server, prompt: Marked, out: Any, **body: Any) -> None:
+    """The output is that of the same server without chunk reuse."""
+    off = server.generate(prompt.text, logprobs=True, chunk_cache={"mode": "off"}, **body)
+    same_logprobs(out, off)
