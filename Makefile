@@ -4,12 +4,13 @@
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
 # make bench-ttft, make bench-index   the measurements behind the README's figures
+# make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-quality clean distclean
+.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-tiers soak-tiers bench-quality clean distclean
 
 BIN := .venv/bin
 PY := $(BIN)/python
@@ -52,6 +53,12 @@ bench-ttft: $(STAMP)
 
 bench-index: $(STAMP)
 	$(PY) benchmark/index/bench_lookup.py
+
+bench-tiers: $(STAMP)
+	$(PY) benchmark/tiers/bench_loading.py
+
+soak-tiers: $(STAMP)
+	$(PY) benchmark/tiers/soak.py
 
 bench-quality: $(STAMP)
 	$(PY) benchmark/quality/evaluate.py
