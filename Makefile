@@ -10,7 +10,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-tiers soak-tiers bench-quality clean distclean
+.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-tiers soak-tiers bench-quality \
+	clean distclean
 
 BIN := .venv/bin
 PY := $(BIN)/python

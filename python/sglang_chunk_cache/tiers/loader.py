@@ -257,11 +257,15 @@ class TierLoader:
         return next(one.state for one in self._queue.poll(time.monotonic()) if one.request_id == rid)
 
     def _begin_loads(self) -> None:
-        # As many as there is room for: they go on while a forward keeps this thread.
-        while self.num_staged_bytes < MAX_STAGED_BYTES and (taken := self._queue.take(1)):
+        # As many as there is room for: they go on while a forward keeps this thread. One by one where there is none: a
+        # single request may want more.
+        while (self.num_staged_bytes < MAX_STAGED_BYTES or not self._queue.num_loading) and (
+            taken := self._queue.take(1)
+        ):
             (key_hex,) = taken
-            self._staged[key_hex] = self._num_bytes(self._wanted[key_hex])
-            self.num_staged_bytes += self._staged[key_hex]
+            if key_hex not in self._staged:  # else another request still holds what an earlier load has found
+                self._staged[key_hex] = self._num_bytes(self._wanted[key_hex])
+                self.num_staged_bytes += self._staged[key_hex]
             find = partial(self._find, self._wanted[key_hex], self._preload.get(key_hex))
             listed = {level.name: level.ledger.entries_of(key_hex) for level in self._levels}
             self._workers.submit(find, partial(self._end, key_hex, listed))

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chunk_cache.statistics import ChunkStatistics
+from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.loader import Votes
 from sglang_chunk_cache.tiers.search import Found
@@ -604,3 +606,67 @@ def test_ranks_take_the_same_steps_whatever_happens(tmp_path: Path, seed: int) -
             for level in tiers.levels:
                 level.ledger.check_integrity()
                 assert level.ledger.num_bytes <= (level.ledger.max_bytes or 0)
+
+
+# What waiting requests keep.
+
+
+def test_no_more_is_loaded_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that wait keep their chunks in memory: no more than some are loaded at the same time."""
+    monkeypatch.setattr(loader_module, "MAX_STAGED_BYTES", 2 * SIZE)
+    write(tmp_path, *range(6))
+    with open_tiers({"disk": tmp_path}, slow=SLOW, num_threads=6) as tiers:
+        rids = [f"r{number}" for number in range(6)]
+        for number, rid in enumerate(rids):
+            tiers.want(rid, wanted(number))
+        assert tiers.loader.num_staged_bytes == 2 * SIZE
+        while rids:
+            tiers.settle(rids[0], queued=rids)
+            (found,) = tiers.loader.bring_in(rids.pop(0)).values()
+            assert result(found) == ("disk", None)
+        tiers.check_nothing_waits()
+
+
+def test_a_request_may_want_more_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "MAX_STAGED_BYTES", 2 * SIZE)
+    write(tmp_path, *range(6))
+    with open_tiers({"disk": tmp_path}) as tiers:
+        assert [result(found) for found in tiers.load(*map(wanted, range(6)))] == [("disk", None)] * 6
+        tiers.check_nothing_waits()
+
+
+@pytest.mark.parametrize("loading", ["prefetch", "layerwise"])
+def test_nothing_is_kept_of_what_was_computed_instead(tmp_path: Path, loading: str) -> None:
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
+        for _ in range(10):
+            tiers.level("disk").reads.observe(SIZE, 100.0)
+            tiers.prefill_cost.observe(100, 100, 1e-6)
+        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        assert result(tiers.load(wanted(1))[0]) == ("disk", "tier_slow")
+        tiers.check_nothing_waits()
+
+
+def test_a_stream_does_not_wait_behind_the_loads_of_others(tmp_path: Path) -> None:
+    """A forward waits for it, while nothing new begins: the scheduler's thread is in that forward."""
+    write(tmp_path, *range(8))
+    with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.3)}, loading="layerwise", num_threads=1) as tiers:
+        tiers.want("first", wanted(0))
+        tiers.settle("first")
+        for number in range(1, 8):
+            tiers.want(f"r{number}", wanted(number))
+        (found,) = tiers.loader.bring_in("first").values()
+        assert found.stream is not None
+        assert all(found.stream.wait(layer, 2.0) for layer in range(found.stream.num_layers))
+        assert_same(found.stream.stored, stored(variant(0)))
+
+
+def test_ranks_with_other_statistics_of_the_same_variant_use_none(pair: Pair) -> None:
+    """Rows are chosen by them, and every rank must compute the same rows."""
+    for rank, folder in enumerate(pair.folders):
+        one = stored(variant(1))
+        values = np.full(len(one.info.token_ids), rank, dtype=np.float32)
+        statistics = ChunkStatistics(values, values, np.zeros(len(one.info.context), dtype=np.float32))
+        one = replace(one, info=replace(one.info, statistics=statistics))
+        DiskMedium(folder, FINGERPRINT, sync=False).write(one)
+    assert pair.load(1) == [[("disk", "tier_ranks")]] * 2

@@ -213,8 +213,9 @@ class Tiers:
         self.idle()
         self.loader.poll(())
         assert self.loader.num_held == 0
-        for kept in ("_waiting", "_wanted", "_found", "_estimated_s", "_num_wanting", "_preload", "_streams"):
-            assert not getattr(self.loader, kept, None), kept
+        assert self.loader.num_staged_bytes == 0
+        for kept in ("_waiting", "_wanted", "_found", "_estimated_s", "_num_wanting", "_preload", "_staged"):
+            assert not getattr(self.loader, kept), kept
 
     def close(self) -> None:
         self.workers.close()
