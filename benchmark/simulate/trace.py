@@ -2,6 +2,7 @@
 
     Popularity   Zipf: the chunk of rank r is drawn with weight r^-zipf; ranks are dealt to chunks at random
     sessions     a share of a request's chunks comes from earlier requests of its session; many are open at once
+    new chunks   a share of the chunks comes in one request only
     topics       a share of them lies near the request's first chunk, as sections of one manual do
     growth       the corpus grows while the trace runs; a new chunk enters at a rank drawn like any other
     drift        every few requests a share of the ranks is dealt anew
@@ -89,7 +90,11 @@ class TraceSpec:
     num_chunks: int = 2_000
     """Chunks of the corpus, once it has grown."""
     chunks_per_request: int = 5
+    max_chunks_per_request: int = 0
+    """Each request brings between `chunks_per_request` and so many, evenly drawn; 0 = all bring the same number."""
     zipf: float = 1.0
+    new_share: float = 0.0
+    """Of the chunks of prompts, those that come once and are not of the corpus."""
     chunk_len: int = 500
     """Mean."""
     length_spread: float = 0.4
@@ -115,13 +120,18 @@ class TraceSpec:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             _check(name, getattr(self, name), least, None)
-        for name in ("session_share", "topic_share", "initial_share", "drift_share", "repeat_share"):
+        for name in ("session_share", "topic_share", "initial_share", "drift_share", "repeat_share", "new_share"):
             _check(name, getattr(self, name), 0.0, 1.0)
         if self.order not in ORDERS:
             raise TraceError(f"order: unknown order {self.order!r}; known orders: {', '.join(ORDERS)}")
-        if self.num_initial < self.chunks_per_request:
+        if self.max_chunks_per_request and self.max_chunks_per_request < self.chunks_per_request:
             raise TraceError(
-                f"chunks_per_request: {self.chunks_per_request} of a corpus that begins with {self.num_initial}; "
+                f"max_chunks_per_request: {self.max_chunks_per_request} is less than chunks_per_request, "
+                f"{self.chunks_per_request}; give a larger number, or 0"
+            )
+        if self.num_initial < self.most_chunks:
+            raise TraceError(
+                f"chunks_per_request: {self.most_chunks} of a corpus that begins with {self.num_initial}; "
                 "give a smaller number, or raise num_chunks or initial_share"
             )
         if self.order == "new" and self.repeat_share:
@@ -131,12 +141,18 @@ class TraceSpec:
     def num_initial(self) -> int:
         return max(1, round(self.initial_share * self.num_chunks))
 
+    @property
+    def most_chunks(self) -> int:
+        """That a request brings."""
+        return self.max_chunks_per_request or self.chunks_per_request
+
 
 _LEAST: Mapping[str, float] = MappingProxyType(
     {
         "num_requests": 1,
         "num_chunks": 1,
         "chunks_per_request": 1,
+        "max_chunks_per_request": 0,
         "chunk_len": 1,
         "open_sessions": 1,
         "zipf": 0,
@@ -180,7 +196,9 @@ def generate(spec: TraceSpec) -> Trace:
     """Draw a trace."""
     rng = np.random.default_rng(spec.seed)
     lengths = _draw_lengths(rng, spec.num_chunks, spec.chunk_len, spec.length_spread)
-    requests = tuple(_Drawing(spec, rng).requests())
+    drawing = _Drawing(spec, rng)
+    requests = tuple(drawing.requests())
+    lengths += _draw_lengths(rng, drawing.num_new, spec.chunk_len, spec.length_spread)
     return Trace(spec.name, requests, lengths, spec.system_len)
 
 
@@ -266,6 +284,8 @@ class _Drawing:
         self._sessions = [_Session(i) for i in range(spec.open_sessions)]
         self._num_sessions = spec.open_sessions
         self._is_seen: set[tuple[int, ...]] = set()
+        self.num_new = 0
+        """Chunks that come once; they are numbered behind those of the corpus."""
 
     def requests(self) -> Iterator[Request]:
         spec, made = self._spec, list[Request]()
@@ -300,18 +320,27 @@ class _Drawing:
                 self._is_seen.add(chunks)
                 break
         else:
-            problem = f"found no new order in {_TRIES} draws of {self._spec.chunks_per_request} chunks"
+            problem = f"found no new order in {_TRIES} draws of up to {self._spec.most_chunks} chunks"
             raise TraceError(f"order: {problem}; raise chunks_per_request or num_chunks, or use order drawn")
-        session.seen.extend(chunk for chunk in chunks if chunk not in session.seen)
+        known = self._spec.num_chunks
+        session.seen.extend(chunk for chunk in chunks if chunk < known and chunk not in session.seen)
         if self._rng.random() < 1.0 / self._spec.session_len:
             self._sessions[place] = _Session(self._num_sessions)
             self._num_sessions += 1
         return Request(chunks, self._spec.question_len, session.number)
 
     def _draw_chunks(self, session: _Session) -> list[int]:
+        spec, rng = self._spec, self._rng
+        num = spec.chunks_per_request
+        if spec.max_chunks_per_request:
+            num = int(rng.integers(num, spec.max_chunks_per_request + 1))
         chunks: list[int] = []
-        while len(chunks) < self._spec.chunks_per_request:
-            chunk = self._draw_chunk(session, chunks[0] if chunks else None)
+        while len(chunks) < num:
+            if spec.new_share and rng.random() < spec.new_share:
+                chunks.append(spec.num_chunks + self.num_new)
+                self.num_new += 1
+                continue
+            chunk = self._draw_chunk(session, next((chunk for chunk in chunks if chunk < spec.num_chunks), None))
             if chunk not in chunks:
                 chunks.append(chunk)
         return chunks

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmark.common.paired import loss_of_pairs
 from benchmark.common.results import Spread
 from benchmark.common.server import Server
 from benchmark.ttft.workload import FULL, Prompt, Size, Workload
@@ -191,35 +192,12 @@ def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) ->
         if number:
             pairs.append((seconds["auto"], seconds["off"]))
         tick(f"statistics: {seconds['auto']:.2f} s / {seconds['off']:.2f} s")
-    return _loss(pairs, target=3.0)
+    return loss_of_pairs(pairs, target=3.0)
 
 
 def _plain_row(kind: PlainRequest, pairs: list[tuple[float, float]]) -> dict[str, Any]:
     about = {"request": kind.name, "prompt_tokens": kind.prompt_len, "output_tokens": kind.output_len}
-    return about | _loss(pairs, target=2.0)
-
-
-def _loss(pairs: list[tuple[float, float]], target: float) -> dict[str, Any]:
-    """How much longer (with, without) seconds are with, in percent, pair by pair."""
-    losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
-    low, high = _bootstrap_median(losses)
-    loss = statistics.median(losses)
-    return {
-        "with_s": Spread.of([pair[0] for pair in pairs]).as_dict(),
-        "without_s": Spread.of([pair[1] for pair in pairs]).as_dict(),
-        "loss_percent": round(loss, 2),
-        "loss_95_percent_interval": [round(low, 2), round(high, 2)],
-        "target": target,
-        "met": loss <= target,
-        "samples_s": [[round(value, 5) for value in pair] for pair in pairs],
-    }
-
-
-def _bootstrap_median(values: list[float], rounds: int = 4000) -> tuple[float, float]:
-    """The middle 95 % of medians of resampled `values`: how far noise alone moves the median."""
-    draw = random.Random(2)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(rounds))
-    return medians[rounds // 40], medians[-rounds // 40 - 1]
+    return about | loss_of_pairs(pairs, target=2.0)
 
 
 def count_slots(server: Server, work: Workload, page_size: int, tick: Tick, output_len: int = 48) -> dict[str, Any]:

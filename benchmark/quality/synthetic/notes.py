@@ -18,6 +18,7 @@ No sentence says where its chunk stands.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -184,7 +185,10 @@ def _with_places(asked: Asked, texts: tuple[str, ...]) -> Asked:
     """Fills in the answer of a `multi` question: the places in the order of the text."""
     if asked.family != "multi":
         return asked
-    traveller = asked.question.split()[-1]
+    return Asked(asked.family, asked.question, " ".join(places_of(asked.question.split()[-1], texts)))
+
+
+def places_of(traveller: str, texts: Sequence[str]) -> list[str]:
+    """Where a traveller was, in the order of the texts."""
     words = " ".join(texts).split()
-    places = [words[i + 2] for i in range(len(words) - 2) if words[i] == "visitor" and words[i + 1] == traveller]
-    return Asked(asked.family, asked.question, " ".join(places))
+    return [words[i + 2] for i in range(len(words) - 2) if words[i] == "visitor" and words[i + 1] == traveller]

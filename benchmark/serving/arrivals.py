@@ -1,0 +1,71 @@
+"""When requests arrive: `poisson` at a rate, `recorded` from a log's column of timestamps."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+from benchmark.quality.question import DataError
+
+UNITS = {"s": 1.0, "ms": 1e-3}
+
+
+def poisson(num: int, rate: float, seed: int) -> list[float]:
+    """Seconds of `num` arrivals with exponential gaps, `rate` a second on average; the first comes after a gap too."""
+    return np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num)).tolist()
+
+
+def recorded(path: str | Path, column: str, unit: str = "s", speed: float = 1.0) -> list[float]:
+    """Arrivals of a recorded log in ascending order, the first one at 0.
+
+    Args:
+        path: a CSV with a header (BurstGPT: `Timestamp`, seconds) or JSONL (Mooncake: `timestamp`, milliseconds).
+        column: where the timestamps stand.
+        unit: of the timestamps, `s` or `ms`.
+        speed: 2 replays twice as fast.
+
+    Raises:
+        DataError: the file cannot be read, has no such column, or holds something that is not a number.
+    """
+    path = Path(path)
+    if unit not in UNITS:
+        raise DataError(f"unit {unit!r} of timestamps: give one of {', '.join(UNITS)}.")
+    if speed <= 0:
+        raise DataError(f"speed {speed:g}: give a number above 0.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); give the path of a CSV or JSONL file.") from error
+    times = []
+    for number, row in _rows(path, text):
+        if column not in row:
+            raise DataError(f"{path}:{number}: no column {column!r}; there are {', '.join(map(str, row))}.")
+        try:
+            times.append(float(row[column]))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: {row[column]!r} is no timestamp; give {unit} as a number.") from error
+        if not np.isfinite(times[-1]):
+            raise DataError(f"{path}:{number}: {row[column]!r} is no timestamp; give {unit} as a number.")
+    if not times:
+        raise DataError(f"{path}: no line with a timestamp in it.")
+    times.sort()
+    return [(time - times[0]) * UNITS[unit] / speed for time in times]
+
+
+def _rows(path: Path, text: str) -> list[tuple[int, dict[str, object]]]:
+    if path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: not JSON ({error}); give one object per line.") from error
+            if not isinstance(value, dict):
+                raise DataError(f"{path}:{number}: not an object; give one object per line.")
+            rows.append((number, value))
+        return rows
+    return [(number, dict(row)) for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]

@@ -1,0 +1,123 @@
+"""Bench: runs parts of a trace against the systems of a fleet, and keeps every run.
+
+    system:    flush | warm-up: cold | closed loop | rates ... | flush | next system ...
+    prompts:           0 ... 19        20 ... 59     each rate has prompts of its own, the same for all systems
+
+No prompt is asked twice of one system between two flushes: it would find all of itself in the exact cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmark.serving.arrivals import poisson
+from benchmark.serving.client import Run, closed_loop, open_loop
+from benchmark.serving.fleet import Fleet, machine_speed, url_of
+from benchmark.serving.measures import summarize
+from benchmark.serving.prompt import Prompt
+from benchmark.serving.systems import System, Writer
+
+Tick = Callable[[str], None]
+
+
+class TraceTooShort(RuntimeError):
+    """The trace has no prompts left; the message says how many were wanted."""
+
+
+class Tape:
+    """Hands out the prompts of a trace, the same ones for the same label, whichever system asks first."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._slices: dict[str, slice] = {}
+        self._used = 0
+
+    def take(self, label: str, num: int) -> Sequence[Prompt]:
+        """Prompts that no other label gets.
+
+        Raises:
+            TraceTooShort: there are not so many left.
+        """
+        if label not in self._slices:
+            if self._used + num > len(self._prompts):
+                left = len(self._prompts) - self._used
+                raise TraceTooShort(f"{label}: {num} prompts wanted, {left} of the trace left; give a longer trace")
+            self._slices[label] = slice(self._used, self._used + num)
+            self._used += num
+        taken = self._prompts[self._slices[label]]
+        assert len(taken) == num, f"{label} was taken with another length"
+        return taken
+
+
+@dataclass
+class Bench:
+    """A fleet and a trace, and the runs so far.
+
+    Attributes:
+        runs: one summary per run: system, phase, repeat, the machine's speed just before, measures.
+    """
+
+    fleet: Fleet
+    tape: Tape
+    tick: Tick
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin(self, system: System) -> Subject:
+        """A system with empty caches and an empty memory of what it has sent."""
+        self.fleet.use(system.kind).flush()
+        return Subject(self, system, Writer(system))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One system under test, from one flush to the next."""
+
+    bench: Bench
+    system: System
+    writer: Writer
+
+    def closed(self, phase: str, num: int, num_clients: int, **about: Any) -> tuple[dict[str, Any], Run]:
+        """The next `num` prompts, by so many clients in a closed loop."""
+        bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, num)]
+        return self._measure(phase, lambda url: closed_loop(url, bodies, num_clients), clients=num_clients, **about)
+
+    def poisson(
+        self, phase: str, num: int, rate: float, seed: int, bound_s: float | None, **about: Any
+    ) -> tuple[dict[str, Any], Run]:
+        """The next `num` prompts at a rate; all systems get the same arrivals."""
+        return self.at(phase, poisson(num, rate, seed), bound_s, rate=round(rate, 4), **about)
+
+    def at(
+        self, phase: str, arrivals_s: Sequence[float], bound_s: float | None, **about: Any
+    ) -> tuple[dict[str, Any], Run]:
+        """The next prompts at given times."""
+        bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, len(arrivals_s))]
+        return self._measure(phase, lambda url: open_loop(url, bodies, arrivals_s), bound_s=bound_s, **about)
+
+    def _measure(
+        self, phase: str, load: Callable[[str], Run], bound_s: float | None = None, **about: Any
+    ) -> tuple[dict[str, Any], Run]:
+        server = self.bench.fleet.use(self.system.kind)
+        speed = machine_speed()
+        run = load(url_of(server))
+        summary = {
+            "system": self.system.name,
+            "phase": phase,
+            **about,
+            "machine_gflops": speed,
+            **summarize(run, bound_s),
+        }
+        self.bench.runs.append(summary)
+        self.bench.tick(
+            f"{self.system.name}, {phase}: {summary['requests_per_s']:.2f}/s, TTFT {_text(summary['ttft_p50_s'])} / "
+            f"{_text(summary['ttft_p99_s'])} s, rows {summary['mean_rows']:.0f} of {summary['mean_prompt_len']:.0f}"
+        )
+        if summary["num_failed"]:
+            self.bench.tick(f"  {summary['num_failed']} failed: {summary['first_error']}")
+        return summary, run
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,286 @@
+"""Stock SGLang, the exact baseline that reorders, and the chunk cache, side by side under load: one trace, one machine.
+
+    python benchmark/serving/bench_serving.py                     # about 20 minutes on two cores (make bench)
+    python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
+    python benchmark/serving/bench_serving.py --plan quick        # to see that it works
+    python benchmark/serving/bench_serving.py --parts serve --systems stock,epic@0.15 --log MY.jsonl --model DIR
+    python benchmark/serving/bench_serving.py --parts serve --log MY.jsonl --model DIR --timestamps MY.csv:Timestamp:s
+
+Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation), `documents` (cold and closed loop
+over this repository's prose, with a real retriever), `fresh` (a trace without a repeated chunk), `trained` (right
+answers and speed of the trained model), `orders` (thousands of queries in ever new orders). A server is started for
+each kind of system and paused while it is not measured. Results: `benchmark/results/serving/NAME.{json,md,png}`, or
+`.cache/serving/` with `--plan quick`. docs/benchmarks/serving.md explains them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.common.machine import ROOT
+from benchmark.common.models import make_llama, train_tokenizer
+from benchmark.common.results import RESULTS_DIR, describe_run, write_result
+from benchmark.common.server import ServerError, leave_on_sigterm
+from benchmark.demo.corpus import Passage, cut_passages, read_corpus
+from benchmark.quality.question import DataError
+from benchmark.quality.synthetic.vocabulary import WORDS
+from benchmark.serving import traces
+from benchmark.serving.arrivals import recorded
+from benchmark.serving.bench import Bench, Tape, Tick
+from benchmark.serving.fleet import Fleet
+from benchmark.serving.parts import ask_trained, compare_fresh, order_anew, replay, serve
+from benchmark.serving.plan import ORDERS_SPEC, PLANS, VOCAB
+from benchmark.serving.plots import draw
+from benchmark.serving.prompt import Prompt
+from benchmark.serving.report import OURS, targets, to_markdown
+from benchmark.serving.systems import REORDER, STOCK, System, parse_systems
+from rich.console import Console
+
+MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "fresh"), ("trained", "orders")
+PARTS = (*MAIN_PARTS, *SMALL_PARTS)
+COMPARED = (STOCK, OURS)
+CACHE_DIR = ROOT / ".cache" / "serving"
+TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
+SMALL_POOL_LEN = 65536
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", default="standard", choices=sorted(PLANS))
+    parser.add_argument("--parts", help=f"any of {', '.join(PARTS)} (default: all, with --log: serve)")
+    parser.add_argument("--systems", help="swept ones, such as stock,reorder,epic@0.15 (default: the plan's)")
+    parser.add_argument("--closed-only", help="systems without a sweep (default: the plan's, with --systems none)")
+    parser.add_argument("--bound-s", type=float, help="of the p99 of the time to first token (default: from stock)")
+    parser.add_argument("--base-rate", type=float, help="requests/s that rates are shares of (default: from stock)")
+    parser.add_argument("--log", type=Path, help="JSONL of prompts in the place of the generated trace; needs --model")
+    parser.add_argument("--model", type=Path, help="folder of a model with its tokenizer, for --log")
+    parser.add_argument("--timestamps", help="FILE:COLUMN:UNIT of recorded arrivals, unit s or ms; replayed, not swept")
+    parser.add_argument("--speed", type=float, default=1.0, help="recorded arrivals come so many times as fast")
+    parser.add_argument("--server-flags", default="", help="further flags of every server, such as '--tp 2'")
+    parser.add_argument("--pool", type=int, help="tokens of every KV pool (default: the plan's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", help="of the result files (default: the plan's)")
+    parser.add_argument("--out", type=Path, help="folder of the result files")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
+    args = parser.parse_args()
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args.plan = PLANS[args.plan]
+    args.parts = tuple((args.parts or ("serve" if args.log else ",".join(PARTS))).split(","))
+    if unknown := sorted(set(args.parts) - set(PARTS)):
+        parser.error(f"--parts: {unknown[0]} is not one of {', '.join(PARTS)}")
+    if (args.log is None) != (args.model is None):
+        parser.error("--log, --model: give both or none; prompts of a log need a model that can read them")
+    if args.log and args.parts != ("serve",):
+        parser.error("--parts: with --log there is only serve")
+    if args.timestamps and args.timestamps.count(":") < 2:
+        parser.error("--timestamps: give FILE:COLUMN:UNIT, such as burst.csv:Timestamp:s")
+    try:
+        swept = args.systems.split(",") if args.systems else args.plan.swept
+        closed = args.closed_only.split(",") if args.closed_only else () if args.systems else args.plan.closed_only
+        args.swept, args.closed_systems = parse_systems(swept), parse_systems(closed)
+        parse_systems([*swept, *closed])
+    except DataError as error:
+        parser.error(f"--systems, --closed-only: {error}")
+    if args.swept[0].name != STOCK and not (args.bound_s and args.base_rate):
+        parser.error("--systems: name stock first, or give --bound-s and --base-rate")
+    args.name = args.name or args.plan.name
+    args.out = args.out or (CACHE_DIR if args.plan.name == "quick" else RESULTS_DIR / "serving")
+
+
+class Runner:
+    """Does the parts one after the other; `report` is complete after each of them.
+
+    Parts share servers where they share a model: a start takes as long as many a measurement.
+    """
+
+    def __init__(self, args: argparse.Namespace, tick: Tick) -> None:
+        self.args, self.plan, self.tick = args, args.plan, tick
+        self.report: dict[str, Any] = {**describe_run(), "plan": args.plan.name}
+        self._texts: list[Passage] = []
+
+    def run(self) -> Iterator[None]:
+        """Yields after each part."""
+        for servers, names in ((self._main_fleet, MAIN_PARTS), (self._small_fleet, SMALL_PARTS)):
+            wanted = [name for name in self.args.parts if name in names]
+            if not wanted:
+                continue
+            self.tick(f"starting servers for {', '.join(wanted)}")
+            with servers(wanted) as fleet:
+                self.tick(f"servers started: {fleet.start_s}")
+                for name in wanted:
+                    self.report[name] = getattr(self, f"_{name}")(fleet)
+                    yield
+
+    def _main_fleet(self, parts: Sequence[str]) -> Fleet:
+        args, plan = self.args, self.plan
+        systems = list(parse_systems(COMPARED))
+        if "serve" in parts:
+            systems = [*args.swept, *args.closed_systems, *(systems if len(parts) > 1 else ())]
+        self._model = args.model or self._documents_model()
+        self._pool_len = args.pool or plan.pool_len
+        return self._fleet(self._model, systems, self._pool_len)
+
+    def _small_fleet(self, parts: Sequence[str]) -> Fleet:
+        names = (*(self.plan.trained if "trained" in parts else ()), *(COMPARED if "orders" in parts else ()))
+        return self._fleet(TRAINED_DIR, parse_systems(dict.fromkeys(names)), SMALL_POOL_LEN)
+
+    def _fleet(self, model: Path, systems: Iterable[System], pool_len: int) -> Fleet:
+        flags = ("--max-total-tokens", str(pool_len), *self.args.server_flags.split())
+        return Fleet(model, (system.kind for system in systems), flags, CACHE_DIR)
+
+    def _documents_model(self) -> Path:
+        """A random model whose tokenizer was trained on this repository's prose; its passages are kept."""
+        sections = read_corpus(ROOT)
+        tokenizer = train_tokenizer((text for section in sections for text in section.paragraphs), VOCAB)
+        self._texts = cut_passages(sections, lambda text: len(tokenizer.tokenize(text)))
+        shape = self.plan.shape
+        return make_llama(CACHE_DIR / f"llama-{shape.layers}x{shape.hidden}", shape, tokenizer=tokenizer)
+
+    def _serve(self, fleet: Fleet) -> dict[str, Any]:
+        """The main part: a generated trace or a user's log."""
+        args, plan = self.args, self.plan
+        about: dict[str, Any] = {"pool_len": self._pool_len, "load": dataclasses.asdict(plan.load)}
+        if args.log:
+            prompts = traces.from_log(args.log, plan.output_len)
+            about["model"] = args.model.name
+        else:
+            spec = dataclasses.replace(plan.spec, seed=args.seed)
+            prompts = traces.generated(spec, VOCAB, plan.output_len)
+            about |= {"model": self._model_text(), "spec": dataclasses.asdict(spec)}
+        bench = Bench(fleet, Tape(prompts), self.tick)
+        arrivals = self._arrivals(prompts)
+        if arrivals is not None:
+            systems = [*args.swept, *args.closed_systems]
+            found: dict[str, Any] = {"replay": replay(bench, systems, arrivals, args.bound_s)}
+        else:
+            found = serve(
+                bench,
+                args.swept,
+                args.closed_systems,
+                plan.load,
+                bound_s=args.bound_s,
+                base_rate=args.base_rate,
+                seed=args.seed,
+            )
+        return about | found | {"trace": describe_trace(prompts), "runs": bench.runs}
+
+    def _documents(self, fleet: Fleet) -> dict[str, Any]:
+        """Real text and a real retriever."""
+        load = self.plan.load
+        num = load.warmup + load.closed
+        prompts = traces.documents(self._texts, num=num, output_len=self.plan.output_len, seed=self.args.seed)
+        bench = Bench(fleet, Tape(prompts), self.tick)
+        for system in parse_systems((STOCK, REORDER, OURS)):
+            subject = bench.begin(system)
+            subject.closed("documents, cold", load.warmup, load.clients)
+            subject.closed("documents", load.closed, load.clients)
+        return {
+            "model": self._model_text(),
+            "num_passages": len(self._texts),
+            "trace": describe_trace(prompts),
+            "runs": bench.runs,
+        }
+
+    def _fresh(self, fleet: Fleet) -> dict[str, Any]:
+        """What it costs when nothing is ever repeated."""
+        plan = self.plan
+        num = (plan.fresh_blocks + 1) * plan.fresh_len
+        spec = dataclasses.replace(plan.spec, name="fresh", num_requests=num, new_share=1.0, seed=self.args.seed)
+        bench = Bench(fleet, Tape(traces.generated(spec, VOCAB, plan.output_len)), self.tick)
+        systems = parse_systems((*COMPARED, "cache-craft@0.15"))
+        rows = compare_fresh(bench, systems, plan.fresh_blocks, plan.fresh_len, plan.load.clients)
+        return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
+
+    def _trained(self, fleet: Fleet) -> dict[str, Any]:
+        """Quality beside speed, of the small trained model."""
+        plan = self.plan
+        prompts = traces.notes(traces.NotesSpec(plan.trained_warmup + plan.trained_num, seed=self.args.seed))
+        bench = Bench(fleet, Tape(prompts), self.tick)
+        systems = parse_systems(plan.trained)
+        rows = ask_trained(bench, systems, plan.trained_warmup, plan.trained_num, plan.load.clients)
+        return {"model": TRAINED_DIR.name, "trace": describe_trace(prompts), "rows": rows}
+
+    def _orders(self, fleet: Fleet) -> dict[str, Any]:
+        """No decay under ever new orders."""
+        plan = self.plan
+        spec = dataclasses.replace(ORDERS_SPEC, num_requests=plan.orders_num, seed=self.args.seed)
+        prompts = traces.generated(spec, len(WORDS), 1)
+        bench = Bench(fleet, Tape(prompts), self.tick)
+        rows = order_anew(bench, parse_systems(COMPARED), plan.orders_num, plan.orders_block, plan.load.clients)
+        return {"model": TRAINED_DIR.name, "trace": describe_trace(prompts), "rows": rows}
+
+    def _model_text(self) -> str:
+        return f"{self.plan.shape}, fp32, random weights"
+
+    def _arrivals(self, prompts: Sequence[Prompt]) -> list[float] | None:
+        """Of a recorded log: of its own, or of another file's column, as many as there are prompts."""
+        if self.args.timestamps:
+            path, column, unit = self.args.timestamps.rsplit(":", 2)
+            return recorded(path, column, unit, self.args.speed)[: len(prompts)]
+        own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
+        return [time / self.args.speed for time in own] if own else None
+
+
+def describe_trace(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Lengths (tokens, or characters where prompts are text), chunks per prompt, how often a chunk comes again."""
+    chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
+    lengths = sorted(len(chunk.content) for chunk in chunks)
+    whole = [len(p.head) + sum(len(chunk.content) for chunk in p.chunks) + len(p.tail) for p in prompts]
+    return {
+        "unit": "characters" if isinstance(prompts[0].head, str) else "tokens",
+        "num_prompts": len(prompts),
+        "num_chunks": len({chunk.key for chunk in chunks}),
+        "chunks_per_prompt": [min(len(p.chunks) for p in prompts), max(len(p.chunks) for p in prompts)],
+        "chunk_len_p5_p50_p95": [lengths[int(q * (len(lengths) - 1))] for q in (0.05, 0.5, 0.95)],
+        "mean_prompt_len": round(sum(whole) / len(whole)),
+        "max_prompt_len": max(whole),
+        "mean_output_len": round(sum(p.output_len for p in prompts) / len(prompts), 1),
+    }
+
+
+def main() -> int:
+    args = parse_args()
+    leave_on_sigterm()
+    console = Console()
+    began = time.monotonic()
+
+    def tick(what: str) -> None:
+        console.print(f"{time.monotonic() - began:6.0f} s  {what}", highlight=False, soft_wrap=True, markup=False)
+
+    runner = Runner(args, tick)
+    try:
+        for _ in runner.run():
+            runner.report["minutes"] = round((time.monotonic() - began) / 60, 1)
+            # After each part, so that what was measured is kept when a later part fails.
+            paths = write_result(args.out, args.name, runner.report, to_markdown(runner.report))
+    except (ServerError, DataError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    plot = args.out / f"{args.name}.png"
+    draw(plot, runner.report)
+    print(f"\nwritten: {', '.join(os.path.relpath(path) for path in (*paths, plot))}")
+    missed = [row for row in targets(runner.report) if not row["met"]]
+    for row in missed:
+        console.print(
+            f"target missed: {row['what']}: {row['value']}, wanted {row['wanted']}", style="red", highlight=False
+        )
+    return 1 if missed and args.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

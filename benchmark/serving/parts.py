@@ -1,0 +1,137 @@
+"""Parts of the benchmark: `serve`, `replay`, `compare_fresh`, `ask_trained`, `order_anew`.
+
+Each gives what the report shows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmark.common.paired import loss_of_pairs
+from benchmark.serving.bench import Bench, Subject
+from benchmark.serving.client import Record
+from benchmark.serving.measures import share_right
+from benchmark.serving.plan import Load
+from benchmark.serving.sweep import Sweep, sweep
+from benchmark.serving.systems import STOCK, System
+
+MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk
+
+
+def serve(
+    bench: Bench,
+    swept: Sequence[System],
+    closed_only: Sequence[System],
+    load: Load,
+    *,
+    bound_s: float | None = None,
+    base_rate: float | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Warm-up, closed loop and, for `swept`, rates. Stock goes first: its numbers set the rates and the bound.
+
+    Args:
+        bound_s: of the p99 of the time to first token; by default `load.bound_factor` medians of stock at a low rate.
+        base_rate: requests a second of which `load.fractions` are shares; by default what stock reaches.
+    """
+    assert (swept[0].name == STOCK) or (bound_s and base_rate), "without stock, give bound and base rate"
+    sweeps: dict[str, Sweep] = {}
+    for system in swept:
+        subject = bench.begin(system)
+        closed = _warm_and_close(subject, load)
+        base_rate = base_rate or closed["requests_per_s"]
+        if bound_s is None:
+            low = _at_rate(subject, load, load.fractions[0] * base_rate, None, seed)
+            bound_s = load.bound_factor * low["ttft_p50_s"]
+            bench.tick(f"bound of the p99 of the time to first token: {bound_s:.2f} s")
+            # The first point of stock's own sweep: the same prompts again would lie in its exact cache.
+            first = {"rate": low["rate"], "kept": low["ttft_p99_s"] <= bound_s, **low}
+            rest = _sweep(subject, load, [share * base_rate for share in load.fractions[1:]], bound_s, seed)
+            highest = rest.highest if rest.highest is not None else (low["rate"] if first["kept"] else None)
+            sweeps[system.name] = Sweep((first, *rest.points), highest)
+        else:
+            rates = [share * base_rate for share in load.fractions]
+            sweeps[system.name] = _sweep(subject, load, rates, bound_s, seed)
+    for system in closed_only:
+        _warm_and_close(bench.begin(system), load)
+    return {
+        "bound_s": bound_s,
+        "base_rate": base_rate,
+        "highest_rate": {name: found.highest for name, found in sweeps.items()},
+        "points": {name: list(found.points) for name, found in sweeps.items()},
+    }
+
+
+def _warm_and_close(subject: Subject, load: Load) -> dict[str, Any]:
+    subject.closed("cold", load.warmup, load.clients)
+    return subject.closed("closed", load.closed, load.clients)[0]
+
+
+def _sweep(subject: Subject, load: Load, rates: list[float], bound_s: float, seed: int) -> Sweep:
+    return sweep(
+        lambda rate: _at_rate(subject, load, rate, bound_s, seed), rates, bound_s, refinements=load.refinements
+    )
+
+
+def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> dict[str, Any]:
+    # One label per rate: systems that meet the same rate get the same prompts and gaps.
+    return subject.poisson(f"rate {rate:.4g}", load.num_at(rate), rate, seed, bound_s)[0]
+
+
+def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, block_len: int, clients: int) -> list[Any]:
+    """A trace without a repeated chunk: what systems with a chunk cache lose against the first system, block by block.
+
+    The first pair does not count, it meets cold code.
+    """
+    subjects = [bench.begin(system) for system in systems]
+    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
+    for number in range(num_blocks + 1):
+        # Whoever goes first changes from block to block, so that a machine that slows down hits all alike.
+        shift = number % len(subjects)
+        for subject in (*subjects[shift:], *subjects[:shift]):
+            _, run = subject.closed(f"fresh {number}", block_len, clients)
+            if number:
+                seconds[subject.system.name].append(run.seconds)
+    base = systems[0].name
+    return [
+        {"system": system.name, "against": base}
+        | loss_of_pairs(list(zip(seconds[system.name], seconds[base], strict=True)), target=MAX_LOSS)
+        for system in systems[1:]
+    ]
+
+
+def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, clients: int) -> list[dict[str, Any]]:
+    """Right answers of the trained model beside the speed of the same requests, one row per system."""
+    rows = []
+    for system in systems:
+        subject = bench.begin(system)
+        subject.closed("warm-up", warmup, clients)
+        summary, run = subject.closed("questions", num, clients)
+        prompts = bench.tape.take("questions", num)
+        rows.append(summary | {"right": share_right(prompts, run.records)})
+    return rows
+
+
+def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, clients: int) -> list[dict[str, Any]]:
+    """Ever new orders of the same chunks: throughput and reuse by block of requests, which must not decay."""
+    rows = []
+    for system in systems:
+        subject = bench.begin(system)
+        for number in range(num // block):
+            summary, run = subject.closed(f"orders {number}", block, clients)
+            rows.append(summary | {"block": number, **_reuse(run.records)})
+    return rows
+
+
+def _reuse(records: Sequence[Record]) -> dict[str, float]:
+    """Share of chunks that were found, whichever way."""
+    num = sum(record.num_chunks for record in records)
+    return {"found_share": round(1 - sum(record.num_missed for record in records) / num, 4) if num else 0.0}
+
+
+def replay(
+    bench: Bench, systems: Sequence[System], arrivals_s: Sequence[float], bound_s: float | None
+) -> list[dict[str, Any]]:
+    """A recorded log at its own times, from empty caches, one row per system."""
+    return [bench.begin(system).at("replay", arrivals_s, bound_s)[0] for system in systems]

@@ -1,0 +1,84 @@
+"""Prompt: one request of a serving trace, before a system under test has written it down in its own way.
+
+    | head | chunk | chunk ... chunk | tail |
+
+- `Piece` is text or token ids; all pieces of a prompt are of one kind.
+- `Prompt.reordered` gives the same chunks in another order, `body` the request for `/generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from benchmark.quality.prompts import SEPARATOR
+
+Piece: TypeAlias = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A retrieved passage; two with one `key` have the same content."""
+
+    key: str
+    content: Piece
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a client wants answered.
+
+    Attributes:
+        head, tail: what stands before and behind the chunks: system prompt and question.
+        output_len: tokens to generate.
+        session: number of the session that it belongs to.
+        arrival_s: seconds from the first request of a recorded trace; None where the trace has no times.
+        answer: what a trained model should say, word by word; None where nobody knows.
+        ends_at_eos: generation may end before `output_len`.
+    """
+
+    head: Piece
+    chunks: tuple[Chunk, ...]
+    tail: Piece
+    output_len: int
+    session: int = 0
+    arrival_s: float | None = None
+    answer: str | None = None
+    ends_at_eos: bool = False
+
+    def reordered(self, keys: Sequence[str]) -> Prompt:
+        """The chunks in the order of `keys`; each names one of them, and a chunk that none names is left out."""
+        by_key = {chunk.key: chunk for chunk in self.chunks}
+        return replace(self, chunks=tuple(by_key[key] for key in keys))
+
+    def body(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The JSON body of a streamed `/generate`.
+
+        Args:
+            options: of the chunk cache; the chunks are marked. None: a plain request, as stock SGLang gets it.
+        """
+        params: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_new_tokens": self.output_len,
+            "ignore_eos": not self.ends_at_eos,
+        }
+        own = None if options is None else dict(options)
+        pieces = (self.head, *(chunk.content for chunk in self.chunks), self.tail)
+        prompt: dict[str, Any]
+        if isinstance(self.head, str):
+            prompt = {"text": ("" if own is None or not self.chunks else SEPARATOR).join(pieces)}  # type: ignore[arg-type]
+        else:
+            prompt = {"input_ids": [token for piece in pieces for token in piece]}
+            if own is not None and self.chunks:
+                own["spans"] = self._spans()
+        if own is not None:
+            params["custom_params"] = {"chunk_cache": own}
+        return {**prompt, "sampling_params": params, "stream": True}
+
+    def _spans(self) -> list[list[int]]:
+        spans, end = [], len(self.head)
+        for chunk in self.chunks:
+            spans.append([end, end + len(chunk.content)])
+            end += len(chunk.content)
+        return spans

@@ -1,0 +1,298 @@
+"""From a report to Markdown: `to_markdown`; `targets` says which goals were met, `headline` is the README's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmark.common.results import Spread, markdown_table, run_markdown
+from benchmark.serving.systems import REORDER, STOCK
+
+OURS = "epic@0.15"
+MIN_RATE, MIN_OVER_REORDER, MIN_LOW_RATE, MIN_KEPT = 3.0, 1.5, 3.5, 0.95
+
+Row = Mapping[str, Any]
+
+
+def to_markdown(report: Row) -> list[str]:
+    """Lines of a document with all parts that were measured."""
+    lines = [f"# Serving benchmark, plan {report['plan']}", "", *run_markdown(report)]
+    lines.append(f"- {report['minutes']:g} minutes in all, one request stream at a time; idle servers are paused")
+    if rows := targets(report):
+        cells = [(row["what"], row["value"], row["wanted"], "yes" if row["met"] else "**no**") for row in rows]
+        lines += ["", "## Targets", "", *markdown_table(("what", "measured", "wanted", "met"), cells)]
+    for part, write in _PARTS.items():
+        if part in report:
+            lines += ["", *write(report[part])]
+    return lines
+
+
+def targets(report: Row) -> list[dict[str, Any]]:
+    """What was wanted of `epic@0.15`, where it was measured."""
+    found = []
+
+    def add(what: str, value: float | None, wanted: float, unit: str, *, least: bool = True) -> None:
+        if value is not None:
+            met = value >= wanted if least else value <= wanted
+            sign = "at least" if least else "at most"
+            found.append(
+                {"what": what, "value": f"{value:.3g}{unit}", "wanted": f"{sign} {wanted:g}{unit}", "met": met}
+            )
+
+    if "serve" in report and "highest_rate" in report["serve"]:
+        part = report["serve"]
+        rates, closed = part["highest_rate"], _by_system(part["runs"], "closed")
+        add("highest rate with p99 of TTFT within the bound, against stock", _over(rates, OURS, STOCK), MIN_RATE, "x")
+        add("the same against reordering", _over(rates, OURS, REORDER), MIN_OVER_REORDER, "x")
+        through = {name: row["requests_per_s"] for name, row in closed.items()}
+        add("closed loop, requests/s, against stock", _over(through, OURS, STOCK), MIN_RATE, "x")
+        add("closed loop, requests/s, against reordering", _over(through, OURS, REORDER), MIN_OVER_REORDER, "x")
+        low = {name: points[0]["ttft_p99_s"] for name, points in part["points"].items() if points}
+        add("p99 of TTFT at the low rate, stock against ours", _over(low, STOCK, OURS), MIN_LOW_RATE, "x")
+    for row in report.get("fresh", {}).get("rows", ()):
+        what = f"loss of {row['system']} where no chunk is repeated"
+        add(what, row["loss_percent"], row["target"], " %", least=False)
+    if "orders" in report:
+        rows = [row for row in report["orders"]["rows"] if row["system"] == OURS]
+        if len(rows) > 2:  # the first block fills the store
+            add(
+                "requests/s in the last block of new orders, against the second",
+                rows[-1]["requests_per_s"] / rows[1]["requests_per_s"],
+                MIN_KEPT,
+                "x",
+            )
+    if "trained" in report:
+        through = {row["system"]: row["requests_per_s"] for row in report["trained"]["rows"]}
+        add("trained model of 1 M parameters, requests/s, against stock", _over(through, OURS, STOCK), MIN_RATE, "x")
+    return found
+
+
+def headline(report: Row) -> list[str]:
+    """Table of the main part: one row per system."""
+    part = report["serve"]
+    closed, rates = _by_system(part["runs"], "closed"), part["highest_rate"]
+    stock = closed[STOCK]["requests_per_s"]
+    header = (
+        "system",
+        "requests/s, 4 clients",
+        "against stock",
+        "TTFT p50, s",
+        "TTFT p99, s",
+        f"highest rate with p99 below {part['bound_s']:.1f} s",
+        "rows computed",
+    )
+    cells = [
+        (
+            f"`{name}`",
+            f"{row['requests_per_s']:.2f}",
+            f"{row['requests_per_s'] / stock:.1f}x",
+            _seconds(row["ttft_p50_s"]),
+            _seconds(row["ttft_p99_s"]),
+            "" if rates.get(name) is None else f"{rates[name]:.2f}/s",
+            f"{100 * row['mean_rows'] / row['mean_prompt_len']:.0f} %",
+        )
+        for name, row in closed.items()
+    ]
+    return markdown_table(header, cells)
+
+
+def _serve(part: Row) -> list[str]:
+    lines = ["## Under load", "", f"Model: {part['model']}. KV pool of {part['pool_len']} tokens.", *_trace(part)]
+    if "replay" in part:
+        return [*lines, "", "Recorded arrivals, from empty caches:", "", *_runs_table(part["replay"])]
+    load = part["load"]
+    lines += ["", *headline({"serve": part}), ""]
+    lines += [
+        f"Closed loop: {load['clients']} clients, the first {load['warmup']} queries from empty caches (`cold`), then",
+        f"{load['closed']} (`closed`). Rates: Poisson arrivals, the same ones and the same prompts for every system;",
+        f"the bound is {load['bound_factor']:g} medians of stock's time to first token at the low rate. `kept`: the",
+        "p99 of this run is within the bound. Each system is measured from one flush to the next, its rates after its",
+        "closed loop; `GFLOP/s` is a matrix product just before the run: it shows a machine that has become slower.",
+        "",
+        "### Closed loop",
+        "",
+    ]
+    lines += _runs_table([run for run in part["runs"] if run["phase"] in ("cold", "closed")])
+    for name, points in part["points"].items():
+        lines += ["", f"### `{name}` at rates", "", *_points_table(points)]
+    return lines
+
+
+def _documents(part: Row) -> list[str]:
+    return [
+        "## Real text, real retriever",
+        "",
+        f"Model: {part['model']}. {part['num_passages']} passages of this repository's prose; TF-IDF retrieves those",
+        "of a question, best first.",
+        *_trace(part),
+        "",
+        *_runs_table(part["runs"]),
+    ]
+
+
+def _fresh(part: Row) -> list[str]:
+    header = ("system", "with, s", "stock, s", "loss", "95 % interval", "target")
+    cells = [
+        (
+            f"`{row['system']}`",
+            Spread(**row["with_s"]).text(3),
+            Spread(**row["without_s"]).text(3),
+            f"{row['loss_percent']:+.1f} %",
+            "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
+            f"{row['target']:g} %",
+        )
+        for row in part["rows"]
+    ]
+    num = part["rows"][0]["with_s"]["num"]
+    return [
+        "## No repeated chunk",
+        "",
+        f"Every chunk is new; {num} pairs of blocks of {part['block_len']} queries, stock and ours in turns; seconds",
+        "of a block.",
+        "",
+        *markdown_table(header, cells),
+    ]
+
+
+def _trained(part: Row) -> list[str]:
+    header = ("system", "right", "requests/s", "TTFT p50, ms", "TTFT p99, ms", "exact", "reused", "recomputed", "rows")
+    cells = [
+        (
+            f"`{row['system']}`",
+            f"{100 * row['right']:.1f} %",
+            f"{row['requests_per_s']:.1f}",
+            f"{1000 * row['ttft_p50_s']:.0f}",
+            f"{1000 * row['ttft_p99_s']:.0f}",
+            *(_percent(row[f"{kind}_share"]) for kind in ("exact", "reused", "recomputed")),
+            f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
+        )
+        for row in part["rows"]
+    ]
+    num = part["rows"][0]["num_requests"]
+    return [
+        "## Quality beside speed: the trained model",
+        "",
+        f"`{part['model']}`, a million parameters, {num} questions with known answers, 4 clients; right = word by",
+        "word. One standard error is about 2 points. Prompts are short and the model is tiny, so the server's own work",
+        "is most of a request, and speeds say little.",
+        *_trace(part),
+        "",
+        *markdown_table(header, cells),
+    ]
+
+
+def _orders(part: Row) -> list[str]:
+    header = (
+        "queries",
+        "system",
+        "requests/s",
+        "TTFT p50, s",
+        "TTFT p99, s",
+        "rows",
+        "exact",
+        "reused",
+        "chunks found",
+    )
+    cells = [
+        (
+            f"{row['block'] * row['num_requests'] + 1}-{(row['block'] + 1) * row['num_requests']}",
+            f"`{row['system']}`",
+            f"{row['requests_per_s']:.2f}",
+            _seconds(row["ttft_p50_s"]),
+            _seconds(row["ttft_p99_s"]),
+            f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
+            _percent(row["exact_share"]),
+            _percent(row["reused_share"]),
+            "" if row["system"] == STOCK else _percent(row["found_share"]),
+        )
+        for row in part["rows"]
+    ]
+    return [
+        "## Ever new orders",
+        "",
+        f"Model: {part['model']}. No two prompts have the same chunks in the same order.",
+        *_trace(part),
+        "",
+        *markdown_table(header, cells),
+    ]
+
+
+_PARTS = {"serve": _serve, "documents": _documents, "fresh": _fresh, "trained": _trained, "orders": _orders}
+
+
+def _trace(part: Row) -> list[str]:
+    trace = part["trace"]
+    low, middle, high = trace["chunk_len_p5_p50_p95"]
+    least, most = trace["chunks_per_prompt"]
+    return [
+        f"Trace: {least} to {most} chunks per prompt of {low} / {middle} / {high} {trace['unit']} (5th, 50th, 95th "
+        f"percentile), {trace['num_chunks']} different ones; prompts of {trace['mean_prompt_len']} {trace['unit']} on "
+        f"average, at most {trace['max_prompt_len']}; {trace['mean_output_len']:g} tokens of output.",
+    ]
+
+
+_COLUMNS = (
+    "num",
+    "failed",
+    "requests/s",
+    "out tok/s",
+    "TTFT p50",
+    "p90",
+    "p99",
+    "TPOT p50",
+    "end to end p50",
+    "p99",
+    "rows",
+    "exact",
+    "reused",
+    "recomputed",
+    "slots",
+    "GFLOP/s",
+)
+
+
+def _run_cells(row: Row) -> tuple[Any, ...]:
+    return (
+        row["num_requests"],
+        row["num_failed"],
+        f"{row['requests_per_s']:.3f}",
+        f"{row['output_tokens_per_s']:.1f}",
+        *(_seconds(row[name]) for name in ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")),
+        _seconds(row["tpot_p50_s"]),
+        _seconds(row["e2e_p50_s"]),
+        _seconds(row["e2e_p99_s"]),
+        f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
+        *(_percent(row[f"{kind}_share"]) for kind in ("exact", "reused", "recomputed")),
+        "" if row["slots_max"] is None else row["slots_max"],
+        f"{row['machine_gflops']:.0f}",
+    )
+
+
+def _runs_table(rows: Sequence[Row]) -> list[str]:
+    return markdown_table(("run", *_COLUMNS), [(f"`{r['system']}`, {r['phase']}", *_run_cells(r)) for r in rows])
+
+
+def _points_table(points: Sequence[Row]) -> list[str]:
+    cells = []
+    for row in sorted(points, key=lambda row: row["rate"]):
+        good = "" if row.get("goodput_per_s") is None else f"{row['goodput_per_s']:.3f}"
+        cells.append((f"{row['rate']:.3f}/s", "yes" if row["kept"] else "no", good, *_run_cells(row)))
+    return markdown_table(("rate", "kept", "goodput/s", *_COLUMNS), cells)
+
+
+def _by_system(runs: Sequence[Row], phase: str) -> dict[str, Row]:
+    return {run["system"]: run for run in runs if run["phase"] == phase}
+
+
+def _over(values: Mapping[str, float | None], one: str, other: str) -> float | None:
+    """Ratio of two systems, None where one was not measured."""
+    first, second = values.get(one), values.get(other)
+    return first / second if first and second else None
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"

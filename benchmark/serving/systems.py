@@ -1,0 +1,99 @@
+"""Systems under test: which server answers, and how a client writes its prompts for it.
+
+| name | server | prompts |
+| --- | --- | --- |
+| `no-cache` | stock SGLang, `--disable-radix-cache` | as retrieved |
+| `stock` | stock SGLang, prefix cache on | as retrieved |
+| `reorder` | stock SGLang, prefix cache on | chunks reordered and de-duplicated by the client, `reorder.py` |
+| `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
+
+`parse_systems` reads such names; `Writer` turns the prompts of one run into request bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.quality.conditions import Condition, parse_method
+from benchmark.quality.question import DataError
+from benchmark.serving.prompt import Prompt
+from benchmark.serving.reorder import Reorderer
+
+NO_CACHE, STOCK, REORDER = "no-cache", "stock", "reorder"
+DEFAULT_RATIO = 0.15
+SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "no-cache": ("--disable-radix-cache",),
+    "plain": (),
+    "chunk": ("--chunk-cache",),
+}
+"""Flags that tell the servers apart, by kind; all others are the same for all of them."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to serve a trace.
+
+    Attributes:
+        name: as in tables and on the command line.
+        kind: of its server, a key of `SERVER_FLAGS`.
+        options: of the chunk cache; None on a stock server.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, Any] | None = None
+    reorders: bool = False
+
+
+BASELINES: Mapping[str, System] = {
+    NO_CACHE: System(NO_CACHE, "no-cache"),
+    STOCK: System(STOCK, "plain"),
+    REORDER: System(REORDER, "plain", reorders=True),
+}
+
+
+def parse_systems(names: Iterable[str]) -> list[System]:
+    """Systems by name; `epic` alone is `epic@0.15`, `cache-craft:alpha=1` has a budget of its own and no ratio.
+
+    Raises:
+        DataError: a name is unknown, or given twice; the message lists what there is.
+    """
+    systems = [_parse(name.strip()) for name in names]
+    twice = {system.name for system in systems if sum(other.name == system.name for other in systems) > 1}
+    if twice:
+        raise DataError(f"system {sorted(twice)[0]!r} is given twice; name each once.")
+    return systems
+
+
+def _parse(name: str) -> System:
+    if name in BASELINES:
+        return BASELINES[name]
+    method_text, at, ratio_text = name.partition("@")
+    try:
+        method = parse_method(method_text)
+        has_alpha = any(option == "alpha" for option, _ in method.options)
+        ratio = None if has_alpha and not at else float(ratio_text) if at else DEFAULT_RATIO
+    except ValueError as error:
+        known = ", ".join(BASELINES)
+        raise DataError(f"system {name!r}: {error}; give one of {known}, or METHOD@RATIO such as epic@0.15.") from error
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise DataError(f"system {name!r}: the ratio {ratio:g} is not in [0, 1]; give one such as epic@0.15.")
+    label = method.label if ratio is None else f"{method.label}@{ratio:g}"
+    return System(label, "chunk", Condition(method, ratio).request)
+
+
+class Writer:
+    """Writes prompts for one system; the reordering baseline remembers what it has sent."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._reorderer = Reorderer() if system.reorders else None
+
+    def body(self, prompt: Prompt) -> dict[str, Any]:
+        """The request for `/generate`; call it in the order of sending."""
+        if self._reorderer is not None:
+            lengths = {chunk.key: len(chunk.content) for chunk in prompt.chunks}
+            prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__))
+        return prompt.body(self.system.options)

@@ -1,0 +1,59 @@
+"""The reordering baseline: nothing is lost, and no other order shares a longer prefix with what was sent before."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from benchmark.serving.reorder import Reorderer
+from hypothesis import given
+from hypothesis import strategies as st
+
+KEYS = st.lists(st.sampled_from("ABCDEF"), min_size=1, max_size=5)
+
+
+def one(key: str) -> int:
+    return 1
+
+
+def test_the_known_path_comes_first() -> None:
+    reorderer = Reorderer()
+    assert reorderer.order("ACB", one) == ("A", "C", "B")
+    assert reorderer.order("CDA", one) == ("A", "C", "D")
+
+
+def test_repeated_chunks_are_sent_once() -> None:
+    assert Reorderer().order("ABAB", one) == ("A", "B")
+
+
+def test_what_many_want_stands_in_front_of_the_rest() -> None:
+    reorderer = Reorderer()
+    for keys in ("AX", "BX", "CX"):
+        reorderer.order(keys, one)
+    assert reorderer.order("DX", one) == ("X", "D")
+
+
+def test_the_longer_text_wins() -> None:
+    reorderer = Reorderer()
+    reorderer.order("AB", one)
+    reorderer.order("C", one)
+    lengths = {"A": 1, "B": 1, "C": 5}
+    assert reorderer.order("BCA", lengths.__getitem__)[0] == "C"
+
+
+@given(st.lists(KEYS, max_size=8), KEYS)
+def test_no_order_shares_a_longer_prefix(earlier: list[list[str]], keys: list[str]) -> None:
+    reorderer = Reorderer()
+    sent = [reorderer.order(one_request, one) for one_request in earlier]
+    got = reorderer.order(keys, one)
+    assert sorted(got) == sorted(set(keys))
+
+    def shared(order: tuple[str, ...]) -> int:
+        best = 0
+        for other in sent:
+            length = 0
+            while length < min(len(order), len(other)) and order[length] == other[length]:
+                length += 1
+            best = max(best, length)
+        return best
+
+    assert shared(got) == max(shared(order) for order in permutations(sorted(set(keys))))

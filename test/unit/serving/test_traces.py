@@ -1,0 +1,122 @@
+"""Traces: shape and determinism of what is generated, answers that hold, and broken logs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmark.demo.corpus import cut_passages, read_corpus
+from benchmark.quality.prompts import SEPARATOR
+from benchmark.quality.question import DataError
+from benchmark.quality.synthetic.vocabulary import ID_OF
+from benchmark.serving import traces
+from benchmark.serving.plan import STANDARD, VOCAB
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEC = replace(STANDARD.spec, num_requests=300)
+
+
+def test_generated_prompts_are_as_the_spec_says() -> None:
+    prompts = traces.generated(SPEC, VOCAB)
+    assert prompts == traces.generated(SPEC, VOCAB)
+    assert prompts != traces.generated(replace(SPEC, seed=1), VOCAB)
+    counts = {len(prompt.chunks) for prompt in prompts}
+    assert counts == set(range(SPEC.chunks_per_request, SPEC.max_chunks_per_request + 1))
+    assert len({prompt.head for prompt in prompts}) == 1
+    assert len({prompt.tail for prompt in prompts}) == len(prompts)
+    chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
+    assert all(3 <= token < VOCAB for chunk in chunks for token in chunk.content)
+    new = [chunk for chunk in chunks if int(chunk.key) >= SPEC.num_chunks]
+    assert len(new) == len({chunk.key for chunk in new})
+    assert len(new) / len(chunks) == pytest.approx(SPEC.new_share, abs=0.015)
+    by_key = Counter((chunk.key, chunk.content) for chunk in chunks)
+    assert len(by_key) == len({chunk.key for chunk in chunks})
+    lengths = [len(prompt.tail) for prompt in prompts]
+    assert sum(lengths) / len(lengths) == pytest.approx(SPEC.question_len, rel=0.1)
+
+
+def test_a_trace_without_repetition() -> None:
+    prompts = traces.generated(replace(SPEC, num_requests=40, new_share=1.0), VOCAB)
+    keys = [chunk.key for prompt in prompts for chunk in prompt.chunks]
+    assert len(keys) == len(set(keys))
+
+
+def test_documents_are_retrieved_best_first_and_mark_nothing() -> None:
+    passages = cut_passages(read_corpus(ROOT), lambda text: len(text) // 4)
+    prompts = traces.documents(passages, num=20)
+    for prompt in prompts:
+        assert 4 <= len(prompt.chunks) <= 6
+        assert len({chunk.key for chunk in prompt.chunks}) == len(prompt.chunks)
+        assert prompt.body({})["text"].count(SEPARATOR) == len(prompt.chunks) + 1
+        assert SEPARATOR not in prompt.body(None)["text"]
+    keys = Counter(chunk.key for prompt in prompts for chunk in prompt.chunks)
+    assert max(keys.values()) > 2, "no passage comes again"
+
+
+def test_notes_can_be_answered_from_the_prompt() -> None:
+    prompts = traces.notes(traces.NotesSpec(400))
+    families = Counter()
+    for prompt in prompts:
+        words = "".join(chunk.content for chunk in prompt.chunks).split()
+        assert set(words) <= set(ID_OF)
+        ask, what, name = prompt.tail.split()
+        assert ask == "ask"
+        told = [i for i, word in enumerate(words) if word == name]
+        families[what] += 1
+        if what == "owner":
+            assert prompt.answer == words[told[0] + 1]
+        elif what == "phone":
+            assert prompt.answer == " ".join(words[told[0] + 1 : told[0] + 5])
+        elif what == "visitor":
+            assert prompt.answer == " ".join(words[i + 1] for i in told)
+        else:
+            role = words[told[0] - 1]
+            later = [i for i, word in enumerate(words) if words[i - 1 : i + 1] == ["wearer", role]]
+            assert told[0] < later[0], "what refers to a person stands before its introduction"
+            assert prompt.answer == words[later[0] + 1]
+    assert set(families) == {"owner", "phone", "visitor", "garb"}
+    orders = Counter(tuple(chunk.key for chunk in prompt.chunks) for prompt in prompts)
+    assert orders.most_common(1)[0][1] == 1, "an order came twice"
+
+
+def test_a_log_becomes_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        '{"system": "S ", "chunks": ["a<|chunk|>", "b"], "question": "q?", "output_len": 5, "timestamp": 10}\n'
+        '{"chunks": ["b"], "question": "r?", "session": 3, "timestamp": 12.5}\n'
+    )
+    first, second = traces.from_log(path, output_len=9)
+    assert [chunk.content for chunk in first.chunks] == ["a(separator)", "b"]
+    assert (first.head, first.output_len, first.arrival_s) == ("S ", 5, 0.0)
+    assert (second.head, second.output_len, second.session, second.arrival_s) == ("", 9, 3, 2.5)
+    assert second.chunks[0].key == first.chunks[1].key
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no request in it"),
+        ('{"chunks": "a", "question": "q"}', r'log.jsonl:1: "chunks" is not a list of strings'),
+        ('{"chunks": [" "], "question": "q"}', r'log.jsonl:1: "chunks" is not a list of strings'),
+        ('{"chunks": ["a"]}', r'log.jsonl:1: "question" is missing'),
+        ('{"chunks": ["a"], "question": "q", "output_len": 0}', '"output_len" is 0'),
+        ('{"chunks": ["a"], "question": "q", "output_len": true}', '"output_len" is True'),
+        ('{"chunks": ["a"], "question": "q", "timestamp": "x"}', "\"timestamp\" is 'x'"),
+        ('{"chunks": ["a"], "question": "q", "time": 1}', "unknown field 'time'"),
+        (
+            '{"chunks": ["a"], "question": "q", "timestamp": 1}\n{"chunks": ["a"], "question": "q"}',
+            '"timestamp" is missing in 1 lines',
+        ),
+        (
+            '{"chunks": ["a"], "question": "q", "timestamp": 1}\n{"chunks": ["a"], "question": "q", "timestamp": 0}',
+            'log.jsonl:2: "timestamp" is before',
+        ),
+    ],
+)
+def test_broken_logs_name_line_and_remedy(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        traces.from_log(path)
