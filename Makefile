@@ -3,6 +3,7 @@
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
+# make bench     stock SGLang, the reordering baseline and reuse under load, side by side (about 20 minutes)
 # make bench-ttft, make bench-index   the measurements behind the README's figures
 # make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
@@ -10,7 +11,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench-ttft bench-index bench-tiers soak-tiers bench-quality \
+.PHONY: help install demo test test-all lint format bench bench-ttft bench-index bench-tiers soak-tiers bench-quality \
 	clean distclean
 
 BIN := .venv/bin
@@ -48,6 +49,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(PY) benchmark/serving/bench_serving.py
 
 bench-ttft: $(STAMP)
 	$(PY) benchmark/ttft/bench_ttft.py

@@ -165,6 +165,12 @@ class Server:
         """Everything the server has written, standard error included."""
         return self.log_path.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """Of the main process; the others are its children."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def alive(self) -> bool:
         """Whether the main process runs; it ends when one of the others dies."""
         return self._process is not None and self._process.poll() is None

@@ -17,6 +17,7 @@ import torch
 from benchmark.common.server import Server, offline_env
 from benchmark.serving.systems import SERVER_FLAGS
 
+WAKE = [3, 4, 5, 6]  # token ids that every model has
 GEMM_SIZE, GEMM_S = 1024, 0.3
 
 
@@ -68,7 +69,7 @@ class Fleet:
                 self._servers[self._running].pause()
             server.resume()
             self._running = kind
-            server.generate("wake up", max_new_tokens=2, extra_key="wake")
+            server.generate(WAKE, max_new_tokens=2, extra_key="wake")
         return server
 
     @property

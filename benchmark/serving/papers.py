@@ -2,7 +2,6 @@
 
 - Only numbers that a paper's text states; the figures themselves were not at hand. Where only the picture could tell,
   the entry says "not stated in the text".
-- `` is the line of the paper's text file, `cacheblend.txt` to `a3.txt`, in which the number was read.
 - `derived:` is arithmetic on stated numbers; `disagrees:` marks places where one text says two things.
 - `OUR_AXES` are the measures of ours that stand on the same axes, by the constants above it.
 """
@@ -393,8 +392,8 @@ _A3_FIGURES = (
         figure="figure 5 (inference performance), quality from table 1",
         axes="TTFT against time per output token, one point per method",
         setup=(
-            f"{_A3_SETUP}; 10, 100 and 300 generated tokens; chunks of 512 tokens in all benchmarks; prompt length, number of GPUs, batch size and where the KV lies: not stated in the text for this "
-            "figure"
+            f"{_A3_SETUP}; 10, 100 and 300 generated tokens; chunks of 512 tokens in all benchmarks; "
+            "prompt length, number of GPUs, batch size and where the KV lies: not stated in the text for this figure"
         ),
         stated=(
             "about 2x faster than without reuse, in the abstract 2x lower TTFT",

@@ -1,0 +1,196 @@
+"""Where the time of a request goes: a sampling profile of the scheduler process under load, as table and flame graph.
+
+    python benchmark/serving/profile_serving.py                       # stock and epic@0.15, plan long
+    python benchmark/serving/profile_serving.py --systems epic@0.15,cacheblend@0.15 --plan standard --num 60
+
+py-spy (a dependency of SGLang) samples the processes of the server 50 times a second while clients work in a closed
+loop: once for the table, once more for the flame graph. Sampling slows the server down, so no speed is reported. Stages
+are those of `stacks.py`. Linux lets py-spy read another process where it belongs to the same user and
+`kernel.yama.ptrace_scope` is 0, or as root. Results: `benchmark/results/serving/profile.{json,md}` and
+`profile-SYSTEM.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.common.machine import ROOT
+from benchmark.common.models import make_llama
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.server import ServerError, leave_on_sigterm
+from benchmark.quality.question import DataError
+from benchmark.serving import traces
+from benchmark.serving.client import closed_loop
+from benchmark.serving.fleet import Fleet, url_of
+from benchmark.serving.plan import PLANS, VOCAB
+from benchmark.serving.stacks import RULES, read_collapsed, shares
+from benchmark.serving.systems import System, Writer, parse_systems
+from rich.console import Console
+
+CACHE_DIR = ROOT / ".cache" / "serving"
+RATE = 50  # samples a second
+ATTACH_S = 3.0
+SCHEDULER = "sglang::scheduler"
+
+
+class ProfilerError(RuntimeError):
+    """py-spy is missing, or may not read the server's processes."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", default="long", choices=sorted(PLANS))
+    parser.add_argument("--systems", default="stock,epic@0.15")
+    parser.add_argument("--num", type=int, default=30, help="queries per profile, behind the plan's warm-up")
+    parser.add_argument("--name", default="profile", help="of the result files")
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR / "serving")
+    args = parser.parse_args()
+    try:
+        args.systems = parse_systems(args.systems.split(","))
+    except DataError as error:
+        parser.error(f"--systems: {error}")
+    if args.num < 1:
+        parser.error("--num: at least 1")
+    return args
+
+
+def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Samples by stage, beside how many prompts and rows they were taken of."""
+    plan = PLANS[args.plan]
+    server = fleet.use(system.kind)
+    server.flush()
+    prompts = traces.generated(plan.spec, VOCAB, plan.output_len)
+    writer = Writer(system)
+    warmup, clients = plan.load.warmup, plan.load.clients
+    bodies = [writer.body(prompt) for prompt in prompts[: warmup + 2 * args.num]]
+    closed_loop(url_of(server), bodies[:warmup], clients)
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "raw.txt"
+        with _Sampling(server.pid, "raw", raw):
+            run = closed_loop(url_of(server), bodies[warmup : warmup + args.num], clients)
+        counts = shares(read_collapsed(raw), SCHEDULER)
+    picture = args.out / f"{args.name}-{system.name.replace('@', '-')}.svg"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    with _Sampling(server.pid, "flamegraph", picture):
+        closed_loop(url_of(server), bodies[warmup + args.num :], clients)
+    failed = [record.error for record in run.records if record.error is not None]
+    if failed:
+        raise ProfilerError(f"{len(failed)} requests to {system.name} failed: {failed[0]}")
+    console.print(f"{system.name}: {sum(counts.values())} samples", highlight=False)
+    return {
+        "system": system.name,
+        "samples": dict(counts),
+        "num_requests": len(run.records),
+        "mean_prompt_len": sum(record.prompt_len for record in run.records) / len(run.records),
+        "mean_rows": sum(record.rows for record in run.records) / len(run.records),
+        "mean_output_len": sum(record.output_len for record in run.records) / len(run.records),
+        "flame_graph": picture.name,
+    }
+
+
+class _Sampling:
+    """py-spy beside the body of a `with`; its file is complete afterwards."""
+
+    def __init__(self, pid: int, kind: str, path: Path) -> None:
+        # Beside this interpreter in a virtual environment, which need not be on the PATH.
+        found = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+        if found is None:
+            raise ProfilerError("py-spy is not installed; it comes with SGLang, see make install")
+        self._path = path
+        self._command = [
+            *(found, "record", "--subprocesses", "--pid", str(pid), "--rate", str(RATE)),
+            *("--duration", "3600", "--format", kind, "--output", str(path)),
+        ]
+
+    def __enter__(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        time.sleep(ATTACH_S)
+        if self._process.poll() is not None:
+            said = self._process.stdout.read() if self._process.stdout else ""
+            raise ProfilerError(f"py-spy may not sample the server: {said.strip()[:500]}")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._process.send_signal(signal.SIGINT)
+        said, _ = self._process.communicate(timeout=120)
+        if error is None and not self._path.exists():
+            raise ProfilerError(f"py-spy wrote no file: {said.strip()[:500]}")
+
+
+def to_markdown(report: Mapping[str, Any]) -> list[str]:
+    """A table with a column per system: samples per request and their share."""
+    rows = report["rows"]
+    stages = [stage for stage, _ in RULES] + ["other"]
+    cells = [
+        (stage, *(_cell(row, stage) for row in rows))
+        for stage in stages
+        if any(row["samples"].get(stage) for row in rows)
+    ]
+    totals = [f"{1000 * sum(row['samples'].values()) / report['rate'] / row['num_requests']:.0f} ms" for row in rows]
+    about = [
+        f"`{row['system']}`: {row['num_requests']} requests, on average {row['mean_rows']:.0f} rows of "
+        f"{row['mean_prompt_len']:.0f} prompt tokens and {row['mean_output_len']:.1f} tokens of output; "
+        f"[flame graph]({row['flame_graph']})."
+        for row in rows
+    ]
+    return [
+        "# Where the time of a request goes",
+        "",
+        *run_markdown(report),
+        f"- model: {report['model']}, fp32, random weights; plan {report['plan']}, {report['clients']} clients in a "
+        "closed loop",
+        "",
+        f"Samples of the scheduler process, {report['rate']} a second while clients work: ms per request, and",
+        "the share of all that were not waiting. Sampling slows the server down; shares are what counts.",
+        "",
+        *markdown_table(("stage", *(f"`{row['system']}`" for row in rows)), [*cells, ("all", *totals)]),
+        "",
+        *about,
+    ]
+
+
+def _cell(row: Mapping[str, Any], stage: str) -> str:
+    count, total = row["samples"].get(stage, 0), sum(row["samples"].values())
+    return f"{1000 * count / RATE / row['num_requests']:.0f} ms, {100 * count / total:.1f} %"
+
+
+def main() -> int:
+    args = parse_args()
+    leave_on_sigterm()
+    console = Console()
+    plan = PLANS[args.plan]
+    report: dict[str, Any] = {
+        **describe_run(),
+        "plan": plan.name,
+        "model": str(plan.shape),
+        "rate": RATE,
+        "clients": plan.load.clients,
+    }
+    spec = dataclasses.astuple(plan.shape)
+    model = make_llama(ROOT / ".cache" / "bench" / ("llama-" + "x".join(map(str, spec[:2])) + f"-{VOCAB}"), plan.shape)
+    flags = ("--max-total-tokens", str(plan.pool_len), "--skip-tokenizer-init")
+    try:
+        with Fleet(model, (system.kind for system in args.systems), flags, CACHE_DIR) as fleet:
+            report["rows"] = [profile(system, fleet, args, console) for system in args.systems]
+    except (ServerError, ProfilerError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    markdown = to_markdown(report)
+    write_result(args.out, args.name, report, markdown)
+    print("\n".join(markdown))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Stacks: where samples of a profiler fall. `read_collapsed` reads them, `shares` sorts them into stages.
+
+A stage is named by the innermost frame that a rule knows, so what a stage calls counts for it. Frames are those of
+SGLang's process that schedules and of ours inside it; the file names are part of the rules, so that a new version of
+SGLang shows up as time in `other`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+OTHER, IDLE = "other", "waiting"
+# (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that any pattern knows decides.
+RULES: tuple[tuple[str, str], ...] = (
+    ("assemble: copy and rotate stored KV", r"copy_rotate|KVAssembler|\brotate \(sgl_kernel_ext"),
+    ("load from tiers", r"sglang_chunk_cache/tiers/(?!waiting)"),
+    ("select rows", r"sglang_chunk_cache/selection|kv_deviation|attention_mass|sglang_chunk_cache/statistics"),
+    ("plan", r"chunk_cache/(planner|plan|index|lookup|reusability|methods)|sglang_chunk_cache/admission"),
+    ("parse: marks, tokens", r"sglang_chunk_cache/(request|api|parse|marks|text)|tokenizer_manager|tokenization"),
+    ("attention of decode", r"forward_decode"),
+    ("attention of fused rows", r"sparse_extend"),
+    ("attention of plain prompts", r"forward_extend|run_sdpa_forward_extend"),
+    ("KV write", r"set_kv_buffer|_store_kv_layer"),
+    ("linear layers", r"UnquantizedLinearMethod\.apply|LogitsProcessor|logits_processor"),
+    ("norms, activations, rotary", r"RMSNorm|SiluAndMul|rotary_embedding|layer_boundary"),
+    ("sampling", r"sampler|Sampler"),
+    ("receive and send", r"recv_requests|recv_pyobj|sock_recv|sock_send|send_pyobj|io_struct"),
+    ("scheduling", r"scheduler\.py|schedule_policy|schedule_batch|radix_cache|hook_registry|event_loop"),
+)
+_WAITING = re.compile(r"select\.|poll\.|\bpoll \(|epoll|_wait_for|wait \(threading|sleep|_watchdog_once")
+_COMPILED = tuple((stage, re.compile(pattern)) for stage, pattern in RULES)
+
+
+def read_collapsed(path: str | Path) -> list[tuple[tuple[str, ...], int]]:
+    """(frames from the outermost to the innermost, samples) of a file of collapsed stacks (`py-spy record -f raw`)."""
+    stacks = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        text, _, count = line.rpartition(" ")
+        if text:
+            stacks.append((tuple(text.split(";")), int(count)))
+    return stacks
+
+
+def stage_of(frames: Iterable[str]) -> str:
+    """One of the stages of `RULES`, or `OTHER`, or `IDLE` where the innermost frame waits for something."""
+    inward = list(frames)[::-1]
+    if inward and _WAITING.search(inward[0]):
+        return IDLE
+    for frame in inward:
+        for stage, pattern in _COMPILED:
+            if pattern.search(frame):
+                return stage
+    return OTHER
+
+
+def shares(stacks: Iterable[tuple[tuple[str, ...], int]], process: str) -> Mapping[str, int]:
+    """Samples by stage of the processes with a frame that contains `process`, waiting left out."""
+    counts: Counter[str] = Counter()
+    for frames, count in stacks:
+        if any(process in frame for frame in frames):
+            stage = stage_of(frames)
+            if stage != IDLE:
+                counts[stage] += count
+    return counts
