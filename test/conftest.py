@@ -23,9 +23,10 @@ sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
 # The others share the servers of server/conftest.py.
 OWN_SERVER = (
-    *("test_quality_server.py", "test_verify_engine.py", "test_admin_server.py"),
+    *("test_verify_engine.py", "test_admin_server.py"),
     *("test_tiers_server.py", "test_tier_faults_server.py"),
 )
+TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py")  # share the server of a trained model
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -113,6 +114,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def group_of(nodeid: str) -> str:
     """Tests of one group share what one of them has started."""
     path = Path(nodeid.partition("::")[0])
+    if path.parent.name == "server" and path.name in TRAINED_SERVER:
+        return "trained"
     if path.parent.name == "server" and path.name not in OWN_SERVER:
         return "servers"
     return nodeid if path.name in SHARES_NOTHING else str(path)

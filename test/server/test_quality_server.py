@@ -6,13 +6,9 @@ judged with QUALITY_GATE_MODEL=FOLDER.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from benchmark.common.machine import ROOT
-from benchmark.common.server import offline_env
 from benchmark.quality.checks import COLLAPSED, RECOVERED, REQUIRED, Check, check_rows
 from benchmark.quality.conditions import (
     FULL_REUSE,
@@ -28,9 +24,9 @@ from benchmark.quality.session import Session, SetupError
 from benchmark.quality.table import Row
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
+from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
 
-MODEL = Path(os.environ.get("QUALITY_GATE_MODEL", ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"))
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/training.md"),
@@ -46,20 +42,14 @@ ASKED: dict[str, tuple[int, list[Condition]]] = {
 
 
 @pytest.fixture(scope="module")
-def quality_server() -> Iterator[Server]:
-    with Server(MODEL, "--chunk-cache", "--dtype", "float32", env=offline_env()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rows(quality_server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def rows(trained_server: Server, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """The table of everything in `ASKED`."""
     found: list[Row] = []
     for family, (num, conditions) in ASKED.items():
         task = synthetic_task(family, TaskOptions(num=num))
         with ReplyLog(tmp_path_factory.mktemp("replies") / family, {}) as log:
             experiment = Experiment(MODEL.name, task, task.prompts(), log)
-            experiment.ask(quality_server, conditions, lambda _: None)
+            experiment.ask(trained_server, conditions, lambda _: None)
             assert experiment.num_missing(conditions) == 0
             found += experiment.rows()
     return found
@@ -121,10 +111,10 @@ def test_recomputed_share_is_the_ratio(rows: list[Row]) -> None:
             assert row.ratio <= row.recomputed <= row.ratio + 0.05, row
 
 
-def test_chunks_that_were_not_primed_are_noticed(quality_server: Server) -> None:
+def test_chunks_that_were_not_primed_are_noticed(trained_server: Server) -> None:
     task = synthetic_task("needle", TaskOptions(num=2))
     prompts = task.prompts()
-    session = Session(quality_server, task.asking)
+    session = Session(trained_server, task.asking)
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     asks = [(prompt, Condition(RANDOM, 0.5)) for prompt in prompts]
     with pytest.raises(SetupError, match=r"was not reused but miss \(not_stored\) with random, ratio 0\.5"):
@@ -133,11 +123,11 @@ def test_chunks_that_were_not_primed_are_noticed(quality_server: Server) -> None
     assert sum(len(replies) for replies in session.ask(asks, references)) == 2
 
 
-def test_reference_leaves_nothing_behind_that_helps(quality_server: Server) -> None:
+def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> None:
     """After the references the caches are empty: a primed prompt has its system prompt and first chunk as prefix."""
     task = synthetic_task("needle", TaskOptions(num=3))
     prompts = task.prompts()
-    session = Session(quality_server, task.asking)
+    session = Session(trained_server, task.asking)
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     session.prime(prompts)
     asks = [(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts]
