@@ -31,6 +31,10 @@ _MIN_WIDE_ROWS = 384
 _MIN_COPY_ROWS = 96
 _MAX_BLOCK_ROWS = 256
 _MIN_RUN_ROWS = 256
+# Mean length of runs of consecutive slots from which they are copied one by one, head by head. One core of an Intel
+# Xeon at 2.5 GHz, 12 heads x 64, attention against the same with K and V by index: 1,284 slots in runs of 120 and 202
+# rows 1.24x as fast, 4,160 in runs of 448 and 643 rows 1.21x, 1,284 in runs of 32 the same.
+_MIN_MEAN_RUN = 32
 
 
 def sparse_extend_torch(
@@ -62,7 +66,8 @@ def sparse_extend_torch(
         _check_positions(positions, kv_len, request)
         # Nothing after the last row is visible; what lies in those slots is not read.
         slots = kv_indices[kv_bounds[request] : kv_bounds[request] + int(positions[-1]) + 1]
-        k, v = (_gather(buffer, slots).to(q.dtype) for buffer in (k_buffer, v_buffer))
+        runs = _runs_of(slots)
+        k, v = (_gather(buffer, slots, runs).to(q.dtype) for buffer in (k_buffer, v_buffer))
         _attend_request(q[rows], k, v, positions, out[rows], sm_scale, logit_cap)
 
 
@@ -75,12 +80,32 @@ def _check_positions(positions: torch.Tensor, kv_len: int, request: int) -> None
         raise ValueError(f"row_positions: those of request {request} must ascend within [0, {kv_len})")
 
 
-def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows of `buffer` at `slots`, as a view where the slots are consecutive."""
-    first = int(slots[0])
-    if int(slots[-1]) - first == slots.numel() - 1 and bool((slots.diff() == 1).all()):
-        return buffer[first : first + slots.numel()]
-    return buffer.index_select(0, slots)
+def _runs_of(slots: torch.Tensor) -> list[tuple[int, int]] | None:
+    """(first slot, length) of each run of consecutive slots, in order; None where runs are short."""
+    breaks = (slots.diff() != 1).nonzero().flatten() + 1
+    if slots.numel() < _MIN_MEAN_RUN * breaks.numel():
+        return None
+    borders = [0, *breaks.tolist(), slots.numel()]
+    firsts = slots[borders[:-1]].tolist()
+    return [(first, b - a) for first, (a, b) in zip(firsts, pairwise(borders), strict=True)]
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, runs: list[tuple[int, int]] | None) -> torch.Tensor:
+    """`buffer` at `slots`, [num_slots, num_kv_heads, dim]: a view of it where all are one run, else a copy.
+
+    A copy of long runs lies head by head in memory, which is how attention in blocks wants it.
+    """
+    if runs is None or (len(runs) > 1 and buffer.device.type != "cpu"):
+        return buffer.index_select(0, slots)
+    if len(runs) == 1:
+        first, length = runs[0]
+        return buffer[first : first + length]
+    copy = buffer.new_empty(buffer.shape[1], slots.numel(), buffer.shape[2])
+    at = 0
+    for first, length in runs:
+        copy[:, at : at + length] = buffer[first : first + length].transpose(0, 1)
+        at += length
+    return copy.transpose(0, 1)
 
 
 def _attend_request(

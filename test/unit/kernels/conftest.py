@@ -51,14 +51,22 @@ def build_problem(
     v_head_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     contiguous: bool = False,
+    run_len: int = 0,
     seed: int = 0,
 ) -> Problem:
-    """`requests` are (kv_len, row positions). Rows past the last visible key of a request stay NaN in the pool."""
+    """`requests` are (kv_len, row positions). Rows past the last visible key of a request stay NaN in the pool.
+
+    Slots are in random order, `contiguous`, or in runs of `run_len` that are in random order.
+    """
     rng = torch.Generator().manual_seed(seed)
     kv_lens, rows = [kv_len for kv_len, _ in requests], [list(positions) for _, positions in requests]
     kv_indptr, row_indptr = _bounds(kv_lens), _bounds([len(r) for r in rows])
     num_slots = kv_indptr[-1] + 7
     order = torch.arange(num_slots) if contiguous else torch.randperm(num_slots, generator=rng)
+    if run_len:
+        order = torch.cat(
+            [torch.arange(num_slots).split(run_len)[i] for i in torch.randperm(-(-num_slots // run_len), generator=rng)]
+        )
     kv_indices = order[: kv_indptr[-1]]
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     k_buffer = torch.full((num_slots, num_kv_heads, head_dim), float("nan"), dtype=dtype)

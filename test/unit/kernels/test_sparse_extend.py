@@ -60,6 +60,25 @@ def test_long_runs_between_scattered_rows(make_problem, dtype, contiguous, num_q
     check(problem)
 
 
+@pytest.mark.parametrize("run_len", [31, 32, 33, 120, 499])
+@pytest.mark.parametrize("logit_cap", [0.0, 3.0])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 3), (6, 2)])
+def test_slots_in_runs(make_problem, hard_requests, run_len, logit_cap, num_q_heads, num_kv_heads):
+    """Stored chunks lie in runs of slots, which are copied as such; K and V of other sizes, and few rows too."""
+    scattered = torch.randperm(900, generator=torch.Generator().manual_seed(3))[:200].sort().values.tolist()
+    check(
+        make_problem(
+            [*hard_requests, (901, scattered), (1200, [5, *range(700, 1100)])],
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=16,
+            v_head_dim=24 if run_len == 33 else None,
+            run_len=run_len,
+        ),
+        logit_cap=logit_cap,
+    )
+
+
 def test_many_scattered_rows_take_several_blocks(make_problem):
     positions = torch.randperm(900, generator=torch.Generator().manual_seed(3))[:200].sort().values.tolist()
     check(make_problem([(901, positions)]))
