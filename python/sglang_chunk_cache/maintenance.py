@@ -70,7 +70,6 @@ class Maintenance:
         assembler: KVAssembler,
         metrics: ChunkMetrics,
         allocate: Callable[[int, Sequence[Variant]], torch.Tensor | None],
-        page_size: int,
     ) -> None:
         self._config = config
         self._index = index
@@ -78,7 +77,6 @@ class Maintenance:
         self._assembler = assembler
         self._metrics = metrics
         self._allocate = allocate
-        self._page_size = page_size
         self._origins: OrderedDict[int, _Origin] = OrderedDict()
         self._num_refreshed = 0
 
@@ -94,7 +92,7 @@ class Maintenance:
             return False
         path = variant.holder
         assert isinstance(path, PathTokens)
-        slots = self._allocate(-(-variant.length // self._page_size) * self._page_size, [variant])
+        slots = self._allocate(variant.length, [variant])
         if slots is None:
             return False
         source = self._store.slots(variant, 0, variant.length)

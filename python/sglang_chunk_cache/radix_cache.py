@@ -113,7 +113,6 @@ class ChunkRadixCache(UnifiedRadixCache):
             self._assembler,
             self.chunk_metrics,
             self._allocate,
-            self.page_size,
         )
         self.admin = ChunkAdmin(self, self._index, self._store)
         self.tiers = self._create_tiers(ctx)
@@ -256,7 +255,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if not self._index.wants(info.key, start=info.start, generation=info.generation, context=info.context):
             return True
         length = len(info.token_ids)
-        slots = self._allocate(-(-length // self.page_size) * self.page_size, ())
+        slots = self._allocate(length, ())
         if slots is None:
             return False
         if stream is None:
@@ -322,11 +321,12 @@ class ChunkRadixCache(UnifiedRadixCache):
         return variant
 
     def _allocate(self, num_tokens: int, sources: Sequence[Variant]) -> torch.Tensor | None:
-        """`[num_tokens]` free slots in whole pages, or None where evicting all but `sources` is not enough."""
+        """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough."""
+        num_slots = -(-num_tokens // self.page_size) * self.page_size
         locks = [self._store.lock(variant) for variant in sources]
         try:
-            evict_from_tree_cache(self, num_tokens)
-            return self.token_to_kv_pool_allocator.alloc(num_tokens)
+            evict_from_tree_cache(self, num_slots)
+            return self.token_to_kv_pool_allocator.alloc(num_slots)
         finally:
             for lock in locks:
                 self._store.unlock(lock)
@@ -509,8 +509,7 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def _remember_copy(self, req: Req, state: DocChunkRequest, i: int, generation: int) -> None:
         start, end = state.options.spans[i]
-        num_slots = -(-(end - start) // self.page_size) * self.page_size
-        slots = self._allocate(num_slots, ())
+        slots = self._allocate(end - start, ())
         if slots is None:
             logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
             self.chunk_metrics.count_not_remembered("memory")
