@@ -15,7 +15,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -377,26 +378,20 @@ class ChunkRadixCache(UnifiedRadixCache):
     # Evict.
 
     def evict(self, params: EvictParams) -> EvictResult:
-        self._before_eviction(params.num_tokens)
-        result = super().evict(params)
-        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
-            more = super().evict(dataclasses.replace(params, num_tokens=params.num_tokens - result.num_tokens_evicted))
-            result.num_tokens_evicted += more.num_tokens_evicted
-        self._note_evicted(result.num_tokens_evicted)
-        return result
+        return self._evict_with(super().evict, params)
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        return self._evict_with(partial(super().evict_for_alloc, **kwargs), params)
+
+    def _evict_with(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
+        """What SGLang evicts, and nodes that are still landing, which nothing else can evict, where that is too few."""
         self._before_eviction(params.num_tokens)
-        result = super().evict_for_alloc(params, **kwargs)
-        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
-            more = super().evict_for_alloc(params, **kwargs)
-            result.num_tokens_evicted += more.num_tokens_evicted
+        result = evict(params)
+        num_missing = params.num_tokens - result.num_tokens_evicted
+        if num_missing > 0 and self.landings is not None and self.landings.give_way():
+            result.num_tokens_evicted += evict(dataclasses.replace(params, num_tokens=num_missing)).num_tokens_evicted
         self._note_evicted(result.num_tokens_evicted)
         return result
-
-    def _gives_way(self, num_missing: int) -> bool:
-        """Whether nodes that are still landing, which nothing else can evict, have made room."""
-        return num_missing > 0 and self.landings is not None and self.landings.give_way()
 
     def evict_leaf(self, node_id: int) -> int:
         """Frees one leaf that nobody keeps; returns its tokens."""
