@@ -176,7 +176,6 @@ class LayerLoads:
     def __init__(self, landings: Landings, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
         self._landings = landings
         self._assembler = assembler
-        self._copies = tuple(copies)
         self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
         self._source, self._target, self._delta = (
             torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target", "delta")

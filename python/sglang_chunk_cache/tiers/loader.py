@@ -13,7 +13,6 @@ its request leaves the queue, whatever the tiers evict meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.workers import Workers
     from sglang_chunk_cache.tiers.writer import TierWriter
 
-logger = logging.getLogger(__name__)
-
 Votes = npt.NDArray[np.int64]
 
 MAX_STAGED_BYTES = 2 << 30
@@ -46,7 +43,6 @@ MAX_STAGED_BYTES = 2 << 30
 
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
-
 
 LATE = Found(reason="tier_timeout")
 
