@@ -78,8 +78,7 @@ class ChunkAdmin:
         }
 
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
-        keys = None if request.key is None else [request.key]
-        found = list(self.index) if keys is None else [v for vs in variants_of(self.index, keys).values() for v in vs]
+        found = list(self.index) if request.key is None else self.index.variants_of(request.key)
         found.sort(key=lambda variant: variant.variant_id)
         page = found[request.offset : request.offset + request.limit]
         return {"total": len(found), "variants": [self._describe(variant) for variant in page]}
