@@ -108,9 +108,7 @@ class VariantInfo:
         return hash((self.key, self.start, self.generation, self.context))
 
     def _values(self) -> tuple[object, ...]:
-        s = self.statistics
-        statistics = s and (s.outside.tobytes(), s.received.tobytes(), s.inter.tobytes(), s.cci)
-        return (*self.identity(), self.payload_len, statistics)
+        return (*self.identity(), self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""

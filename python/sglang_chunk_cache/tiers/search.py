@@ -77,9 +77,7 @@ class Found:
         info = self.stored.info
         hasher = hashlib.blake2b(info.name.encode(), digest_size=7)
         if info.statistics is not None:
-            for values in (info.statistics.outside, info.statistics.received, info.statistics.inter):
-                hasher.update(values.tobytes())
-            hasher.update(repr(info.statistics.cci).encode())
+            hasher.update(info.statistics.tobytes())
         return 2 * (1 + int.from_bytes(hasher.digest(), "big")) + (self.stream is not None)
 
     def without_kv(self) -> Outcome:
