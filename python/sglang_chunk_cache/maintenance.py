@@ -97,8 +97,7 @@ class Maintenance:
             return False
         source = self._store.slots(variant, 0, variant.length)
         self._assembler.copy(source, slots[: variant.length], torch.zeros_like(source))
-        tokens = path.tokens[variant.start : variant.start + variant.length]
-        self._index.move(variant, self._store.insert_node(path.partition, tokens, slots, priority))
+        self._index.move(variant, self._store.insert_node(path.partition, variant.token_ids, slots, priority))
         self._metrics.count_maintenance("promoted")
         return True
 

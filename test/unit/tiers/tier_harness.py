@@ -25,7 +25,7 @@ from sglang_chunk_cache.assemble import HostKV
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
-from sglang_chunk_cache.tiers.level import Level, tokens_of
+from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.loader import TierLoader
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.search import Found, Wanted, note_skipped
@@ -56,7 +56,7 @@ def variant(number: int, start: int = 0, length: int = LENGTH, generation: int =
 def kv_of(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> HostKV:
     """Its KV: other bits for each variant."""
     k, v = fingerprint.empty(one.length)
-    rng = np.random.default_rng([one.start, one.generation, *tokens_of(one).tolist()])
+    rng = np.random.default_rng([one.start, one.generation, *one.token_ids.tolist()])
     for part in (k, v):
         raw = part.view(torch.uint8)
         raw.copy_(torch.from_numpy(rng.integers(0, 256, raw.shape, dtype=np.uint8)))
@@ -67,7 +67,7 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
     """As a medium keeps it."""
     kv = kv_of(one, fingerprint)
     size = fingerprint.payload_len(one.length)
-    info = VariantInfo(one.key, tokens_of(one), one.start, one.generation, one.context, None, size)
+    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size)
     return StoredVariant(info, kv.k, kv.v)
 
 
