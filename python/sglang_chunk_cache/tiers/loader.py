@@ -288,12 +288,11 @@ class TierLoader:
 
     def _end_streams(self, streams: list[tuple[str, LayerStream]], _: None) -> None:
         for key_hex, stream in streams:
-            level = next(level for level in self._levels if level.name == stream.tier)
             if stream.is_complete:
-                self._note_seconds(key_hex, level, stream.stored.info, stream.seconds)
+                self._note_seconds(key_hex, stream.level, stream.stored.info, stream.seconds)
                 self._keep_in_host(stream.stored)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(level, stream.stored.info)
+                self._writer.forget(stream.level, stream.stored.info)
 
     def _note_seconds(self, key_hex: str, level: Level, info: VariantInfo, seconds: float) -> None:
         level.reads.observe(info.payload_len, seconds)

@@ -147,8 +147,7 @@ class ChunkTiers:
         left = [(stream, num_bytes) for stream in streams if (num_bytes := stream.num_bytes_left)]
         ratio = least
         if left:
-            reads = {level.name: level.reads for level in self._levels}
-            load_s = sum(reads[stream.tier].estimate(num_bytes) for stream, num_bytes in left)
+            load_s = sum(stream.level.reads.estimate(num_bytes) for stream, num_bytes in left)
             share_left = max(num_bytes / stream.stored.info.payload_len for stream, num_bytes in left)
             ratio = hidden_ratio(load_s, share_left * self._prefill_cost.estimate(num_tokens, num_keys), least)
         # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.

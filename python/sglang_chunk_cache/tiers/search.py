@@ -184,7 +184,7 @@ class TierSearch:
         except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
             remedy = "let fewer requests wait, or give the machine more"
             raise TierError("full", "host memory", f"no {info.payload_len} bytes left ({error})", remedy) from error
-        stream = LayerStream(stored, level.medium.read_layers(info), level.name)
+        stream = LayerStream(stored, level.medium.read_layers(info), level)
         stream.run_until(num_layers)
         if stream.reason is not None:
             raise TierError(stream.reason, info.entry_id, "its first layers were not read", "see the log")
