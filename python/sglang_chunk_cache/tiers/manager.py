@@ -15,7 +15,7 @@ a tier is used after its checksums, fingerprint and tokens were compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,8 @@ class ChunkTiers:
         )
         for level in self._levels:
             if not level.is_host:
-                self._workers.submit(partial(_scan, level), self._adopt_all)
+                problem = f"tier {level.name} was not searched"
+                self._workers.submit(partial(_listed, level, level.medium.scan, problem), self._adopt_all)
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -162,7 +163,9 @@ class ChunkTiers:
                 if level.is_host:
                     self._forget_all((level, level.medium.find(key)))
                 else:
-                    self._workers.submit(partial(_find_all, level, key), self._forget_all)
+                    problem = f"a chunk was not deleted from tier {level.name}"
+                    find = partial(level.medium.find, key)
+                    self._workers.submit(partial(_listed, level, find, problem), self._forget_all)
 
     def _forget_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
         level, infos = found
@@ -318,19 +321,14 @@ def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:
     return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings), on_problem=note_skipped)
 
 
-def _scan(level: Level) -> tuple[Level, list[VariantInfo]]:
+def _listed(
+    level: Level, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
+) -> tuple[Level, list[VariantInfo]]:
+    """In a worker: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
-        return level, list(level.medium.scan())
+        return level, list(list_infos())
     except TierError as error:
-        logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
-        return level, []
-
-
-def _find_all(level: Level, key: bytes) -> tuple[Level, list[VariantInfo]]:
-    try:
-        return level, level.medium.find(key)
-    except TierError as error:
-        logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", level.name, error)
+        logger.warning("Chunk cache: %s: %s", problem, error)
         return level, []
 
 
