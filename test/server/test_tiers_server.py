@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from chunk_cache.keys import Partition
-from server.conftest import FLAGS, STRICT
 from server.contract import FULL, Passages, generated, marked, prime, reasons, same_logprobs, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
@@ -23,6 +22,7 @@ from server.tier_contract import (
     metric,
     reuse,
     tier_flags,
+    tier_server,
     tiers,
     wait_until,
 )
@@ -42,14 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Folder:
     return Folder(tmp_path_factory.mktemp("tiers"), tokenizer)
 
 
-def _server(model: Path, *flags: str) -> Server:
-    return Server(model, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S)
-
-
 @pytest.fixture(scope="module")
 def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Writes every chunk down as soon as it is computed."""
-    with _server(model_dir, *tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})) as server:
+    with tier_server(model_dir, *tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})) as server:
         yield server
 
 
@@ -57,7 +53,7 @@ def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
 def evicting(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Writes what leaves the pool to the host tier, and what leaves that to disk; pages of 16."""
     flags = tier_flags(host_bytes="200KB", disk={"path": str(folder.path)}, write="evict")
-    with _server(model_dir, *flags, "--page-size", "16") as server:
+    with tier_server(model_dir, *flags, "--page-size", "16") as server:
         yield server
 
 
@@ -65,7 +61,7 @@ def evicting(model_dir: Path, folder: Folder) -> Iterator[Server]:
 def slow(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Reads the folder as if it were far away."""
     flags = tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S)
-    with _server(model_dir, *flags) as server:
+    with tier_server(model_dir, *flags) as server:
         yield server
 
 
@@ -330,15 +326,14 @@ def _from_disk(server: Server, chunk: str, tokenizer: Any) -> bool:
 )
 def other(request: pytest.FixtureRequest, model_root: Path, model_dir: Path, folder: Folder) -> Iterator[Server]:
     """A server for which the KV of the others is wrong."""
-    model, flags = model_dir, FLAGS
+    model, flags = model_dir, tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
     if request.param == "seed":
         model = make_model("llama", model_root / "llama-other-seed", seed=1)
     elif request.param == "rope":
         model = make_model("llama", model_root / "llama-other-rope", rope="linear")
     else:
-        flags = tuple("bfloat16" if flag == "float32" else flag for flag in FLAGS)
-    tiers = tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
-    with Server(model, *flags, *tiers, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S) as server:
+        flags = (*flags, "--dtype", "bfloat16")
+    with tier_server(model, *flags) as server:
         yield server
 
 
@@ -372,8 +367,7 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Fo
 @pytest.fixture(scope="module")
 def ranks(model_dir: Path, ranks_folder: Folder) -> Iterator[Server]:
     flags = tier_flags(host_bytes="50MB", disk={"path": str(ranks_folder.path)})
-    options = {"request_timeout_s": REQUEST_TIMEOUT_S, "start_deadline_s": 800.0}
-    with Server(model_dir, *FLAGS, *flags, "--tp-size", "2", env=STRICT, **options) as server:
+    with tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0) as server:
         yield server
 
 
