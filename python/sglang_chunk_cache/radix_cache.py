@@ -322,15 +322,23 @@ class ChunkRadixCache(UnifiedRadixCache):
         return variant
 
     def _allocate(self, num_tokens: int, sources: Sequence[Variant]) -> torch.Tensor | None:
-        """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough."""
+        """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
+
+        Also None where a source was landing and gave way: it is locked, but its KV will never be whole.
+        """
+        assert self._index is not None
         num_slots = -(-num_tokens // self.page_size) * self.page_size
         locks = [self._store.lock(variant) for variant in sources]
         try:
             evict_from_tree_cache(self, num_slots)
-            return self.token_to_kv_pool_allocator.alloc(num_slots)
+            slots = self.token_to_kv_pool_allocator.alloc(num_slots)
         finally:
             for lock in locks:
                 self._store.unlock(lock)
+        if slots is not None and any(self._index.get(variant.variant_id) is None for variant in sources):
+            self.token_to_kv_pool_allocator.free(slots)
+            return None
+        return slots
 
     def _fill(
         self, slots: torch.Tensor, plan: RecomputePlan, used: Sequence[tuple[ChunkPlan, Variant]]

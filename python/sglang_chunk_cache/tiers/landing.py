@@ -152,9 +152,11 @@ class Landings:
             deadline: of `time.monotonic`.
 
         Raises:
-            LayerFailed: one has not.
+            LayerFailed: one has not, or gave way: others have its slots, whatever its stream has read.
         """
-        failed = [one for one in landings if not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))]
+        failed = [
+            one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
+        ]
         any_failed = bool(failed)
         if self._reduce_max is not None:
             any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])

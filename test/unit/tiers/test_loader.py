@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -21,12 +20,11 @@ import pytest
 from chunk_cache.statistics import ChunkStatistics
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.loader import Votes
 from sglang_chunk_cache.tiers.search import Found
 from sglang_chunk_cache.tiers.waiting import _merge
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
-from unit.tiers.tier_harness import PATIENCE_S, SIZE, Tiers, open_tiers, stored, variant, wanted
+from unit.tiers.tier_harness import PATIENCE_S, SIZE, Ranks, Tiers, open_tiers, stored, variant, wanted
 
 HOST = {"host": 1 << 20}
 SLOW = {"disk": (1e9, 0.15)}  # finding and reading take that long each
@@ -439,26 +437,6 @@ def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> 
 
 
 # Two ranks.
-
-
-class Ranks:
-    """`reduce_max` of two ranks that are threads; a rank that stays away breaks the barrier instead of hanging."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
-        self._votes: list[Any] = [None, None]
-
-    def reduce_of(self, rank: int) -> Callable[[Votes], Votes]:
-        def reduce_max(votes: Votes) -> Votes:
-            assert votes.dtype == np.int64
-            self._votes[rank] = votes.copy()
-            self._barrier.wait()
-            assert self._votes[0].shape == self._votes[1].shape, "ranks ask about different things"
-            reduced: Votes = np.maximum(*self._votes)
-            self._barrier.wait()
-            return reduced
-
-        return reduce_max
 
 
 class Pair:

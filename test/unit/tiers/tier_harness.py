@@ -1,11 +1,13 @@
 """Writer and loader over real media, with a KV pool that is a dictionary.
 
 `Tiers` builds them and plays the scheduler: `step` is one scheduling step, `settle` steps until requests are no longer
-held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold.
+held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold. `Ranks` are
+two tensor-parallel ranks in one process.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,7 @@ from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, Va
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import Level
-from sglang_chunk_cache.tiers.loader import TierLoader
+from sglang_chunk_cache.tiers.loader import TierLoader, Votes
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.search import Found, Wanted, note_skipped
 from sglang_chunk_cache.tiers.throttled import Throttled
@@ -231,3 +233,23 @@ def open_tiers(*args: Any, **kwargs: Any) -> Any:
         yield tiers
     finally:
         tiers.close()
+
+
+class Ranks:
+    """`reduce_max` of two ranks that are threads; a rank that stays away breaks the barrier instead of hanging."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
+        self._votes: list[Any] = [None, None]
+
+    def reduce_of(self, rank: int) -> Callable[[Votes], Votes]:
+        def reduce_max(votes: Votes) -> Votes:
+            assert votes.dtype == np.int64
+            self._votes[rank] = votes.copy()
+            self._barrier.wait()
+            assert self._votes[0].shape == self._votes[1].shape, "ranks ask about different things"
+            reduced: Votes = np.maximum(*self._votes)
+            self._barrier.wait()
+            return reduced
+
+        return reduce_max
