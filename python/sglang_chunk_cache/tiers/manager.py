@@ -33,7 +33,7 @@ from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import HOST, Level, Pool
 from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import Outcome, note_skipped
+from sglang_chunk_cache.tiers.search import Outcome
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
@@ -271,7 +271,7 @@ def create_tiers(
         _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
         levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
     if tiers.disk is not None:
-        disk = DiskMedium(tiers.disk.path, fingerprint, on_problem=note_skipped)
+        disk = DiskMedium(tiers.disk.path, fingerprint)
         max_bytes = None if tiers.disk.max_bytes is None else tiers.disk.max_bytes // fingerprint.tp_size
         levels.append(_level("disk", disk, max_bytes, config))
     if tiers.remote is not None:
@@ -314,11 +314,11 @@ def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:
     if remote.url is not None:
         from sglang_chunk_cache.tiers.remote import RemoteMedium
 
-        return RemoteMedium(remote.url, fingerprint, on_problem=note_skipped)
+        return RemoteMedium(remote.url, fingerprint)
     from sglang_chunk_cache.tiers.hicache import HiCacheMedium
 
     assert remote.hicache is not None
-    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings), on_problem=note_skipped)
+    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings))
 
 
 def _listed(

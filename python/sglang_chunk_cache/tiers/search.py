@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import threading
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.stream import LayerStream
 
@@ -92,26 +91,6 @@ class Found:
 NOT_STORED = Found()
 
 
-class _Skipped(threading.local):
-    """Why an entry was skipped in the search that this thread is doing."""
-
-    reason: str | None = None
-
-    def take(self) -> str | None:
-        """None from then on."""
-        reason, self.reason = self.reason, None
-        return reason
-
-
-_skipped = _Skipped()
-
-
-def note_skipped(error: TierError) -> None:
-    """For the media: `find` has skipped an entry, or `scan`."""
-    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
-    _skipped.reason = error.reason
-
-
 class TierSearch:
     """See the head of this file.
 
@@ -146,14 +125,14 @@ class TierSearch:
         return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
 
     def find_in(self, level: Level, chunk: Wanted, num_layers: int | None) -> Found:
-        _skipped.take()
+        take_skipped()
         try:
             infos = level.medium.find(chunk.key)
         except TierError as error:
             logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
             return Found(None, level.name, f"tier_{error.reason}")
         if not infos:
-            skipped = _skipped.take()
+            skipped = take_skipped()
             if skipped is None:
                 return Found(absent=(level,))
             return Found(None, level.name, f"tier_{skipped}", absent=(level,) if skipped in BAD_ENTRY else ())

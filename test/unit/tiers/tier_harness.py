@@ -30,7 +30,7 @@ from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.loader import TierLoader, Votes
 from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import Found, Wanted, note_skipped
+from sglang_chunk_cache.tiers.search import Found, Wanted
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
@@ -123,10 +123,7 @@ class Tiers:
         limits, slow = limits or {}, slow or {}
         self.config = TierConfig(**{"host_bytes": limits.get("host", 0), "controller": False, **config})
         media: dict[str, Medium] = {"host": HostMedium(fingerprint)} if "host" in limits else {}
-        media |= {
-            name: DiskMedium(folder, fingerprint, sync=False, on_problem=note_skipped)
-            for name, folder in folders.items()
-        }
+        media |= {name: DiskMedium(folder, fingerprint, sync=False) for name, folder in folders.items()}
         self.levels = [
             Level(
                 name,
