@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import struct
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,8 @@ import pytest
 from chunk_cache.statistics import ChunkStatistics
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION
+from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from sglang_chunk_cache.tiers.search import Found
 from sglang_chunk_cache.tiers.waiting import _merge
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
@@ -179,6 +184,26 @@ def test_a_damaged_description_is_told_as_well(tmp_path: Path) -> None:
         assert [result(one) for one in tiers.load(wanted(1), wanted(2))] == [("disk", "tier_corrupt"), ("", None)]
         tiers.check()
         assert not len(tiers.level("disk").ledger)
+
+
+@pytest.mark.parametrize(
+    "change", [{"start": 3}, {"context": "x"}, {"generation": 1e999}, {"statistics": {"inter": 1}}]
+)
+def test_a_description_that_was_made_on_purpose(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right. It costs the chunk, and nobody else anything."""
+    write(tmp_path, 1, 2)
+    path = file_of(tmp_path, 1)
+    raw = path.read_bytes()
+    header_len = encoded_len(raw, "")
+    text = json.dumps(json.loads(raw[PREFIX.size : header_len]) | change).encode()
+    lens = struct.pack("<II", FORMAT_VERSION, len(text))
+    path.write_bytes(MAGIC + lens + struct.pack("<I", zlib.crc32(lens + text)) + text + raw[header_len:])
+    with open_tiers({"disk": tmp_path}) as tiers:
+        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        found = tiers.load(wanted(1), wanted(2))
+        assert [result(one) for one in found] == [("disk", "tier_corrupt"), ("disk", None)]
+        assert not path.exists()
+        tiers.check()
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path) -> None:
