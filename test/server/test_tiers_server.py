@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from chunk_cache.keys import Partition
-from server.contract import FULL, Passages, generated, marked, prime, reasons, same_logprobs, statuses
+from server.contract import FULL, Passages, encode, generated, marked, prime, reasons, same_logprobs, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     Folder,
@@ -156,6 +157,20 @@ def test_metrics_name_tier_and_outcome(through, tokenizer, passages, stored):
         assert metric(through, "writes_total", tier=tier, outcome="ok") > 0
         assert metric(through, "entries", tier=tier) > 0
         assert metric(through, "bytes", tier=tier) > 0
+
+
+def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, stored):
+    chunks = passages.several(2)
+    stored(chunks[0])
+    lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
+    summary = json.loads(lines[-1])
+    assert (summary["stored"], summary["already"], summary["present"]) == (1, 1, 2)
+    assert summary["computed_tokens"] == len(encode(tokenizer, chunks[1]))
+    _, reply = reuse(through, marked(chunks, head="Warm. "), tokenizer)
+    assert tiers(reply) == ["disk", "pool"]
+    through.post("/chunk_cache/evict", {"texts": chunks})
+    lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
+    assert json.loads(lines[-1])["stored"] == 2, "what is being deleted is not stored"
 
 
 # Whose chunks.

@@ -1,8 +1,8 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `clock` (forwards are measured by it), `evict`, `flush`, `disable` (the model is no longer
-the one that was started), `stats`, `close`.
+(see `writer` and `loader`), `clock` (forwards are measured by it), `stored_lens`, `evict`, `flush`, `disable` (the
+model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
 the host tier and then into the pool, as a tree node of its own; from there on it is a variant like any other. So only
@@ -68,6 +68,7 @@ class ChunkTiers:
         self._tp_group = tp_group
         self._bytes_per_token = fingerprint.payload_len(1)
         self._ratio = ratio
+        self._max_generation = max_generation
         self.reduce_max = None if tp_group is None else self._reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = PrefillCost()
@@ -156,13 +157,26 @@ class ChunkTiers:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
         return max(least, min(1.0, ratio))
 
+    def stored_lens(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant."""
+        if self._disabled_reason is not None or not keys:
+            return {}
+        lens = np.array([self._stored_len(key) for key in keys], dtype=np.int64)
+        if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
+            lens = -self.reduce_max(-lens)
+        return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
+
+    def _stored_len(self, key: bytes) -> int:
+        infos = (level.infos[entry_id] for level in self._levels for entry_id in level.ledger.entries_of(key.hex()))
+        return max((len(info.token_ids) for info in infos if info.generation <= self._max_generation), default=0)
+
     def evict(self, keys: Iterable[bytes]) -> None:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it."""
         for key in keys:
             for level in self._levels:
-                if level.is_host:
-                    self._forget_all((level, level.medium.find(key)))
-                else:
+                known = [level.infos[entry_id] for entry_id in level.ledger.entries_of(key.hex())]
+                self._forget_all((level, known))  # at once: whoever asks from now on is told that it is gone
+                if not level.is_host:
                     problem = f"a chunk was not deleted from tier {level.name}"
                     find = partial(level.medium.find, key)
                     self._workers.submit(partial(_listed, level, find, problem), self._forget_all)

@@ -134,6 +134,52 @@ def test_ranks_take_the_same_ratio_the_larger_one(open_chunk_tiers, groups, num_
     assert agreed[0] == agreed[1] == pytest.approx(max(own), abs=5e-4)
 
 
+# What is known to be stored.
+
+
+def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
+    medium = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    for one in (variant(1), variant(2, generation=9), variant(3)):
+        medium.write(stored(one))
+    keys = [wanted(number).key for number in range(1, 5)]
+    tiers = open_chunk_tiers(host_bytes=1 << 20)
+    idle(tiers)
+    assert tiers.stored_lens(keys) == {keys[0]: LENGTH, keys[2]: LENGTH}, "8 generations are the limit"
+    assert tiers.stored_lens([]) == {}
+    tiers.note_stored(variant(4))
+    idle(tiers)
+    assert keys[3] in tiers.stored_lens(keys)
+    tiers.evict([keys[0], keys[3]])
+    assert tiers.stored_lens(keys) == {keys[2]: LENGTH}, "also before a worker has deleted them"
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == {2, 3}
+    tiers.disable("the test says so.")
+    assert tiers.stored_lens(keys) == {}
+
+
+def test_evict_deletes_what_another_server_has_written_meanwhile(open_chunk_tiers, tmp_path):
+    tiers = open_chunk_tiers()
+    idle(tiers)
+    DiskMedium(tmp_path / "disk", FINGERPRINT).write(stored(variant(1)))
+    tiers.evict([wanted(1).key])
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == set()
+
+
+def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
+    for rank, numbers in enumerate(((1, 2), (2, 3))):
+        for number in numbers:
+            DiskMedium(tmp_path / f"rank{rank}", FINGERPRINT).write(stored(variant(number)))
+    ranks = [open_chunk_tiers(f"rank{rank}", tp_group=groups[rank]) for rank in range(2)]
+    for tiers in ranks:
+        (disk,) = tiers._levels
+        for info in disk.medium.scan():
+            tiers._writer.adopt(disk, info)
+    keys = [wanted(number).key for number in (1, 2, 3)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda tiers: tiers.stored_lens(keys), ranks)) == [{keys[1]: LENGTH}] * 2
+
+
 # Other weights.
 
 
