@@ -92,14 +92,12 @@ def _report(adder: PrefillAdder, req: Req, state: DocChunkRequest) -> None:
     state.reported = state.plan
     if not is_refresh(req.rid):
         adder.tree_cache.chunk_metrics.count_plan(state.plan)
-    if req.customized_info is None:
-        req.customized_info = {}
     reply = state.plan.reply(explain=state.options.explain)
     if adder.tree_cache.tiers is not None:
         reply["chunks"] = [
             _with_tier(chunk, key, state) for chunk, key in zip(reply["chunks"], state.keys, strict=True)
         ]
-    req.customized_info[PARAM_NAME] = [json.dumps(reply)]
+    _write_reply(req, reply)
 
 
 def _with_tier(chunk: dict[str, Any], key: bytes, state: DocChunkRequest) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def correct_report(req: Req, state: DocChunkRequest) -> None:
     """The plan has changed during the forward: the reply speaks of the new one."""
     assert state.plan is not None
     state.reported = state.plan
-    req.customized_info[PARAM_NAME] = [json.dumps(state.plan.reply(explain=state.options.explain))]
+    _write_reply(req, state.plan.reply(explain=state.options.explain))
 
 
 def complete_report(req: Req, state: DocChunkRequest) -> None:
@@ -125,6 +123,13 @@ def complete_report(req: Req, state: DocChunkRequest) -> None:
     reply = json.loads(req.customized_info[PARAM_NAME][0])
     reply["selection"], per_chunk = report.complete()
     reply["chunks"] = [chunk | found for chunk, found in zip(reply["chunks"], per_chunk, strict=True)]
+    _write_reply(req, reply)
+
+
+def _write_reply(req: Req, reply: dict[str, Any]) -> None:
+    """To `api.reply`, which sends it once."""
+    if req.customized_info is None:
+        req.customized_info = {}
     req.customized_info[PARAM_NAME] = [json.dumps(reply)]
 
 

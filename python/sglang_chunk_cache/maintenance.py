@@ -70,7 +70,6 @@ class Maintenance:
         assembler: KVAssembler,
         metrics: ChunkMetrics,
         allocate: Callable[[int, Sequence[Variant]], torch.Tensor | None],
-        page_size: int,
     ) -> None:
         self._config = config
         self._index = index
@@ -78,7 +77,6 @@ class Maintenance:
         self._assembler = assembler
         self._metrics = metrics
         self._allocate = allocate
-        self._page_size = page_size
         self._origins: OrderedDict[int, _Origin] = OrderedDict()
         self._num_refreshed = 0
 
@@ -94,13 +92,12 @@ class Maintenance:
             return False
         path = variant.holder
         assert isinstance(path, PathTokens)
-        slots = self._allocate(-(-variant.length // self._page_size) * self._page_size, [variant])
+        slots = self._allocate(variant.length, [variant])
         if slots is None:
             return False
         source = self._store.slots(variant, 0, variant.length)
         self._assembler.copy(source, slots[: variant.length], torch.zeros_like(source))
-        tokens = path.tokens[variant.start : variant.start + variant.length]
-        self._index.move(variant, self._store.insert_node(path.partition, tokens, slots, priority))
+        self._index.move(variant, self._store.insert_node(path.partition, variant.token_ids, slots, priority))
         self._metrics.count_maintenance("promoted")
         return True
 

@@ -48,7 +48,7 @@ class DueRows:
 
     Attributes:
         positions: `[num_load_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
-        state: of the request; None where nothing is due.
+        state: of the request; None where nothing is due, or everything.
         layer_copies: KV of the loaded range that is still on its way.
     """
 
@@ -58,7 +58,7 @@ class DueRows:
 
     @property
     def plan(self) -> RecomputePlan | None:
-        """Of the request; None where nothing is due."""
+        """Of the request; None where nothing is due, or everything."""
         return None if self.state is None else self.state.plan
 
 
@@ -103,7 +103,7 @@ def init_forward_batch(
     if copies:
         again = partial(_without_loads, original, cls, batch, due, model_runner, kwargs, taker)
         extras = replace(extras, loads=batch.tree_cache.landings.loads(copies), again=again)
-    if extras != Extras(None, None, None):
+    if attention is not None or taker is not None or extras.timing is not None:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
 
@@ -126,7 +126,7 @@ def _without_loads(
             plan = one.state.plan
             assert plan is not None
             # The slots of the load stay the request's own; all that they hold is computed now.
-            everything[i] = DueRows(np.arange(plan.load_start, plan.load_end), replace(one.state, plan=None))
+            everything[i] = DueRows(np.arange(plan.load_start, plan.load_end))
             batch.tree_cache.note_load_failed(batch.reqs[i], one.state, one.layer_copies, reason)
     forward_batch, attention = _init_fused(original, cls, batch, everything, model_runner, kwargs)
     setattr(forward_batch, _EXTRAS, Extras(attention, None if taker is None else taker.again(), None))

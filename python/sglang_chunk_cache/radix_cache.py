@@ -15,7 +15,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,6 @@ class ChunkRadixCache(UnifiedRadixCache):
             self._assembler,
             self.chunk_metrics,
             self._allocate,
-            self.page_size,
         )
         self.admin = ChunkAdmin(self, self._index, self._store)
         self.tiers = self._create_tiers(ctx)
@@ -256,7 +256,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if not self._index.wants(info.key, start=info.start, generation=info.generation, context=info.context):
             return True
         length = len(info.token_ids)
-        slots = self._allocate(-(-length // self.page_size) * self.page_size, ())
+        slots = self._allocate(length, ())
         if slots is None:
             return False
         if stream is None:
@@ -322,14 +322,23 @@ class ChunkRadixCache(UnifiedRadixCache):
         return variant
 
     def _allocate(self, num_tokens: int, sources: Sequence[Variant]) -> torch.Tensor | None:
-        """`[num_tokens]` free slots in whole pages, or None where evicting all but `sources` is not enough."""
+        """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
+
+        Also None where a source was landing and gave way: it is locked, but its KV will never be whole.
+        """
+        assert self._index is not None
+        num_slots = -(-num_tokens // self.page_size) * self.page_size
         locks = [self._store.lock(variant) for variant in sources]
         try:
-            evict_from_tree_cache(self, num_tokens)
-            return self.token_to_kv_pool_allocator.alloc(num_tokens)
+            evict_from_tree_cache(self, num_slots)
+            slots = self.token_to_kv_pool_allocator.alloc(num_slots)
         finally:
             for lock in locks:
                 self._store.unlock(lock)
+        if slots is not None and any(self._index.get(variant.variant_id) is None for variant in sources):
+            self.token_to_kv_pool_allocator.free(slots)
+            return None
+        return slots
 
     def _fill(
         self, slots: torch.Tensor, plan: RecomputePlan, used: Sequence[tuple[ChunkPlan, Variant]]
@@ -377,26 +386,20 @@ class ChunkRadixCache(UnifiedRadixCache):
     # Evict.
 
     def evict(self, params: EvictParams) -> EvictResult:
-        self._before_eviction(params.num_tokens)
-        result = super().evict(params)
-        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
-            more = super().evict(dataclasses.replace(params, num_tokens=params.num_tokens - result.num_tokens_evicted))
-            result.num_tokens_evicted += more.num_tokens_evicted
-        self._note_evicted(result.num_tokens_evicted)
-        return result
+        return self._evict_with(super().evict, params)
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        return self._evict_with(partial(super().evict_for_alloc, **kwargs), params)
+
+    def _evict_with(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
+        """What SGLang evicts, and nodes that are still landing, which nothing else can evict, where that is too few."""
         self._before_eviction(params.num_tokens)
-        result = super().evict_for_alloc(params, **kwargs)
-        if self._gives_way(params.num_tokens - result.num_tokens_evicted):
-            more = super().evict_for_alloc(params, **kwargs)
-            result.num_tokens_evicted += more.num_tokens_evicted
+        result = evict(params)
+        num_missing = params.num_tokens - result.num_tokens_evicted
+        if num_missing > 0 and self.landings is not None and self.landings.give_way():
+            result.num_tokens_evicted += evict(dataclasses.replace(params, num_tokens=num_missing)).num_tokens_evicted
         self._note_evicted(result.num_tokens_evicted)
         return result
-
-    def _gives_way(self, num_missing: int) -> bool:
-        """Whether nodes that are still landing, which nothing else can evict, have made room."""
-        return num_missing > 0 and self.landings is not None and self.landings.give_way()
 
     def evict_leaf(self, node_id: int) -> int:
         """Frees one leaf that nobody keeps; returns its tokens."""
@@ -509,8 +512,7 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def _remember_copy(self, req: Req, state: DocChunkRequest, i: int, generation: int) -> None:
         start, end = state.options.spans[i]
-        num_slots = -(-(end - start) // self.page_size) * self.page_size
-        slots = self._allocate(num_slots, ())
+        slots = self._allocate(end - start, ())
         if slots is None:
             logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
             self.chunk_metrics.count_not_remembered("memory")

@@ -137,6 +137,10 @@ class ChunkIndex:
     def get(self, variant_id: int) -> Variant | None:
         return self._order.get(variant_id)
 
+    def variants_of(self, key: bytes) -> list[Variant]:
+        """The variants of one chunk, in the order in which they were stored; counts no lookup and forgets nothing."""
+        return list(self._by_key.get(key, ()))
+
     def wants(self, key: bytes, *, start: int, generation: int, context: tuple[bytes, ...]) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
         peers = self._by_key.get(key, ())

@@ -65,6 +65,10 @@ class ChunkStatistics:
         tail = self._values[-1 - self._num_context :].tolist()
         return tail, tail.pop()
 
+    def tobytes(self) -> bytes:
+        """Equal where all numbers are, bit for bit."""
+        return self._num_context.to_bytes(4, "little") + self._values.tobytes()
+
     @property
     def _num_tokens(self) -> int:
         return (len(self._values) - 1 - self._num_context) // 2

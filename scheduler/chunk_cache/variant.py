@@ -107,6 +107,14 @@ class Variant:
         return PathHome(holder, self.start) if isinstance(holder, PathTokens) else holder
 
     @property
+    def token_ids(self) -> array[int]:
+        """Of the chunk, from where its KV lies."""
+        holder = self.holder
+        if isinstance(holder, PathTokens):
+            return holder.tokens[self.start : self.start + self.length]
+        return holder.node_key[: self.length]
+
+    @property
     def context(self) -> tuple[bytes, ...]:
         """Keys of the chunks before it in its prompt, in order."""
         return self.prompt_keys[: self.num_before]

@@ -40,7 +40,8 @@ class VictimOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Variant]: ...
+    def __iter__(self) -> Iterator[Variant]:
+        """Lazily; nothing may change meanwhile."""
 
     def get(self, variant_id: int) -> Variant | None: ...
 
@@ -142,8 +143,17 @@ class FrequencyOrder:
         return len(self._current)
 
     def __iter__(self) -> Iterator[Variant]:
-        for _, variant in sorted(self._current.values(), key=lambda entry: entry[0]):
-            yield variant
+        # Every eviction asks for the first few of many, so the heap is walked down, smallest first, and not sorted.
+        self._drop_stale(len(self._current) // 64)  # they were worth less, so most of them would be in front
+        heap = self._heap
+        frontier = [(heap[0], 0)] if heap else []
+        while frontier:
+            entry, place = heapq.heappop(frontier)
+            found = self._current.get(entry[3])
+            if found is not None and found[0] == entry:
+                yield found[1]
+            for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+                heapq.heappush(frontier, (heap[below], below))
 
     def get(self, variant_id: int) -> Variant | None:
         found = self._current.get(variant_id)
@@ -153,11 +163,15 @@ class FrequencyOrder:
         entry = (self.age + variant.reuse_frequency, variant.is_exact, variant.last_use, variant.variant_id)
         self._current[variant.variant_id] = (entry, variant)
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._current) + 64:
-            self._heap = [entry for entry, _ in self._current.values()]
-            heapq.heapify(self._heap)
+        self._drop_stale(len(self._current))
 
     add = touch
+
+    def _drop_stale(self, max_stale: int) -> None:
+        """Entries that are no longer current, where they are (64) more than so many."""
+        if len(self._heap) > len(self._current) + max_stale + 64:
+            self._heap = [entry for entry, _ in self._current.values()]
+            heapq.heapify(self._heap)
 
     def remove(self, variant: Variant) -> None:
         del self._current[variant.variant_id]

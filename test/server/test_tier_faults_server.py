@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from server.conftest import FLAGS, STRICT
 from server.contract import Passages, marked, prime, reasons, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
@@ -29,6 +28,7 @@ from server.tier_contract import (
     metric,
     reuse,
     tier_flags,
+    tier_server,
     tiers,
     wait_until,
 )
@@ -70,7 +70,7 @@ def folder(device: Device, tokenizer: Any) -> Folder:
 def disk(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Pool and disk, nothing between."""
     flags = tier_flags(disk={"path": str(folder.path)})
-    with Server(model_dir, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S) as server:
+    with tier_server(model_dir, *flags) as server:
         yield server
 
 
@@ -310,7 +310,7 @@ def again(model_dir: Path, folder: Folder, killed: list[str], redis_server: Any)
     """A new server on the folder of the one that was killed; with the remote tier where there is a server for it."""
     remote = {} if redis_server is None else {"remote": {"url": redis_server.url}}
     flags = tier_flags(disk={"path": str(folder.path)}, **remote)
-    with Server(model_dir, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S) as server:
+    with tier_server(model_dir, *flags) as server:
         yield server
 
 

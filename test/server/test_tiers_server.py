@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,7 @@ import httpx
 import pytest
 
 from chunk_cache.keys import Partition
-from server.conftest import FLAGS, STRICT
-from server.contract import FULL, Passages, generated, marked, prime, reasons, same_logprobs, statuses
+from server.contract import FULL, Passages, encode, generated, marked, prime, reasons, same_logprobs, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     Folder,
@@ -23,6 +23,7 @@ from server.tier_contract import (
     metric,
     reuse,
     tier_flags,
+    tier_server,
     tiers,
     wait_until,
 )
@@ -42,14 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Folder:
     return Folder(tmp_path_factory.mktemp("tiers"), tokenizer)
 
 
-def _server(model: Path, *flags: str) -> Server:
-    return Server(model, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S)
-
-
 @pytest.fixture(scope="module")
 def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Writes every chunk down as soon as it is computed."""
-    with _server(model_dir, *tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})) as server:
+    with tier_server(model_dir, *tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})) as server:
         yield server
 
 
@@ -57,7 +54,7 @@ def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
 def evicting(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Writes what leaves the pool to the host tier, and what leaves that to disk; pages of 16."""
     flags = tier_flags(host_bytes="200KB", disk={"path": str(folder.path)}, write="evict")
-    with _server(model_dir, *flags, "--page-size", "16") as server:
+    with tier_server(model_dir, *flags, "--page-size", "16") as server:
         yield server
 
 
@@ -65,7 +62,7 @@ def evicting(model_dir: Path, folder: Folder) -> Iterator[Server]:
 def slow(model_dir: Path, folder: Folder) -> Iterator[Server]:
     """Reads the folder as if it were far away."""
     flags = tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S)
-    with _server(model_dir, *flags) as server:
+    with tier_server(model_dir, *flags) as server:
         yield server
 
 
@@ -160,6 +157,20 @@ def test_metrics_name_tier_and_outcome(through, tokenizer, passages, stored):
         assert metric(through, "writes_total", tier=tier, outcome="ok") > 0
         assert metric(through, "entries", tier=tier) > 0
         assert metric(through, "bytes", tier=tier) > 0
+
+
+def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, stored):
+    chunks = passages.several(2)
+    stored(chunks[0])
+    lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
+    summary = json.loads(lines[-1])
+    assert (summary["stored"], summary["already"], summary["present"]) == (1, 1, 2)
+    assert summary["computed_tokens"] == len(encode(tokenizer, chunks[1]))
+    _, reply = reuse(through, marked(chunks, head="Warm. "), tokenizer)
+    assert tiers(reply) == ["disk", "pool"]
+    through.post("/chunk_cache/evict", {"texts": chunks})
+    lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
+    assert json.loads(lines[-1])["stored"] == 2, "what is being deleted is not stored"
 
 
 # Whose chunks.
@@ -330,15 +341,14 @@ def _from_disk(server: Server, chunk: str, tokenizer: Any) -> bool:
 )
 def other(request: pytest.FixtureRequest, model_root: Path, model_dir: Path, folder: Folder) -> Iterator[Server]:
     """A server for which the KV of the others is wrong."""
-    model, flags = model_dir, FLAGS
+    model, flags = model_dir, tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
     if request.param == "seed":
         model = make_model("llama", model_root / "llama-other-seed", seed=1)
     elif request.param == "rope":
         model = make_model("llama", model_root / "llama-other-rope", rope="linear")
     else:
-        flags = tuple("bfloat16" if flag == "float32" else flag for flag in FLAGS)
-    tiers = tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
-    with Server(model, *flags, *tiers, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S) as server:
+        flags = (*flags, "--dtype", "bfloat16")
+    with tier_server(model, *flags) as server:
         yield server
 
 
@@ -372,8 +382,7 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Fo
 @pytest.fixture(scope="module")
 def ranks(model_dir: Path, ranks_folder: Folder) -> Iterator[Server]:
     flags = tier_flags(host_bytes="50MB", disk={"path": str(ranks_folder.path)})
-    options = {"request_timeout_s": REQUEST_TIMEOUT_S, "start_deadline_s": 800.0}
-    with Server(model_dir, *FLAGS, *flags, "--tp-size", "2", env=STRICT, **options) as server:
+    with tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0) as server:
         yield server
 
 

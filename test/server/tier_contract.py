@@ -1,6 +1,6 @@
 """What tests of the tiers need: their configuration, where a chunk's file lies, what a reply and the metrics say.
 
-- `tier_flags` is the configuration as flags, `Folder` a disk tier as the tests see it.
+- `tier_flags` is the configuration as flags, `tier_server` a server with it, `Folder` a disk tier as the tests see it.
 - `tiers` reads a reply, `metric` one value of `/metrics`, `wait_until` waits for what happens on its own.
 - `fill_pool` makes every chunk leave the KV pool.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key
-from server.conftest import MAX_TOTAL_TOKENS
+from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import FULL, Marked, encode, generated, same_logprobs
 from server_fixture import Server
 
@@ -28,6 +28,11 @@ def tier_flags(**tiers: Any) -> tuple[str, ...]:
     """Nothing is decided by measured times unless a test says so: `controller` is off."""
     config = {"tiers": {"controller": False, **tiers}}
     return ("--enable-metrics", "--chunk-cache", "--chunk-cache-config", json.dumps(config))
+
+
+def tier_server(model: Path, *flags: str, **options: Any) -> Server:
+    """Of `flags` that are named twice the last ones count."""
+    return Server(model, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S, **options)
 
 
 def tiers(reply: Mapping[str, Any]) -> list[str | None]:

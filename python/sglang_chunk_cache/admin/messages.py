@@ -27,7 +27,7 @@ class ChunkCacheVariantsReq(BaseReq, kw_only=True):
 
 
 class ChunkCacheStoredReq(BaseReq, kw_only=True):
-    """Which of these chunks are stored."""
+    """Which of these chunks are stored, in the KV pool or in a tier below it."""
 
     keys: list[bytes]
 

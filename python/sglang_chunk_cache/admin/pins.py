@@ -159,13 +159,5 @@ class Pins:
 
 
 def variants_of(index: ChunkIndex, keys: Iterable[bytes]) -> dict[bytes, list[Variant]]:
-    """The variants of each of these chunks that the index has, in the order of the keys.
-
-    One look at the whole index, which counts no lookup and forgets nothing.
-    """
-    found: dict[bytes, list[Variant]] = {key: [] for key in keys}
-    if found:
-        for variant in index:
-            if variant.key in found:
-                found[variant.key].append(variant)
-    return {key: variants for key, variants in found.items() if variants}
+    """The variants of each of these chunks that the index has, in the order of the keys."""
+    return {key: variants for key in keys if (variants := index.variants_of(key))}

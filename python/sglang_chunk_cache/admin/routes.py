@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -21,6 +21,11 @@ from sglang_chunk_cache.admin import body
 from sglang_chunk_cache.admin.client import Admin, AdminRefused, admin_of
 
 PREFIX = "/chunk_cache"
+
+T = TypeVar("T")
+Answer: TypeAlias = Callable[[Admin, Request], Awaitable[Response | dict[str, Any]]]
+Route: TypeAlias = tuple[str, str, Callable[[Request], Awaitable[Response]]]
+"""Method, path, endpoint."""
 
 
 def _admin() -> Admin:
@@ -38,9 +43,9 @@ async def _json(request: Request) -> Any:
         raise user_error(ChunkCacheRequestError, "body", problem, "send a JSON object") from None
 
 
-async def _reply(handle: Callable[[], Awaitable[Response | dict[str, Any]]]) -> Response:
+async def _reply(answer: Answer, request: Request) -> Response:
     try:
-        result = await handle()
+        result = await answer(_admin(), request)
     except AdminRefused as error:
         return JSONResponse({"error": {"message": str(error), **error.details}}, status_code=error.status)
     except ChunkCacheRequestError as error:
@@ -48,71 +53,36 @@ async def _reply(handle: Callable[[], Awaitable[Response | dict[str, Any]]]) -> 
     return result if isinstance(result, Response) else JSONResponse(result)
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def stats(request: Request) -> Response:
-    """GET /chunk_cache/stats"""
-    return await _reply(_admin().stats)
+def _route(method: str, name: str, answer: Answer) -> Route:
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def endpoint(request: Request) -> Response:
+        return await _reply(answer, request)
+
+    path = f"{PREFIX}/{name}"
+    endpoint.__name__, endpoint.__doc__ = name, f"{method} {path}"  # FastAPI describes it by them
+    return method, path, endpoint
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def variants(request: Request) -> Response:
-    """GET /chunk_cache/variants"""
+def _with_body(parse: Callable[[Any], T], act: Callable[[Admin, T], Awaitable[dict[str, Any]]]) -> Answer:
+    """`act` on what `parse` makes of the request's body."""
 
-    async def handle() -> dict[str, Any]:
-        return await _admin().variants(body.parse_listing(request.query_params))
+    async def answer(admin: Admin, request: Request) -> dict[str, Any]:
+        return await act(admin, parse(await _json(request)))
 
-    return await _reply(handle)
-
-
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def pin(request: Request) -> Response:
-    """POST /chunk_cache/pin"""
-
-    async def handle() -> dict[str, Any]:
-        return await _admin().pin(body.parse_pin(await _json(request)))
-
-    return await _reply(handle)
+    return answer
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def unpin(request: Request) -> Response:
-    """POST /chunk_cache/unpin"""
-
-    async def handle() -> dict[str, Any]:
-        return await _admin().unpin(body.parse_unpin(await _json(request)))
-
-    return await _reply(handle)
+async def _stats(admin: Admin, _request: Request) -> dict[str, Any]:
+    return await admin.stats()
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def evict(request: Request) -> Response:
-    """POST /chunk_cache/evict"""
-
-    async def handle() -> dict[str, Any]:
-        return await _admin().evict(body.parse_selection(await _json(request)))
-
-    return await _reply(handle)
+async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
+    return await admin.variants(body.parse_listing(request.query_params))
 
 
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def flush(request: Request) -> Response:
-    """POST /chunk_cache/flush"""
-
-    async def handle() -> dict[str, Any]:
-        return await _admin().flush(body.parse_flush(await _json(request)))
-
-    return await _reply(handle)
-
-
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def warm(request: Request) -> Response:
-    """POST /chunk_cache/warm"""
-
-    async def handle() -> Response:
-        lines = _admin().warm(body.parse_warm(await _json(request)), request)
-        return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
-
-    return await _reply(handle)
+async def _warm(admin: Admin, request: Request) -> Response:
+    lines = admin.warm(body.parse_warm(await _json(request)), request)
+    return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
 
 async def _json_lines(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -123,14 +93,14 @@ async def _json_lines(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byt
         yield json.dumps({"error": {"message": str(error)}}).encode() + b"\n"
 
 
-ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-    ("GET", f"{PREFIX}/stats", stats),
-    ("GET", f"{PREFIX}/variants", variants),
-    ("POST", f"{PREFIX}/pin", pin),
-    ("POST", f"{PREFIX}/unpin", unpin),
-    ("POST", f"{PREFIX}/evict", evict),
-    ("POST", f"{PREFIX}/flush", flush),
-    ("POST", f"{PREFIX}/warm", warm),
+ROUTES: tuple[Route, ...] = (
+    _route("GET", "stats", _stats),
+    _route("GET", "variants", _variants),
+    _route("POST", "pin", _with_body(body.parse_pin, Admin.pin)),
+    _route("POST", "unpin", _with_body(body.parse_unpin, Admin.unpin)),
+    _route("POST", "evict", _with_body(body.parse_selection, Admin.evict)),
+    _route("POST", "flush", _with_body(body.parse_flush, Admin.flush)),
+    _route("POST", "warm", _warm),
 )
 
 

@@ -78,8 +78,7 @@ class ChunkAdmin:
         }
 
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
-        keys = None if request.key is None else [request.key]
-        found = list(self.index) if keys is None else [v for vs in variants_of(self.index, keys).values() for v in vs]
+        found = list(self.index) if request.key is None else self.index.variants_of(request.key)
         found.sort(key=lambda variant: variant.variant_id)
         page = found[request.offset : request.offset + request.limit]
         return {"total": len(found), "variants": [self._describe(variant) for variant in page]}
@@ -108,8 +107,12 @@ class ChunkAdmin:
     def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
         stored = {}
         for key, variants in variants_of(self.index, request.keys).items():
-            stored[key.hex()] = max(self.store.resolve(variant) for variant in variants)
-        return {"stored": {key: num_tokens for key, num_tokens in stored.items() if num_tokens}}
+            num_tokens = max(self.store.resolve(variant) for variant in variants)
+            if num_tokens:
+                stored[key] = num_tokens
+        if self.cache.tiers is not None:
+            stored |= self.cache.tiers.stored_lens([key for key in request.keys if key not in stored])
+        return {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until)

@@ -4,9 +4,9 @@ Verb: `Warming.run`. Each chunk that is not stored is computed by an ordinary re
 
     | prefix (system prompt) | the chunk, marked | one token |      and one token is generated
 
-Promises: what is stored already is not computed again; at most `batch` requests run at a time; a chunk counts as
-stored only when the schedulers say so afterwards; one bad chunk fails alone; where the client has gone, nothing new is
-begun and what runs is aborted.
+Promises: what is stored already, in the KV pool or in a tier below it, is not computed again; at most `batch` requests
+run at a time; a chunk counts as stored only when the schedulers say so afterwards; one bad chunk fails alone; where the
+client has gone, nothing new is begun and what runs is aborted.
 """
 
 from __future__ import annotations

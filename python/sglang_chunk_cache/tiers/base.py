@@ -108,9 +108,7 @@ class VariantInfo:
         return hash((self.key, self.start, self.generation, self.context))
 
     def _values(self) -> tuple[object, ...]:
-        s = self.statistics
-        statistics = s and (s.outside.tobytes(), s.received.tobytes(), s.inter.tobytes(), s.cci)
-        return (*self.identity(), self.payload_len, statistics)
+        return (*self.identity(), self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""
@@ -149,7 +147,7 @@ class Medium(Protocol):
     name: str
 
     def find(self, key: bytes) -> list[VariantInfo]:
-        """Ascending by (generation, name). Corrupt entries are skipped, told once and removed, never raised.
+        """Ascending by (generation, name). Corrupt entries are skipped, told to `Problems` and removed, never raised.
 
         Raises:
             TierError: timeout, unavailable, unreadable.
@@ -218,7 +216,7 @@ class LayerwiseMedium(ABC):
 
 
 class Problems:
-    """Tells each problem once, however often it is met."""
+    """Tells each problem once, however often it is met, and each time to the thread that met it: `take_skipped`."""
 
     def __init__(self, callback: OnProblem | None) -> None:
         self._callback = callback or _log
@@ -226,6 +224,7 @@ class Problems:
         self._lock = threading.Lock()
 
     def tell(self, error: TierError) -> None:
+        _met.reason = error.reason
         with self._lock:
             if error.where in self._told:
                 return
@@ -233,8 +232,21 @@ class Problems:
         self._callback(error)
 
 
+class _Met(threading.local):
+    reason: str | None = None
+
+
+_met = _Met()
+
+
+def take_skipped() -> str | None:
+    """Why this thread has skipped an entry last, in `find` or `scan`, since it was asked; None where it has not."""
+    reason, _met.reason = _met.reason, None
+    return reason
+
+
 def _log(error: TierError) -> None:
-    logger.warning("chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
+    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
 
 
 def in_order(infos: list[VariantInfo]) -> list[VariantInfo]:

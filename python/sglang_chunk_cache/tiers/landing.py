@@ -152,9 +152,11 @@ class Landings:
             deadline: of `time.monotonic`.
 
         Raises:
-            LayerFailed: one has not.
+            LayerFailed: one has not, or gave way: others have its slots, whatever its stream has read.
         """
-        failed = [one for one in landings if not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))]
+        failed = [
+            one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
+        ]
         any_failed = bool(failed)
         if self._reduce_max is not None:
             any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])
@@ -176,7 +178,6 @@ class LayerLoads:
     def __init__(self, landings: Landings, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
         self._landings = landings
         self._assembler = assembler
-        self._copies = tuple(copies)
         self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
         self._source, self._target, self._delta = (
             torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target", "delta")

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from chunk_cache.cost import Throughput
 from chunk_cache.tier import TierLedger
-from chunk_cache.variant import PathTokens, Variant
+from chunk_cache.variant import Variant
 from sglang_chunk_cache.tiers.base import Medium, StoredVariant, VariantInfo
 
 if TYPE_CHECKING:
-    from array import array
-
     from chunk_cache.keys import Partition
     from sglang_chunk_cache.assemble import HostKV
     from sglang_chunk_cache.tiers.stream import LayerStream
@@ -66,19 +64,11 @@ class Pool(Protocol):
         ...
 
 
-def tokens_of(variant: Variant) -> array[int]:
-    """The chunk's tokens, from where its KV lives."""
-    holder = variant.holder
-    if isinstance(holder, PathTokens):
-        return holder.tokens[variant.start : variant.start + variant.length]
-    return holder.node_key[: variant.length]
-
-
 def info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
     """What is written beside the KV of a variant of the pool."""
     return VariantInfo(
         key=variant.key,
-        token_ids=tokens_of(variant),
+        token_ids=variant.token_ids,
         start=variant.start,
         generation=variant.generation,
         context=variant.context,

@@ -13,7 +13,6 @@ its request leaves the queue, whatever the tiers evict meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.workers import Workers
     from sglang_chunk_cache.tiers.writer import TierWriter
 
-logger = logging.getLogger(__name__)
-
 Votes = npt.NDArray[np.int64]
 
 MAX_STAGED_BYTES = 2 << 30
@@ -46,7 +43,6 @@ MAX_STAGED_BYTES = 2 << 30
 
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
-
 
 LATE = Found(reason="tier_timeout")
 
@@ -292,12 +288,11 @@ class TierLoader:
 
     def _end_streams(self, streams: list[tuple[str, LayerStream]], _: None) -> None:
         for key_hex, stream in streams:
-            level = next(level for level in self._levels if level.name == stream.tier)
             if stream.is_complete:
-                self._note_seconds(key_hex, level, stream.stored.info, stream.seconds)
+                self._note_seconds(key_hex, stream.level, stream.stored.info, stream.seconds)
                 self._keep_in_host(stream.stored)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(level, stream.stored.info)
+                self._writer.forget(stream.level, stream.stored.info)
 
     def _note_seconds(self, key_hex: str, level: Level, info: VariantInfo, seconds: float) -> None:
         level.reads.observe(info.payload_len, seconds)

@@ -1,8 +1,8 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `clock` (forwards are measured by it), `evict`, `flush`, `disable` (the model is no longer
-the one that was started), `stats`, `close`.
+(see `writer` and `loader`), `clock` (forwards are measured by it), `stored_lens`, `evict`, `flush`, `disable` (the
+model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
 the host tier and then into the pool, as a tree node of its own; from there on it is a variant like any other. So only
@@ -15,7 +15,7 @@ a tier is used after its checksums, fingerprint and tokens were compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.level import HOST, Level, Pool
 from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import Outcome, note_skipped
+from sglang_chunk_cache.tiers.search import Outcome
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
@@ -68,6 +68,7 @@ class ChunkTiers:
         self._tp_group = tp_group
         self._bytes_per_token = fingerprint.payload_len(1)
         self._ratio = ratio
+        self._max_generation = max_generation
         self.reduce_max = None if tp_group is None else self._reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = PrefillCost()
@@ -97,7 +98,8 @@ class ChunkTiers:
         )
         for level in self._levels:
             if not level.is_host:
-                self._workers.submit(partial(_scan, level), self._adopt_all)
+                problem = f"tier {level.name} was not searched"
+                self._workers.submit(partial(_listed, level, level.medium.scan, problem), self._adopt_all)
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -147,8 +149,7 @@ class ChunkTiers:
         left = [(stream, num_bytes) for stream in streams if (num_bytes := stream.num_bytes_left)]
         ratio = least
         if left:
-            reads = {level.name: level.reads for level in self._levels}
-            load_s = sum(reads[stream.tier].estimate(num_bytes) for stream, num_bytes in left)
+            load_s = sum(stream.level.reads.estimate(num_bytes) for stream, num_bytes in left)
             share_left = max(num_bytes / stream.stored.info.payload_len for stream, num_bytes in left)
             ratio = hidden_ratio(load_s, share_left * self._prefill_cost.estimate(num_tokens, num_keys), least)
         # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.
@@ -156,14 +157,29 @@ class ChunkTiers:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
         return max(least, min(1.0, ratio))
 
+    def stored_lens(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant."""
+        if self._disabled_reason is not None or not keys:
+            return {}
+        lens = np.array([self._stored_len(key) for key in keys], dtype=np.int64)
+        if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
+            lens = -self.reduce_max(-lens)
+        return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
+
+    def _stored_len(self, key: bytes) -> int:
+        infos = (level.infos[entry_id] for level in self._levels for entry_id in level.ledger.entries_of(key.hex()))
+        return max((len(info.token_ids) for info in infos if info.generation <= self._max_generation), default=0)
+
     def evict(self, keys: Iterable[bytes]) -> None:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it."""
         for key in keys:
             for level in self._levels:
-                if level.is_host:
-                    self._forget_all((level, level.medium.find(key)))
-                else:
-                    self._workers.submit(partial(_find_all, level, key), self._forget_all)
+                known = [level.infos[entry_id] for entry_id in level.ledger.entries_of(key.hex())]
+                self._forget_all((level, known))  # at once: whoever asks from now on is told that it is gone
+                if not level.is_host:
+                    problem = f"a chunk was not deleted from tier {level.name}"
+                    find = partial(level.medium.find, key)
+                    self._workers.submit(partial(_listed, level, find, problem), self._forget_all)
 
     def _forget_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
         level, infos = found
@@ -269,7 +285,7 @@ def create_tiers(
         _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
         levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
     if tiers.disk is not None:
-        disk = DiskMedium(tiers.disk.path, fingerprint, on_problem=note_skipped)
+        disk = DiskMedium(tiers.disk.path, fingerprint)
         max_bytes = None if tiers.disk.max_bytes is None else tiers.disk.max_bytes // fingerprint.tp_size
         levels.append(_level("disk", disk, max_bytes, config))
     if tiers.remote is not None:
@@ -312,26 +328,21 @@ def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:
     if remote.url is not None:
         from sglang_chunk_cache.tiers.remote import RemoteMedium
 
-        return RemoteMedium(remote.url, fingerprint, on_problem=note_skipped)
+        return RemoteMedium(remote.url, fingerprint)
     from sglang_chunk_cache.tiers.hicache import HiCacheMedium
 
     assert remote.hicache is not None
-    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings), on_problem=note_skipped)
+    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings))
 
 
-def _scan(level: Level) -> tuple[Level, list[VariantInfo]]:
+def _listed(
+    level: Level, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
+) -> tuple[Level, list[VariantInfo]]:
+    """In a worker: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
-        return level, list(level.medium.scan())
+        return level, list(list_infos())
     except TierError as error:
-        logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
-        return level, []
-
-
-def _find_all(level: Level, key: bytes) -> tuple[Level, list[VariantInfo]]:
-    try:
-        return level, level.medium.find(key)
-    except TierError as error:
-        logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", level.name, error)
+        logger.warning("Chunk cache: %s: %s", problem, error)
         return level, []
 
 

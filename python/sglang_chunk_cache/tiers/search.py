@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import threading
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.stream import LayerStream
 
@@ -77,9 +76,7 @@ class Found:
         info = self.stored.info
         hasher = hashlib.blake2b(info.name.encode(), digest_size=7)
         if info.statistics is not None:
-            for values in (info.statistics.outside, info.statistics.received, info.statistics.inter):
-                hasher.update(values.tobytes())
-            hasher.update(repr(info.statistics.cci).encode())
+            hasher.update(info.statistics.tobytes())
         return 2 * (1 + int.from_bytes(hasher.digest(), "big")) + (self.stream is not None)
 
     def without_kv(self) -> Outcome:
@@ -92,26 +89,6 @@ class Found:
 
 
 NOT_STORED = Found()
-
-
-class _Skipped(threading.local):
-    """Why an entry was skipped in the search that this thread is doing."""
-
-    reason: str | None = None
-
-    def take(self) -> str | None:
-        """None from then on."""
-        reason, self.reason = self.reason, None
-        return reason
-
-
-_skipped = _Skipped()
-
-
-def note_skipped(error: TierError) -> None:
-    """For the media: `find` has skipped an entry, or `scan`."""
-    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
-    _skipped.reason = error.reason
 
 
 class TierSearch:
@@ -148,14 +125,14 @@ class TierSearch:
         return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
 
     def find_in(self, level: Level, chunk: Wanted, num_layers: int | None) -> Found:
-        _skipped.take()
+        take_skipped()
         try:
             infos = level.medium.find(chunk.key)
         except TierError as error:
             logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
             return Found(None, level.name, f"tier_{error.reason}")
         if not infos:
-            skipped = _skipped.take()
+            skipped = take_skipped()
             if skipped is None:
                 return Found(absent=(level,))
             return Found(None, level.name, f"tier_{skipped}", absent=(level,) if skipped in BAD_ENTRY else ())
@@ -186,7 +163,7 @@ class TierSearch:
         except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
             remedy = "let fewer requests wait, or give the machine more"
             raise TierError("full", "host memory", f"no {info.payload_len} bytes left ({error})", remedy) from error
-        stream = LayerStream(stored, level.medium.read_layers(info), level.name)
+        stream = LayerStream(stored, level.medium.read_layers(info), level)
         stream.run_until(num_layers)
         if stream.reason is not None:
             raise TierError(stream.reason, info.entry_id, "its first layers were not read", "see the log")

@@ -88,14 +88,12 @@ def get_new_batch_prefill_raw(original: Callable[..., Any], scheduler: Scheduler
 def _merge(before: list[Req], after: list[Req], held: set[int]) -> list[Req]:
     """The requests that are still waiting, in SGLang's newest order, those held at the places that they had."""
     merged, rest = [], iter(after)
-    known = {id(req) for req in before}
     left = {id(req) for req in after}
     for req in before:
         if id(req) in held:
             merged.append(req)
         elif id(req) in left:
             merged.append(next(rest))
-    assert all(id(req) in known or id(req) in left for req in merged)
     return merged + list(rest)
 
 

@@ -96,6 +96,17 @@ def test_pages_are_by_id(admin):
     assert ids(key=key(5)) == (0, [])
 
 
+def test_what_a_tier_has_is_stored_as_well(admin):
+    asked = []
+    lens = {key(3): 12}
+    admin.cache.tiers = SimpleNamespace(stored_lens=lambda keys: asked.append(keys) or lens)
+    result = admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)]))
+    assert result == {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
+    assert asked == [[key(3), key(4)]], "what the pool has is not looked for"
+    admin.cache.tiers = None
+    assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3)])) == {"stored": {key(1).hex(): 10}}
+
+
 def test_a_variant_is_described(admin):
     admin.answer(messages.ChunkCachePinReq(keys=[key(1)], until=12.5))
     first, _, third = admin.answer(messages.ChunkCacheVariantsReq())["variants"]

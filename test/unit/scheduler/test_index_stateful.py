@@ -334,6 +334,9 @@ class IndexMachine(RuleBasedStateMachine):
             for r in records
         ]
         assert [v.num_uses for v in self.index] == [r.num_uses for r in records]
+        for chunk, key in enumerate(KEYS):
+            of_chunk = sorted(r.variant_id for r in records if r.chunk == chunk)
+            assert [v.variant_id for v in self.index.variants_of(key)] == of_chunk
         assert self.index.num_chunks == len({r.chunk for r in records})
         assert self.index.num_path_tokens == sum(len(p) for p in self.model.paths())
 

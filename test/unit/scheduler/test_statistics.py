@@ -33,6 +33,20 @@ def test_nobody_writes_to_them() -> None:
         statistics.outside = statistics.received  # type: ignore[misc]
 
 
+def test_bytes_are_equal_where_all_numbers_are() -> None:
+    def of(outside: list[float], received: list[float], inter: list[float], cci: float) -> bytes:
+        parts = (np.array(values, dtype=np.float32) for values in (outside, received, inter))
+        return ChunkStatistics(*parts, cci).tobytes()
+
+    nan = float("nan")
+    base = of([1, nan], [3, 4], [5], 0.7)
+    assert of([1, nan], [3, 4], [5], 0.7) == base
+    others = [of([2, nan], [3, 4], [5], 0.7), of([1, 2], [3, 4], [5], 0.7), of([1, nan], [3, 0], [5], 0.7)]
+    others += [of([1, nan], [3, 4], [6], 0.7), of([1, nan], [3, 4], [5], 0.8), of([1, nan], [3, 4], [], 0.7)]
+    assert len({base, *others}) == 7
+    assert of([1], [3], [4, 5], 0.7) != of([1, 3], [4, 5], [], 0.7), "the same numbers, of other things"
+
+
 def test_misuse_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="unknown statistic 'inside'"):
         some(1.0).of("inside")

@@ -104,6 +104,19 @@ def unless_missing(call: Callable[[], T]) -> T | None:
         return None
 
 
+def act_at_random(medium: Medium, rng: random.Random, stored: StoredVariant) -> list[StoredVariant]:
+    """Writes it, or deletes it, or reads what there is of its chunk, which is returned."""
+    action = rng.choice("wwrrrd")
+    if action == "w":
+        medium.write(stored)
+    elif action == "d":
+        medium.delete(stored.info)
+    else:
+        found = [unless_missing(partial(medium.read, info)) for info in medium.find(stored.info.key)]
+        return [one for one in found if one is not None]
+    return []
+
+
 class MediumSuite:
     survives: ClassVar[bool] = True
     """Whether entries outlive the object."""
@@ -271,19 +284,11 @@ class MediumSuite:
         def work(worker: int) -> None:
             rng = random.Random(worker)
             for _ in range(12):
-                action, stored = rng.choice("wwrrrd"), versions[rng.randrange(3), rng.randrange(3)]
-                if action == "w":
-                    medium.write(stored)
-                elif action == "d":
-                    medium.delete(stored.info)
-                else:
-                    for info in medium.find(KEY):
-                        found = unless_missing(partial(medium.read, info))
-                        if found is not None:
-                            values = torch.cat([part.view(torch.uint8).flatten() for part in (found.k, found.v)])
-                            assert len(values.unique()) == 1
-                            with lock:
-                                num_read[0] += 1
+                for found in act_at_random(medium, rng, versions[rng.randrange(3), rng.randrange(3)]):
+                    values = torch.cat([part.view(torch.uint8).flatten() for part in (found.k, found.v)])
+                    assert len(values.unique()) == 1
+                    with lock:
+                        num_read[0] += 1
 
         with ThreadPoolExecutor(4) as pool:
             for done in [pool.submit(work, i) for i in range(4)]:

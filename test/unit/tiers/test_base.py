@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunk_cache.index import ChunkIndex
+from chunk_cache.reusability import share_to_fix, use_weight
+from chunk_cache.variant import NodeHome
 from sgl_kernel_ext.rotary import RotarySpec
 from sglang_chunk_cache.tiers.base import TIER_REASONS, TierError
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, rotary_digest, weights_digest
@@ -189,18 +194,80 @@ class TestRecord:
                     if error.reason not in ("corrupt", "mismatch"):
                         raise
 
-    def test_shapes_of_another_model_are_corrupt(self) -> None:
-        for name, value in [
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
             ("k_shape", [3, 5, 2, 9]),
             ("v_shape", [3, 6, 2, 4]),
             ("dtype", "float32"),
             ("checksums", [1, 2]),
+            ("checksums", [[1], [2], [3]]),
             ("tokens", ""),
+            ("tokens", "AAAA"),  # half of a number
+            ("tokens", "not base64"),
             ("start", -1),
-        ]:
-            with pytest.raises(TierError) as caught:
-                decode(self.framed(self.fields() | {name: value}), FINGERPRINT, "")
-            assert caught.value.reason == "corrupt", name
+            ("start", 2**63),
+            ("start", math.inf),
+            ("generation", -1),
+            ("generation", 2**63),
+            ("key", "00"),
+            ("key", "no hex"),
+            ("context", ["00"]),
+            ("context", []),  # of a variant with statistics of two
+            ("context", KEY.hex()),
+            ("statistics", {}),
+            ("statistics", []),
+            ("cci", None),
+            ("cci", 0.4),
+            ("cci", math.nan),
+        ],
+    )
+    def test_what_no_server_writes_is_corrupt(self, name: str, value: Any) -> None:
+        self.assert_corrupt(self.fields() | {name: value})
+
+    @pytest.mark.parametrize(("name", "length"), [("outside", 4), ("received", 6), ("inter", 1)])
+    def test_statistics_of_another_length_are_corrupt(self, name: str, length: int) -> None:
+        self.assert_corrupt(self.with_statistics(**{name: [0.5] * length}))
+
+    @pytest.mark.parametrize(
+        "inter", [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (-0.7, 0.2), (3e38, -3e38), (0.0, 0.0)]
+    )
+    def test_statistics_that_no_forward_gives_cost_nothing_but_their_use(self, inter: tuple[float, float]) -> None:
+        """Variants are compared by them, and their uses counted, in numbers that stay finite."""
+        per_token = [math.nan, math.inf, -math.inf, -1.0, 0.5]
+        fields = self.with_statistics(inter=inter, outside=per_token, received=per_token)
+        info = decode(self.framed(fields), FINGERPRINT, "").info
+        index = ChunkIndex(16, 8, 1000)
+        for start, generation in ((info.start, 0), (info.start + 1, 1)):
+            index.add(
+                info.key,
+                length=len(info.token_ids),
+                start=start,
+                generation=generation,
+                context=info.context,
+                home=NodeHome(info.token_ids, str(start)),
+                statistics=info.statistics,
+            )
+        for context in ([], [KEY], [OTHER_KEY], [OTHER_KEY, KEY], [KEY, OTHER_KEY], [bytes(16)]):
+            found = index.lookup(info.key, lambda variant: variant.length, context=context)
+            assert found.variant is not None
+            assert found.unit_cfo is not None
+            assert 0.0 <= share_to_fix(found.unit_cfo) <= 1.0
+            assert index.touch(found.variant, use_weight(found.unit_cfo, found.variant.length))
+        assert all(math.isfinite(variant.reuse_frequency) for variant in index)
+        index.check_integrity()
+
+    def with_statistics(self, **values: Sequence[float]) -> dict[str, Any]:
+        fields = self.fields()
+        for name, numbers in values.items():
+            packed = struct.pack(f"<{len(numbers)}f", *numbers)
+            fields["statistics"][name] = base64.b64encode(packed).decode()
+        return fields
+
+    def assert_corrupt(self, fields: dict[str, Any]) -> None:
+        with pytest.raises(TierError) as caught:
+            decode(self.framed(fields), FINGERPRINT, "")
+        assert caught.value.reason == "corrupt"
 
     @staticmethod
     def fields() -> dict[str, Any]:

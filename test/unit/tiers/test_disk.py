@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from unit.tiers.medium_suite import (
     KEY,
     MediumSuite,
     OpenMedium,
+    act_at_random,
     assert_same,
     assert_sound,
     make_stored,
-    unless_missing,
 )
 from unit.tiers.mounting import mount
 
@@ -329,15 +328,6 @@ def work(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     medium: Medium = DiskMedium(folder, LARGE, sync=False, on_problem=pytest.fail)
     for _ in range(25):
-        stored = large(rng.randrange(3))
-        action = rng.choice("wwrrrd")
-        if action == "w":
-            medium.write(stored)
-        elif action == "d":
-            medium.delete(stored.info)
-        else:
-            for info in medium.find(KEY):
-                found = unless_missing(partial(medium.read, info))
-                if found is not None:
-                    assert_same(found, large(info.start))
+        for found in act_at_random(medium, rng, large(rng.randrange(3))):
+            assert_same(found, large(found.info.start))
     os._exit(0)  # the parent's tests are not this process' business

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
-import threading
+import struct
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +23,13 @@ import pytest
 from chunk_cache.statistics import ChunkStatistics
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.loader import Votes
+from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION
+from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from sglang_chunk_cache.tiers.search import Found
 from sglang_chunk_cache.tiers.waiting import _merge
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
-from unit.tiers.tier_harness import PATIENCE_S, SIZE, Tiers, open_tiers, stored, variant, wanted
+from unit.tiers.tier_harness import PATIENCE_S, SIZE, Ranks, Tiers, open_tiers, stored, variant, wanted
 
 HOST = {"host": 1 << 20}
 SLOW = {"disk": (1e9, 0.15)}  # finding and reading take that long each
@@ -183,6 +186,26 @@ def test_a_damaged_description_is_told_as_well(tmp_path: Path) -> None:
         assert not len(tiers.level("disk").ledger)
 
 
+@pytest.mark.parametrize(
+    "change", [{"start": 3}, {"context": "x"}, {"generation": 1e999}, {"statistics": {"inter": 1}}]
+)
+def test_a_description_that_was_made_on_purpose(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right. It costs the chunk, and nobody else anything."""
+    write(tmp_path, 1, 2)
+    path = file_of(tmp_path, 1)
+    raw = path.read_bytes()
+    header_len = encoded_len(raw, "")
+    text = json.dumps(json.loads(raw[PREFIX.size : header_len]) | change).encode()
+    lens = struct.pack("<II", FORMAT_VERSION, len(text))
+    path.write_bytes(MAGIC + lens + struct.pack("<I", zlib.crc32(lens + text)) + text + raw[header_len:])
+    with open_tiers({"disk": tmp_path}) as tiers:
+        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        found = tiers.load(wanted(1), wanted(2))
+        assert [result(one) for one in found] == [("disk", "tier_corrupt"), ("disk", None)]
+        assert not path.exists()
+        tiers.check()
+
+
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}) as tiers:
         tiers.writer.note_stored(variant(1))
@@ -191,8 +214,9 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path) -> None:
         if not mount("--bind", "/proc/1/mem", str(path)):  # reading its first byte fails, for root too
             pytest.skip("files cannot be covered here (needs root)")
         try:
-            assert [result(one) for one in tiers.load(wanted(1))] == [("disk", "tier_unreadable")]
-            tiers.idle()
+            for _ in range(3):  # told each time, also where the log has it already
+                assert [result(one) for one in tiers.load(wanted(1))] == [("disk", "tier_unreadable")]
+                tiers.idle()
         finally:
             unmount(str(path))
         assert [result(one) for one in tiers.load(wanted(1))] == [("disk", None)]
@@ -439,26 +463,6 @@ def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> 
 
 
 # Two ranks.
-
-
-class Ranks:
-    """`reduce_max` of two ranks that are threads; a rank that stays away breaks the barrier instead of hanging."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
-        self._votes: list[Any] = [None, None]
-
-    def reduce_of(self, rank: int) -> Callable[[Votes], Votes]:
-        def reduce_max(votes: Votes) -> Votes:
-            assert votes.dtype == np.int64
-            self._votes[rank] = votes.copy()
-            self._barrier.wait()
-            assert self._votes[0].shape == self._votes[1].shape, "ranks ask about different things"
-            reduced: Votes = np.maximum(*self._votes)
-            self._barrier.wait()
-            return reduced
-
-        return reduce_max
 
 
 class Pair:

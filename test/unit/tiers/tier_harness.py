@@ -1,11 +1,13 @@
 """Writer and loader over real media, with a KV pool that is a dictionary.
 
 `Tiers` builds them and plays the scheduler: `step` is one scheduling step, `settle` steps until requests are no longer
-held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold.
+held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold. `Ranks` are
+two tensor-parallel ranks in one process.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +27,10 @@ from sglang_chunk_cache.assemble import HostKV
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
-from sglang_chunk_cache.tiers.level import Level, tokens_of
-from sglang_chunk_cache.tiers.loader import TierLoader
+from sglang_chunk_cache.tiers.level import Level
+from sglang_chunk_cache.tiers.loader import TierLoader, Votes
 from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import Found, Wanted, note_skipped
+from sglang_chunk_cache.tiers.search import Found, Wanted
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
@@ -56,7 +58,7 @@ def variant(number: int, start: int = 0, length: int = LENGTH, generation: int =
 def kv_of(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> HostKV:
     """Its KV: other bits for each variant."""
     k, v = fingerprint.empty(one.length)
-    rng = np.random.default_rng([one.start, one.generation, *tokens_of(one).tolist()])
+    rng = np.random.default_rng([one.start, one.generation, *one.token_ids.tolist()])
     for part in (k, v):
         raw = part.view(torch.uint8)
         raw.copy_(torch.from_numpy(rng.integers(0, 256, raw.shape, dtype=np.uint8)))
@@ -67,7 +69,7 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
     """As a medium keeps it."""
     kv = kv_of(one, fingerprint)
     size = fingerprint.payload_len(one.length)
-    info = VariantInfo(one.key, tokens_of(one), one.start, one.generation, one.context, None, size)
+    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size)
     return StoredVariant(info, kv.k, kv.v)
 
 
@@ -121,10 +123,7 @@ class Tiers:
         limits, slow = limits or {}, slow or {}
         self.config = TierConfig(**{"host_bytes": limits.get("host", 0), "controller": False, **config})
         media: dict[str, Medium] = {"host": HostMedium(fingerprint)} if "host" in limits else {}
-        media |= {
-            name: DiskMedium(folder, fingerprint, sync=False, on_problem=note_skipped)
-            for name, folder in folders.items()
-        }
+        media |= {name: DiskMedium(folder, fingerprint, sync=False) for name, folder in folders.items()}
         self.levels = [
             Level(
                 name,
@@ -231,3 +230,23 @@ def open_tiers(*args: Any, **kwargs: Any) -> Any:
         yield tiers
     finally:
         tiers.close()
+
+
+class Ranks:
+    """`reduce_max` of two ranks that are threads; a rank that stays away breaks the barrier instead of hanging."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
+        self._votes: list[Any] = [None, None]
+
+    def reduce_of(self, rank: int) -> Callable[[Votes], Votes]:
+        def reduce_max(votes: Votes) -> Votes:
+            assert votes.dtype == np.int64
+            self._votes[rank] = votes.copy()
+            self._barrier.wait()
+            assert self._votes[0].shape == self._votes[1].shape, "ranks ask about different things"
+            reduced: Votes = np.maximum(*self._votes)
+            self._barrier.wait()
+            return reduced
+
+        return reduce_max

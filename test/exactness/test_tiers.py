@@ -1,0 +1,98 @@
+"""A disk tier below SGLang's own scheduler, pool and radix tree: what came from it, and what had to give way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exactness.runner import Config, run_cases
+from exactness.tier_cases import CASES
+from local_scheduler import Reply
+
+pytestmark = pytest.mark.slow
+
+PAGES = ["pages", "a_chunk_whose_last_page_is_not_stored"]
+TOLERANCE = 1e-5
+
+
+def outcomes(folder: Path, names: list[str], *, page_size: int, loading: str) -> dict[str, Any]:
+    tiers = {"disk": {"path": str(folder)}, "loading": loading, "controller": False}
+    config = Config(page_size=page_size, options=(("tiers", tiers),))
+    return run_cases(config, is_ours=True, names=names, module="exactness.tier_cases")
+
+
+def checked(value: Any) -> Any:
+    assert not isinstance(value, str), value
+    return value
+
+
+def same(reply: Reply, other: Reply) -> None:
+    assert reply.output_ids == other.output_ids
+    assert reply.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+
+
+def tiers(reply: Reply) -> list[str | None]:
+    assert reply.info is not None
+    return [chunk.get("tier") for chunk in reply.info["chunks"]]
+
+
+@pytest.fixture(scope="module", params=["prefetch", "layerwise"])
+def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return outcomes(tmp_path_factory.mktemp("paged"), PAGES, page_size=16, loading=request.param)
+
+
+@pytest.mark.parametrize("ratio", ["0", "1"])
+def test_chunks_that_end_within_a_page_come_from_disk_as_they_were(paged: dict[str, Any], ratio: str) -> None:
+    found = checked(paged["pages"])
+    pool, disk, again = found[ratio]
+    assert [tiers(reply) for reply in (pool, disk, again)] == [["pool"] * 3, ["disk"] * 3, ["pool"] * 3]
+    for reply in (disk, again):
+        assert reply.info["reused_tokens"] == pool.info["reused_tokens"]
+        same(reply, pool)
+    if ratio == "1":
+        same(disk, found["off"][0])
+    else:
+        assert disk.info["reused_tokens"] > 60
+
+
+def test_what_the_pool_has_in_part_is_not_written_down(paged: dict[str, Any]) -> None:
+    found = checked(paged["a_chunk_whose_last_page_is_not_stored"])
+    assert found["pool"].info["chunks"][1]["status"] == "hit"
+    assert found["num_files"] == 1, "the five tokens in front of it alone"
+    assert found["disk"].info["chunks"][1]["status"] == "miss"
+
+
+@pytest.fixture(scope="module")
+def layerwise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    names = [name for name in CASES if name not in PAGES]
+    return outcomes(tmp_path_factory.mktemp("layerwise"), names, page_size=1, loading="layerwise")
+
+
+@pytest.mark.parametrize(
+    ("case", "num_open"),
+    [
+        ("room_is_needed_for_the_load_itself", [2, 0]),
+        ("room_is_needed_between_admission_and_forward", [1, 0]),
+    ],
+)
+def test_what_gave_way_is_computed(layerwise: dict[str, Any], case: str, num_open: list[int]) -> None:
+    found = checked(layerwise[case])
+    assert found["num_open"] == num_open, "the case is not what it should be"
+    reply, off = found["replies"]
+    assert reply.info["fallback_reason"] == "memory"
+    assert reply.info["reused_tokens"] == 0
+    same(reply, off)
+
+
+def test_nothing_of_other_weights_is_used_or_written(layerwise: dict[str, Any]) -> None:
+    found = checked(layerwise["weights"])
+    reply, off = found["replies"]
+    assert off.output_ids != found["old"].output_ids or off.logprobs != pytest.approx(found["old"].logprobs, abs=1e-2)
+    assert "weights" in found["disabled"]
+    assert tiers(reply) == [None] * 3
+    assert [chunk["status"] for chunk in reply.info["chunks"]] == ["miss"] * 3
+    same(reply, off)
+    assert found["written"] == 0

@@ -1,0 +1,167 @@
+"""Chunks that come up from a disk tier, as scenarios for `exactness.runner`: pages, room that others need, weights.
+
+The model, the pool, the radix tree and the files are real; a case stands between two steps of the scheduler. No two
+cases have a chunk of one length: sessions draw the same tokens, and the folder is that of all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.keys import Partition, chunk_key
+from exactness.cases import Session
+from local_scheduler import Reply
+from tiny_models import make_model
+
+__all__ = ["CASES", "Session"]
+
+
+def settle(s: Session) -> None:
+    """Until everything is written down."""
+    tiers = s.local.cache.tiers
+    while tiers._workers.num_running:
+        tiers.wait(1.0)
+        tiers.poll(())
+
+
+def store(s: Session, chunks: Sequence[list[int]], question: int = 20) -> None:
+    """Computes chunks that are on disk then, and nowhere else."""
+    for chunk in chunks:
+        s.send(s.prompt([chunk], question=question), max_new_tokens=1)
+    only_on_disk(s)
+
+
+def only_on_disk(s: Session) -> None:
+    settle(s)
+    assert s.local.flush()
+
+
+def files(s: Session) -> int:
+    root = Path(s.local.cache.chunk_config.tiers.disk.path)
+    return len(list(root.glob("*/*/*/*.kv")))
+
+
+def case_pages(s: Session) -> dict[str, list[Reply]]:
+    """No chunk ends with a page: each gets a padded node, first from the prompt's path and then from disk."""
+    chunks = s.chunks(33, 40, 7)
+    probe = s.prompt([chunks[2], chunks[0], chunks[1]])
+    found: dict[str, list[Reply]] = {"off": s.send(probe, options={"mode": "off"})}
+    for ratio in (0.0, 1.0):
+        assert s.local.flush()
+        for chunk in chunks:
+            s.send(s.prompt([chunk], question=20), max_new_tokens=1)
+        replies = s.send(probe, ratio=ratio)
+        only_on_disk(s)
+        replies += s.send(probe, ratio=ratio)
+        replies += s.send(probe, ratio=ratio)  # from the nodes that the load before has made
+        found[f"{ratio:g}"] = replies
+    return found
+
+
+def case_a_chunk_whose_last_page_is_not_stored(s: Session) -> dict[str, Any]:
+    """Its prompt ends within the page behind it: what the pool has in part is not written down."""
+    (chunk,) = s.chunks(37)
+    before = files(s)
+    s.send(s.prompt([chunk], question=3), max_new_tokens=1)
+    probe = s.prompt([s.tokens(5), chunk])
+    pool = s.send(probe, options={"explain": True})
+    only_on_disk(s)
+    return {"pool": pool[0], "num_files": files(s) - before, "disk": s.send(probe)[0]}
+
+
+@contextmanager
+def around_loads(s: Session, change: Callable[[Callable[[Any], Any], Any], Any]) -> Iterator[None]:
+    """`change(original, params)` in the place of `init_load_back`."""
+    cache = s.local.cache
+    original = cache.init_load_back
+    cache.init_load_back = lambda params: change(original, params)
+    try:
+        yield
+    finally:
+        del cache.init_load_back
+
+
+def land(s: Session, chunk: list[int]) -> None:
+    """A chunk on disk begins to land for somebody else."""
+    from sglang_chunk_cache.tiers.search import Wanted
+
+    cache = s.local.cache
+    wanted = Wanted(chunk_key(Partition(), chunk), array("q", chunk), Partition())
+    found = cache.tiers._loader._search.find(wanted, 1)
+    assert cache.bring_in(found.stored, Partition(), found.stream)
+
+
+def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
+    """All landings give way to the load of a request, also that which it was to read."""
+    chunk, other = s.chunks(30, 90)
+    store(s, [chunk, other])
+    probe = s.prompt([s.tokens(5), chunk])
+    num_open = []
+
+    def with_a_full_pool(load: Callable[[Any], Any], params: Any) -> Any:
+        land(s, other)
+        allocator, landings = s.local.cache.token_to_kv_pool_allocator, s.local.cache.landings
+        num_open.append(len(landings._open))
+        held = allocator.alloc(allocator.available_size() - 1)
+        result = load(params)
+        num_open.append(len(landings._open))
+        allocator.free(held)
+        return result
+
+    with around_loads(s, with_a_full_pool):
+        replies = s.send(probe, ratio=0.0)
+    replies += s.send(probe, options={"mode": "off"})
+    return {"replies": replies, "num_open": num_open}
+
+
+def case_room_is_needed_between_admission_and_forward(s: Session) -> dict[str, Any]:
+    """As when the request that is admitted next to it needs the room."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    (chunk,) = s.chunks(31)
+    store(s, [chunk])
+    probe = s.prompt([s.tokens(5), chunk])
+    cache = s.local.cache
+    num_open = []
+
+    def then_evict_everything(load: Callable[[Any], Any], params: Any) -> Any:
+        result = load(params)
+        num_open.append(len(cache.landings._open))
+        cache.evict(EvictParams(num_tokens=cache.token_to_kv_pool_allocator.size))
+        num_open.append(len(cache.landings._open))
+        return result
+
+    with around_loads(s, then_evict_everything):
+        replies = s.send(probe, ratio=0.0)
+    replies += s.send(probe, options={"mode": "off"})
+    return {"replies": replies, "num_open": num_open}
+
+
+def case_weights(s: Session) -> dict[str, Any]:
+    """Comes last: the model is another one from then on."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    stored, new = s.chunks(32, 28)
+    store(s, [stored])
+    before = files(s)
+    cache = s.local.cache
+    path = Path(s.local.scheduler.server_args.model_path)
+    other = make_model("llama", path.with_name(f"{path.name}-other-weights"), seed=1)
+    probe = s.prompt([s.tokens(5), stored, new])
+    (old,) = s.send(probe, options={"mode": "off"})
+    request = UpdateWeightFromDiskReqInput(model_path=str(other), load_format="auto")
+    result = s.local.scheduler.weight_updater.update_weights_from_disk(request)
+    assert result.success, result.message
+    replies = s.send(probe)
+    replies += s.send(probe, options={"mode": "off"})
+    settle(s)
+    return {"old": old, "replies": replies, "disabled": cache.tiers.stats()["disabled"], "written": files(s) - before}
+
+
+CASES: dict[str, Callable[[Session], Any]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}

@@ -1,0 +1,239 @@
+"""ChunkTiers with real media, and a real process group where ranks vote: one ratio for all; other weights."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunk_cache.config import parse_config
+from sglang_chunk_cache.hooks import SCHEDULER_HOOKS
+from sglang_chunk_cache.tiers import waiting
+from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
+from sglang_chunk_cache.tiers.search import TierSearch
+from sglang_chunk_cache.tiers.stream import LayerStream
+from unit.tiers.medium_suite import FINGERPRINT
+from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, stored, variant, wanted
+
+NUM_TOKENS, NUM_KEYS = 40, 200
+
+
+@pytest.fixture
+def open_chunk_tiers(tmp_path: Path) -> Iterator[Callable[..., ChunkTiers]]:
+    """With a disk tier; other keys of its configuration by name."""
+    with ExitStack() as stack:
+
+        def opened(folder: str = "disk", *, tp_group: Any = None, **tiers: Any) -> ChunkTiers:
+            config = parse_config({"tiers": {"disk": {"path": str(tmp_path / folder)}, "controller": False, **tiers}})
+            chunk_tiers = create_tiers(
+                config,
+                FINGERPRINT,
+                pool=DictPool(),
+                ratio=0.15,
+                tp_group=tp_group,
+                device=torch.device("cpu"),
+                is_counting=False,
+            )
+            assert chunk_tiers is not None
+            return stack.enter_context(closing(chunk_tiers))
+
+        yield opened
+
+
+def idle(tiers: ChunkTiers) -> None:
+    """What was submitted is done, and has taken effect."""
+    while tiers._workers.num_running:
+        tiers.wait(PATIENCE_S)
+        tiers.poll(())
+
+
+def on_disk(folder: Path) -> set[int]:
+    """Numbers of the chunks."""
+    return {info.token_ids[0] // 1000 for info in DiskMedium(folder, FINGERPRINT).scan()}
+
+
+# The ratio that hides behind loading.
+
+
+def learn(tiers: ChunkTiers, load_s: float, compute_s: float) -> None:
+    """As if a chunk of `LENGTH` tokens took so long to load, and `NUM_TOKENS` rows to compute."""
+    (disk,) = tiers._levels
+    for i in range(40):
+        num = 1 + i % 3
+        disk.reads.observe(num * SIZE, num * load_s)
+        tiers._prefill_cost.observe(num * NUM_TOKENS, NUM_KEYS, num * compute_s)
+
+
+def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
+    """Of a chunk on its disk, of which so many layers are there."""
+    (disk,) = tiers._levels
+    disk.medium.write(stored(variant(1)))
+    found = TierSearch([disk], FINGERPRINT, 0).find(wanted(1), num_layers)
+    assert found.stream is not None
+    return found.stream
+
+
+def hidden_ratio(tiers: ChunkTiers, stream: LayerStream) -> float:
+    return tiers.hidden_ratio([stream], NUM_TOKENS, NUM_KEYS, least=0.15)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "num_layers", "expected"),
+    [(0.4, 1, 0.4), (0.1, 1, 0.15), (5.0, 1, 1.0), (0.4, FINGERPRINT.num_layers, 0.15)],
+    ids=["as much as hides", "as much as quality asks for", "all", "nothing is left to load"],
+)
+def test_as_much_is_recomputed_as_hides_behind_the_layers_to_come(open_chunk_tiers, load_s, num_layers, expected):
+    tiers = open_chunk_tiers(hide_ratio=True, loading="layerwise")
+    learn(tiers, load_s=load_s, compute_s=1.0)
+    stream = stream_of(tiers, num_layers)
+    assert hidden_ratio(tiers, stream) == pytest.approx(expected, rel=0.02)
+    off = open_chunk_tiers(loading="layerwise")
+    learn(off, load_s=load_s, compute_s=1.0)
+    assert hidden_ratio(off, stream) == 0.15
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Any]]:
+    """Of two ranks that are threads: for each its end of one process group."""
+    loopback = torch.distributed.ProcessGroupGloo.create_device(interface="lo")
+    store = torch.distributed.HashStore()
+
+    def connect(rank: int) -> Any:
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._devices = [loopback]
+        options._timeout = datetime.timedelta(seconds=PATIENCE_S)
+        return torch.distributed.ProcessGroupGloo(store, rank, 2, options)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield list(pool.map(connect, range(2)))
+
+
+@pytest.mark.parametrize("num_layers", [(1, 1), (1, FINGERPRINT.num_layers), (FINGERPRINT.num_layers, 1)])
+@pytest.mark.parametrize("load_s", [(0.3, 0.6), (0.6, 0.3)])
+def test_ranks_take_the_same_ratio_the_larger_one(open_chunk_tiers, groups, num_layers, load_s):
+    """Each has other estimates, and may wait for other layers; both compute the same rows."""
+    alone, ranks, streams = [], [], []
+    for rank in range(2):
+        for tp_group, made in ((None, alone), (groups[rank], ranks)):
+            tiers = open_chunk_tiers(f"rank{rank}", tp_group=tp_group, hide_ratio=True, loading="layerwise")
+            learn(tiers, load_s=load_s[rank], compute_s=1.0)
+            made.append(tiers)
+        streams.append(stream_of(ranks[rank], num_layers[rank]))
+    own = [hidden_ratio(tiers, stream) for tiers, stream in zip(alone, streams, strict=True)]
+    assert own[0] != own[1]
+    with ThreadPoolExecutor(2) as pool:
+        agreed = list(pool.map(hidden_ratio, ranks, streams))
+    assert agreed[0] == agreed[1] == pytest.approx(max(own), abs=5e-4)
+
+
+# What is known to be stored.
+
+
+def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
+    medium = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    for one in (variant(1), variant(2, generation=9), variant(3)):
+        medium.write(stored(one))
+    keys = [wanted(number).key for number in range(1, 5)]
+    tiers = open_chunk_tiers(host_bytes=1 << 20)
+    idle(tiers)
+    assert tiers.stored_lens(keys) == {keys[0]: LENGTH, keys[2]: LENGTH}, "8 generations are the limit"
+    assert tiers.stored_lens([]) == {}
+    tiers.note_stored(variant(4))
+    idle(tiers)
+    assert keys[3] in tiers.stored_lens(keys)
+    tiers.evict([keys[0], keys[3]])
+    assert tiers.stored_lens(keys) == {keys[2]: LENGTH}, "also before a worker has deleted them"
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == {2, 3}
+    tiers.disable("the test says so.")
+    assert tiers.stored_lens(keys) == {}
+
+
+def test_evict_deletes_what_another_server_has_written_meanwhile(open_chunk_tiers, tmp_path):
+    tiers = open_chunk_tiers()
+    idle(tiers)
+    DiskMedium(tmp_path / "disk", FINGERPRINT).write(stored(variant(1)))
+    tiers.evict([wanted(1).key])
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == set()
+
+
+def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
+    for rank, numbers in enumerate(((1, 2), (2, 3))):
+        for number in numbers:
+            DiskMedium(tmp_path / f"rank{rank}", FINGERPRINT).write(stored(variant(number)))
+    ranks = [open_chunk_tiers(f"rank{rank}", tp_group=groups[rank]) for rank in range(2)]
+    for tiers in ranks:
+        (disk,) = tiers._levels
+        for info in disk.medium.scan():
+            tiers._writer.adopt(disk, info)
+    keys = [wanted(number).key for number in (1, 2, 3)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda tiers: tiers.stored_lens(keys), ranks)) == [{keys[1]: LENGTH}] * 2
+
+
+# Other weights.
+
+
+def weights_change(tiers: ChunkTiers) -> None:
+    """The handler, as SGLang's updater calls it."""
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tiers=tiers))
+    waiting.weights_changed(None, SimpleNamespace(scheduler=scheduler))
+
+
+def test_kv_of_other_weights_neither_comes_up_nor_goes_down(open_chunk_tiers, tmp_path):
+    tiers = open_chunk_tiers(host_bytes=1 << 20)
+    for number in (1, 2):
+        tiers.note_stored(variant(number))
+    idle(tiers)
+    assert tiers.stats()["tiers"]["host"]["entries"] == 2
+    tiers.want("before", [wanted(1)], num_keys=NUM_KEYS, num_rows_ahead=0)
+    tiers.poll(["before"])
+    weights_change(tiers)
+    assert tiers.bring_in("before") == {}
+    assert tiers.stats()["tiers"]["host"]["entries"] == 0
+    assert "the weights were changed" in tiers.stats()["disabled"]
+
+    tiers.want("after", [wanted(2)], num_keys=NUM_KEYS, num_rows_ahead=0)
+    assert not tiers.is_held("after")
+    tiers.poll(["after"])
+    assert tiers.bring_in("after") == {}
+    assert not tiers._loader._pool.brought
+    tiers.note_stored(variant(3))
+    tiers.save_victims([variant(4)], LENGTH)
+    idle(tiers)
+    assert tiers.stats()["tiers"]["host"]["entries"] == 0
+    assert on_disk(tmp_path / "disk") == {1, 2}, "of the weights that a new server starts with"
+
+
+def test_who_waits_while_the_weights_change_waits_no_longer(open_chunk_tiers):
+    slow = {"disk": {"bytes_per_s": 1e9, "latency_s": 0.2}}
+    tiers = open_chunk_tiers(throttle=slow)
+    tiers.note_stored(variant(1))
+    idle(tiers)
+    tiers.want("r", [wanted(1)], num_keys=NUM_KEYS, num_rows_ahead=0)
+    tiers.poll(["r"])
+    assert tiers.is_held("r")
+    weights_change(tiers)
+    assert not tiers.is_held("r")
+    idle(tiers)
+    tiers.poll(["r"])
+    assert tiers.bring_in("r") == {}
+    assert tiers.stats()["staged_bytes"] == 0
+
+
+def test_every_way_to_change_the_weights_is_known():
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    handler = "sglang_chunk_cache.tiers.waiting:weights_changed"
+    hooked = {hook.target.rpartition(".")[2] for hook in SCHEDULER_HOOKS if hook.handler == handler}
+    ways = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights_")}
+    assert hooked == {*ways, "begin_weight_update"}
