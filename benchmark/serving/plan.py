@@ -91,11 +91,12 @@ _SPEC = TraceSpec(
     topic_size=6,
 )
 _METHODS = ("epic", "cache-craft", "cacheblend", "a3", "fusionrag")
-_ALL_TRAINED = (
+_TRAINED = (
     STOCK,
     REORDER,
     "full-reuse@0",
-    *(f"{method}@{ratio:g}" for ratio in (0.05, 0.15, 0.3, 0.5) for method in _METHODS),
+    *(f"{method}@0.15" for method in _METHODS),
+    *(f"{method}@0.5" for method in ("epic", "cacheblend", "fusionrag")),
     "full@1",
 )
 
@@ -106,23 +107,23 @@ STANDARD = Plan(
     pool_len=49152,
     load=Load(closed=30, point_s=30.0, point_num=(12, 60)),
     closed_only=(NO_CACHE, "cache-craft@0.15"),
-    trained=(STOCK, REORDER, "full-reuse@0", *(f"{method}@0.15" for method in _METHODS), "epic@0.5", "fusionrag@0.5"),
+    trained=_TRAINED,
 )
 LONG = Plan(
     name="long",
     shape=LlamaShape(12, 768, 12, 12, 2048, VOCAB),
     spec=_SPEC,
     pool_len=49152,
-    load=Load(point_s=60.0, point_num=(15, 100), refinements=2),
+    load=Load(closed=30, point_s=45.0, point_num=(15, 80)),
     swept=(STOCK, REORDER, "epic@0.15"),
     closed_only=(
         NO_CACHE,
         "full-reuse@0",
-        *(f"{method}@0.15" for method in _METHODS[1:]),
-        *(f"epic@{ratio:g}" for ratio in (0.05, 0.3, 1.0)),
+        *(f"{method}@0.15" for method in ("cache-craft", "cacheblend", "fusionrag")),
+        "epic@0.3",
     ),
-    trained=_ALL_TRAINED,
-    trained_num=400,
+    trained=_TRAINED,
+    trained_num=300,
 )
 QUICK = Plan(
     name="quick",
