@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -72,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the result files (default: the plan's)")
     parser.add_argument("--out", type=Path, help="folder of the result files")
+    parser.add_argument("--add", action="store_true", help="keep what the result file has of other parts")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
     args = parser.parse_args()
     _check(parser, args)
@@ -110,7 +112,7 @@ class Runner:
 
     def __init__(self, args: argparse.Namespace, tick: Tick) -> None:
         self.args, self.plan, self.tick = args, args.plan, tick
-        self.report: dict[str, Any] = {**describe_run(), "plan": args.plan.name}
+        self.report: dict[str, Any] = _earlier(args) | {"plan": args.plan.name}
         self._texts: list[Passage] = []
 
     def run(self) -> Iterator[None]:
@@ -123,7 +125,8 @@ class Runner:
             with servers(wanted) as fleet:
                 self.tick(f"servers started: {fleet.start_s}")
                 for name in wanted:
-                    self.report[name] = getattr(self, f"_{name}")(fleet)
+                    run = describe_run()
+                    self.report[name] = getattr(self, f"_{name}")(fleet) | {"run": run}
                     yield
 
     def _main_fleet(self, parts: Sequence[str]) -> Fleet:
@@ -236,6 +239,17 @@ class Runner:
         return [time / self.args.speed for time in own] if own else None
 
 
+def _earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """Parts of an earlier run that this one is added to."""
+    path = args.out / f"{args.name}.json"
+    if not args.add or not path.is_file():
+        return {}
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if earlier["plan"] != args.plan.name:
+        raise DataError(f"--add: {path} is of plan {earlier['plan']}; give another --name.")
+    return earlier
+
+
 def describe_trace(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Lengths (tokens, or characters where prompts are text), chunks per prompt, how often a chunk comes again."""
     chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
@@ -262,10 +276,9 @@ def main() -> int:
     def tick(what: str) -> None:
         console.print(f"{time.monotonic() - began:6.0f} s  {what}", highlight=False, soft_wrap=True, markup=False)
 
-    runner = Runner(args, tick)
     try:
+        runner = Runner(args, tick)
         for _ in runner.run():
-            runner.report["minutes"] = round((time.monotonic() - began) / 60, 1)
             # After each part, so that what was measured is kept when a later part fails.
             paths = write_result(args.out, args.name, runner.report, to_markdown(runner.report))
     except (ServerError, DataError) as error:

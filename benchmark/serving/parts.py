@@ -10,12 +10,13 @@ from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
 from benchmark.serving.bench import Bench, Subject
-from benchmark.serving.client import Record
-from benchmark.serving.measures import share_right
+from benchmark.serving.client import Record, Run
+from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.plan import Load
 from benchmark.serving.sweep import Sweep, sweep
 from benchmark.serving.systems import STOCK, System
 
+MAX_SHARED_LEN = 128  # tokens that prompts without a common chunk share: the system prompt
 MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk
 
 
@@ -42,8 +43,9 @@ def serve(
         closed = _warm_and_close(subject, load)
         base_rate = base_rate or closed["requests_per_s"]
         if bound_s is None:
-            low = _at_rate(subject, load, load.fractions[0] * base_rate, None, seed)
+            low, run = _at_rate(subject, load, load.fractions[0] * base_rate, None, seed)
             bound_s = load.bound_factor * low["ttft_p50_s"]
+            low |= summarize(run, bound_s)  # now there is a bound for goodput
             bench.tick(f"bound of the p99 of the time to first token: {bound_s:.2f} s")
             # The first point of stock's own sweep: the same prompts again would lie in its exact cache.
             first = {"rate": low["rate"], "kept": low["ttft_p99_s"] <= bound_s, **low}
@@ -70,29 +72,31 @@ def _warm_and_close(subject: Subject, load: Load) -> dict[str, Any]:
 
 def _sweep(subject: Subject, load: Load, rates: list[float], bound_s: float, seed: int) -> Sweep:
     return sweep(
-        lambda rate: _at_rate(subject, load, rate, bound_s, seed), rates, bound_s, refinements=load.refinements
+        lambda rate: _at_rate(subject, load, rate, bound_s, seed)[0], rates, bound_s, refinements=load.refinements
     )
 
 
-def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> dict[str, Any]:
+def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> tuple[dict[str, Any], Run]:
     # One label per rate: systems that meet the same rate get the same prompts and gaps.
-    return subject.poisson(f"rate {rate:.4g}", load.num_at(rate), rate, seed, bound_s)[0]
+    return subject.poisson(f"rate {rate:.4g}", load.num_at(rate), rate, seed, bound_s)
 
 
 def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, block_len: int, clients: int) -> list[Any]:
     """A trace without a repeated chunk: what systems with a chunk cache lose against the first system, block by block.
 
-    The first pair does not count, it meets cold code.
+    The first pair does not count, it meets cold code. Caches are emptied before each block: systems that share a server
+    get the same prompts, and would find all of them.
     """
-    subjects = [bench.begin(system) for system in systems]
     seconds: dict[str, list[float]] = {system.name: [] for system in systems}
     for number in range(num_blocks + 1):
         # Whoever goes first changes from block to block, so that a machine that slows down hits all alike.
-        shift = number % len(subjects)
-        for subject in (*subjects[shift:], *subjects[:shift]):
-            _, run = subject.closed(f"fresh {number}", block_len, clients)
+        shift = number % len(systems)
+        for system in (*systems[shift:], *systems[:shift]):
+            _, run = bench.begin(system).closed(f"fresh {number}", block_len, clients)
+            if any(record.prefix_len + record.reused_len > MAX_SHARED_LEN for record in run.records):
+                raise RuntimeError(f"{system.name} found a prompt of the trace without repetition in its cache")
             if number:
-                seconds[subject.system.name].append(run.seconds)
+                seconds[system.name].append(run.seconds)
     base = systems[0].name
     return [
         {"system": system.name, "against": base}
@@ -114,11 +118,15 @@ def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, 
 
 
 def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, clients: int) -> list[dict[str, Any]]:
-    """Ever new orders of the same chunks: throughput and reuse by block of requests, which must not decay."""
+    """Ever new orders of the same chunks: throughput and reuse by block of requests, which must not decay.
+
+    Systems without a chunk cache answer the first two blocks only, to compare with.
+    """
     rows = []
     for system in systems:
         subject = bench.begin(system)
-        for number in range(num // block):
+        num_blocks = num // block if system.options is not None else min(2, num // block)
+        for number in range(num_blocks):
             summary, run = subject.closed(f"orders {number}", block, clients)
             rows.append(summary | {"block": number, **_reuse(run.records)})
     return rows

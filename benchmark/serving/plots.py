@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter
 
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#7F7F7F")
 MARKERS = "soD^vPX*<>hpd"
@@ -44,8 +45,10 @@ def _rates(axes: Axes, serve: Mapping[str, Any]) -> None:
         axes.plot(rates, [row["ttft_p50_s"] for row in rows], label=f"{name}, p50", **style | {"linestyle": ":"})
     axes.axhline(serve["bound_s"], color="grey", linewidth=0.8)
     axes.annotate("bound", (0.01, serve["bound_s"]), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_xlabel("requests per second, Poisson")
     axes.set_ylabel("time to first token, s")
     axes.legend(fontsize=7)

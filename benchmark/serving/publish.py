@@ -71,7 +71,8 @@ def _page(lines: Sequence[str]) -> str:
 
 
 def _block(report: Mapping[str, Any]) -> str:
-    part, machine = report["serve"], report["machine"]
+    part = report["serve"]
+    machine = part["run"]["machine"]
     trace = part["trace"]
     about = (
         f"Serving under load, {part['model']}, {machine['cores']} cores of {machine['cpu']}; prompts of "

@@ -16,14 +16,15 @@ Row = Mapping[str, Any]
 
 def to_markdown(report: Row) -> list[str]:
     """Lines of a document with all parts that were measured."""
-    lines = [f"# Serving benchmark, plan {report['plan']}", "", *run_markdown(report)]
-    lines.append(f"- {report['minutes']:g} minutes in all, one request stream at a time; idle servers are paused")
+    lines = [f"# Serving benchmark, plan {report['plan']}", ""]
+    lines.append("One system is asked at a time; the servers of the others are paused meanwhile.")
     if rows := targets(report):
         cells = [(row["what"], row["value"], row["wanted"], "yes" if row["met"] else "**no**") for row in rows]
         lines += ["", "## Targets", "", *markdown_table(("what", "measured", "wanted", "met"), cells)]
     for part, write in _PARTS.items():
         if part in report:
-            lines += ["", *write(report[part])]
+            title, *body = write(report[part])
+            lines += ["", title, "", *run_markdown(report[part]["run"]), *body]
     return lines
 
 

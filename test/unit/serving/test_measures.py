@@ -17,8 +17,6 @@ RUN: dict[str, Any] = {
     "command": "python x.py",
     "machine": {"cpu": "a CPU", "cores": 2, "ram_gib": 4, "accelerator": None, "load_1min": 0.1},
     "versions": {"python": "3.11", "commit": "0", "date": "today"},
-    "plan": "standard",
-    "minutes": 1.0,
 }
 TRACE = {
     "unit": "tokens",
@@ -106,8 +104,8 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
         "loss_95_percent_interval": [0.0, 1.0],
         "target": 2.0,
     }
-    return {
-        **RUN,
+    report = {
+        "plan": "standard",
         "serve": {
             "model": "a model",
             "pool_len": 1000,
@@ -133,6 +131,7 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
             ],
         },
     }
+    return {name: value | {"run": RUN} if isinstance(value, dict) else value for name, value in report.items()}
 
 
 def test_targets_follow_the_numbers() -> None:
