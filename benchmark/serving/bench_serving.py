@@ -121,12 +121,12 @@ class Runner:
             wanted = [name for name in self.args.parts if name in names]
             if not wanted:
                 continue
+            about = describe_run()  # before the servers, whose start is load as well
             self.tick(f"starting servers for {', '.join(wanted)}")
             with servers(wanted) as fleet:
                 self.tick(f"servers started: {fleet.start_s}")
                 for name in wanted:
-                    run = describe_run()
-                    self.report[name] = getattr(self, f"_{name}")(fleet) | {"run": run}
+                    self.report[name] = getattr(self, f"_{name}")(fleet) | {"run": about}
                     yield
 
     def _main_fleet(self, parts: Sequence[str]) -> Fleet:
