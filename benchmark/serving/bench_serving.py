@@ -114,6 +114,10 @@ class Runner:
         self.args, self.plan, self.tick = args, args.plan, tick
         self.report: dict[str, Any] = _earlier(args) | {"plan": args.plan.name}
         self._texts: list[Passage] = []
+        # Before any server is started: a mistake in these files should not take minutes to show.
+        self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
+        if args.timestamps:
+            self._recorded()
 
     def run(self) -> Iterator[None]:
         """Yields after each part."""
@@ -158,8 +162,8 @@ class Runner:
         """The main part: a generated trace or a user's log."""
         args, plan = self.args, self.plan
         about: dict[str, Any] = {"pool_len": self._pool_len, "load": dataclasses.asdict(plan.load)}
-        if args.log:
-            prompts = traces.from_log(args.log, plan.output_len)
+        if self._log is not None:
+            prompts = self._log
             about["model"] = args.model.name
         else:
             spec = dataclasses.replace(plan.spec, seed=args.seed)
@@ -230,11 +234,14 @@ class Runner:
     def _model_text(self) -> str:
         return f"{self.plan.shape}, fp32, random weights"
 
+    def _recorded(self) -> list[float]:
+        path, column, unit = self.args.timestamps.rsplit(":", 2)
+        return recorded(path, column, unit, self.args.speed)
+
     def _arrivals(self, prompts: Sequence[Prompt]) -> list[float] | None:
         """Of a recorded log: of its own, or of another file's column, as many as there are prompts."""
         if self.args.timestamps:
-            path, column, unit = self.args.timestamps.rsplit(":", 2)
-            return recorded(path, column, unit, self.args.speed)[: len(prompts)]
+            return self._recorded()[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
         return [time / self.args.speed for time in own] if own else None
 
