@@ -1,13 +1,14 @@
 """Admission: handlers that make SGLang's prefill scheduler count a fused request as what it is.
 
-Verbs (handlers of hooks): `replay_len` (rows in the loaded range cost compute), `select_prefill_admission` (more rows
-than one step may compute: alone, whole), `commit_prefill_admission` (statistics, reply), `prepare_for_extend`
-(`cached_tokens` counts exact tokens only).
+Verbs (handlers of hooks): `replay_len` (rows in the loaded range cost compute), `select_prefill_admission` (room for
+reused chunks; more rows than one step may compute: alone, whole), `commit_prefill_admission` (statistics, reply),
+`prepare_for_extend` (`cached_tokens` counts exact tokens only).
 
 Promises: a fused request is charged the rows that its forward computes, no more and no less. The loaded range is not
 split over steps, so a request with more rows than `--chunked-prefill-size` waits until it is the only one of a step
-and then goes whole; nothing overtakes it in SGLang's own order of the queue, so it does not starve. A loaded token is
-never counted as cached.
+and then goes whole; nothing overtakes it in SGLang's own order of the queue, so it does not starve. A request that
+would take the room of reused chunks waits for one that runs, never for nothing. A loaded token is never counted as
+cached.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def replay_len(original: Callable[..., int], adder: PrefillAdder, req: Req, pref
 
 def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kwargs: Any) -> Any:
     """AROUND `PrefillAdder._select_prefill_admission`."""
+    if _takes_kept_room(adder, kwargs["total_tokens"]):
+        return AddReqResult.NO_TOKEN
     rows = _rows_of_load(req, req.prefix_len + kwargs["host_hit_length"])
     admission = original(adder, req, **kwargs)
     if rows and adder.can_run_list and adder.rem_chunk_tokens is None and not isinstance(admission, AddReqResult):
@@ -62,6 +65,17 @@ def select_prefill_admission(original: Callable[..., Any], adder: PrefillAdder, 
     if isinstance(admission, AddReqResult):
         return admission
     return dataclasses.replace(admission, replay_len=admission.replay_len + rows)
+
+
+def _takes_kept_room(adder: PrefillAdder, num_tokens: int) -> bool:
+    """Whether so many tokens more would have reused chunks evicted while there are requests that will give theirs back.
+
+    Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
+    longer: throughput falls where load is highest.
+    """
+    if adder.preempt_list or not (adder.can_run_list or (adder.running_batch and adder.running_batch.reqs)):
+        return False
+    return adder.rem_total_tokens - num_tokens < adder.tree_cache.num_kept_tokens
 
 
 def commit_prefill_admission(original: Callable[..., None], adder: PrefillAdder, req: Req, *args: Any) -> None:

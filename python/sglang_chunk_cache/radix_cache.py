@@ -136,6 +136,13 @@ class ChunkRadixCache(UnifiedRadixCache):
         self._index.check_integrity(self._store.resolve)
         self.admin.check_integrity()
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Of reused chunks, that are not evicted for a request while others run; at most a share of the pool."""
+        assert self._index is not None
+        most = int(self.chunk_config.keep_share * self.token_to_kv_pool_allocator.size)
+        return min(most, self._index.num_reused_tokens)
+
     # Lookup.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

@@ -33,6 +33,8 @@ class Config:
     """Which variant goes first, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
     """With frequency-reuse: by how much what is new is worth more when the KV pool has been turned over once."""
+    keep_share: float = 0.25
+    """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     promote_uses: int = 8
     """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
     refresh_uses: int = 0
@@ -70,6 +72,9 @@ _MINIMUM = {
 }
 
 
+MAX_KEEP_SHARE = 0.9
+"""More would leave running requests next to nothing."""
+
 _CHOICES = {"kernel": KERNELS, "eviction": EVICTIONS}
 
 
@@ -102,6 +107,8 @@ def _check(key: str, value: object) -> object:
         return None if value is None else _check_number(value, path, "give such a number, or null")
     if key == "ageing":
         return _check_number(value, path, "give such a number, or leave the key out")
+    if key == "keep_share":
+        return _check_number(value, path, "give such a number, or leave the key out", maximum=MAX_KEEP_SHARE)
     if key == "tiers":
         return parse_tiers(value, path)
     if key == "statistics_layers":
@@ -112,9 +119,9 @@ def _check(key: str, value: object) -> object:
     return value
 
 
-def _check_number(value: object, path: str, remedy: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= ALPHA.maximum:
-        problem = f"{show(value)} is not a number in [0, {ALPHA.maximum:g}]"
+def _check_number(value: object, path: str, remedy: str, maximum: float = ALPHA.maximum) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= maximum:
+        problem = f"{show(value)} is not a number in [0, {maximum:g}]"
         raise user_error(ChunkCacheConfigError, path, problem, remedy)
     return float(value)
 

@@ -109,6 +109,8 @@ class ChunkIndex:
         self._order = victim_order(eviction)
         self._ageing = ageing
         self._num_derived = 0
+        self.num_reused_tokens = 0
+        """Of variants that were used; tokens that two of them share count twice."""
         self._paths = PathLedger()
         self._turns: deque[int] = deque()  # every variant once, and some that are gone
         self._gone_keys: dict[bytes, None] = {}
@@ -286,6 +288,8 @@ class ChunkIndex:
         """
         if self.get(variant.variant_id) is not variant:
             return False
+        if not variant.num_uses:
+            self.num_reused_tokens += variant.length
         variant.num_uses += 1
         variant.reuse_frequency += weight
         self._refresh(variant)
@@ -349,6 +353,7 @@ class ChunkIndex:
         self._by_key.clear()
         self._order.clear()
         self._num_derived = 0
+        self.num_reused_tokens = 0
         self._paths.clear()
         self._turns.clear()
         self._gone_keys.clear()
@@ -381,6 +386,8 @@ class ChunkIndex:
         self._order.check_integrity(self._clock)
         num_derived = sum(not v.is_exact for v in variants)
         assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
+        reused = sum(v.length for v in variants if v.num_uses)
+        assert self.num_reused_tokens == reused, f"num_reused_tokens is {self.num_reused_tokens}, there are {reused}"
         self._check_chunks(variants)
         turns = sorted(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
         assert turns == sorted(v.variant_id for v in variants), f"turns {turns} are not those of the variants"
@@ -470,6 +477,7 @@ class ChunkIndex:
             del self._by_key[variant.key]
         (self._order.forget if is_victim else self._order.remove)(variant)
         self._num_derived -= not variant.is_exact
+        self.num_reused_tokens -= variant.length if variant.num_uses else 0
         self._leave_home(variant)
         if len(self._turns) > 2 * len(self) + 64:
             self._turns = deque(variant_id for variant_id in self._turns if self.get(variant_id) is not None)

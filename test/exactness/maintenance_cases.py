@@ -70,6 +70,17 @@ def case_frequency(s: Session) -> list[str]:
     return s.statuses(use(s, popular))
 
 
+def case_crowd(s: Session) -> list[str]:
+    """One chunk is used often, then requests that the pool could just hold come together; is the chunk still there?"""
+    (popular,) = s.chunks(400)
+    s.prime([popular])
+    for _ in range(3):
+        use(s, popular)
+    num = (s.local.scheduler.max_total_num_tokens - 20) // 170
+    s.send(*(Prompt().text(s.tokens(150)) for _ in range(num)), marked=False, max_new_tokens=16)
+    return s.statuses(use(s, popular))
+
+
 def plain_prompts(s: Session, num: int) -> None:
     for _ in range(num):
         s.send(Prompt().text(s.tokens(200)), marked=False, max_new_tokens=1)

@@ -67,3 +67,8 @@ def test_nothing_is_refreshed_unless_asked_for() -> None:
 def test_eviction_by_frequency_keeps_what_is_reused() -> None:
     assert outcome("frequency", EVERYTHING) == ["miss", "hit"]
     assert outcome("frequency", NOTHING) == ["miss", "miss"]
+
+
+def test_a_crowd_of_requests_leaves_reused_chunks_their_room() -> None:
+    assert outcome("crowd", BY_FREQUENCY) == ["miss", "hit"]
+    assert outcome("crowd", (*BY_FREQUENCY, ("keep_share", 0.0))) == ["miss", "miss"]

@@ -173,6 +173,7 @@ def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
         "free_tokens": allocator.available_size(),
         "evictable_tokens": admin.cache.evictable_size(),
         "protected_tokens": admin.cache.protected_size(),
+        "kept_tokens": admin.cache.num_kept_tokens,
     }
     return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers
 

@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "statistics_layers": "all",
         "eviction": "frequency-reuse",
         "ageing": 2.5,
+        "keep_share": 0.5,
         "promote_uses": 3,
         "refresh_uses": 2,
         "alpha": 1.5,
@@ -54,6 +55,10 @@ def test_every_field_can_be_given() -> None:
                 f"--chunk-cache-config: ageing: {value!r} is not a number in [0, 1000]; give such a number, or leave",
             )
             for value in (None, True, -1, 1001, "10", float("nan"))
+        ],
+        *[
+            ({"keep_share": value}, f"--chunk-cache-config: keep_share: {value!r} is not a number in [0, 0.9]; give ")
+            for value in (None, False, -0.1, 1, "0.5", float("nan"))
         ],
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
