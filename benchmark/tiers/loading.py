@@ -27,7 +27,7 @@ OPTIONS = {"method": "epic", "ratio": 0.15}
 LOADED = (8, 0, 1, 2, 4)  # chunks of a prompt that are loaded, in the order within a round; the first is all
 QUEUED = 2  # chunks that are loaded behind a queue
 FRONT_LEN = 32  # tokens of the request that keeps the only slot
-WINDOW_SHARE = 0.55  # of a load's seconds: so long others are watched; layerwise begins its forward later than that
+WINDOW_SHARE = 0.4  # of a load's seconds: so long others are watched; layerwise must not begin its forward earlier
 OTHER_LEN, OTHER_OUTPUT_LEN, NUM_CLIENTS = 64, 4, 2
 
 
@@ -149,6 +149,8 @@ def time_others(bench: Bench, load_s: float, repeats: int) -> list[tuple[float, 
             slow.start()
             time.sleep(0.05)
             windows.append(_window(window_s))
+            if tier_stats(bench.server)["held_requests"] != 1:
+                raise RuntimeError(f"after {window_s:.1f} s the load is not pending any more: others wait for a forward")
             slow.join()
             time.sleep(0.2)
             windows.append(_window(window_s))

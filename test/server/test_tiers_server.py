@@ -173,6 +173,17 @@ def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, store
     assert json.loads(lines[-1])["stored"] == 2, "what is being deleted is not stored"
 
 
+def test_evict_tells_what_was_in_the_tiers_alone(through, passages, stored):
+    chunk = passages()
+    stored(chunk)
+    through.flush()
+    reply = through.post("/chunk_cache/evict", {"texts": [chunk, passages()]}).json()
+    (evicted,) = reply["evicted"]
+    assert (evicted["index"], evicted["variants"], evicted["freed_tokens"], evicted["tiers"]) == (0, 0, 0, {"disk": 1})
+    assert [one["index"] for one in reply["not_stored"]] == [1]
+    assert through.post("/chunk_cache/evict", {"texts": [chunk]}).json()["evicted"] == []
+
+
 # Whose chunks.
 
 

@@ -129,9 +129,8 @@ class ChunkAdmin:
 
     def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
-        if self.cache.tiers is not None:
-            self.cache.tiers.evict(request.keys)
-        evicted = {}
+        below = {} if self.cache.tiers is None else self.cache.tiers.evict(request.keys)
+        evicted = {key.hex(): {"variants": 0, "freed_tokens": 0, "tiers": tiers} for key, tiers in below.items()}
         for key, variants in variants_of(self.index, request.keys).items():
             num_freed = 0
             for variant in variants:
@@ -139,7 +138,11 @@ class ChunkAdmin:
                 self.index.discard(variant.variant_id)
                 if isinstance(holder, NodeHome):
                     num_freed += self.store.remove_node(holder)
-            evicted[key.hex()] = {"variants": len(variants), "freed_tokens": num_freed}
+            evicted[key.hex()] = {
+                "variants": len(variants),
+                "freed_tokens": num_freed,
+                "tiers": below.get(key, {}),
+            }
         return {"evicted": evicted}
 
 

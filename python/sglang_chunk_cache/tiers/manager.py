@@ -170,8 +170,17 @@ class ChunkTiers:
         infos = (level.infos[entry_id] for level in self._levels for entry_id in level.ledger.entries_of(key.hex()))
         return max((len(info.token_ids) for info in infos if info.generation <= self._max_generation), default=0)
 
-    def evict(self, keys: Iterable[bytes]) -> None:
-        """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it."""
+    def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
+        """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it.
+
+        Returns:
+            By key and tier, how many variants any rank knew of; keys and tiers without any are left out.
+        """
+        num_known = np.array(
+            [[len(level.ledger.entries_of(key.hex())) for level in self._levels] for key in keys], dtype=np.int64
+        )
+        if self.reduce_max is not None and num_known.size:
+            num_known = self.reduce_max(num_known.reshape(-1)).reshape(num_known.shape)
         for key in keys:
             for level in self._levels:
                 known = [level.infos[entry_id] for entry_id in level.ledger.entries_of(key.hex())]
@@ -180,6 +189,11 @@ class ChunkTiers:
                     problem = f"a chunk was not deleted from tier {level.name}"
                     find = partial(level.medium.find, key)
                     self._workers.submit(partial(_listed, level, find, problem), self._forget_all)
+        return {
+            key: {level.name: num for level, num in zip(self._levels, row, strict=True) if num}
+            for key, row in zip(keys, num_known.tolist(), strict=True)
+            if any(row)
+        }
 
     def _forget_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
         level, infos = found

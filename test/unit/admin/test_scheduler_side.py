@@ -56,6 +56,7 @@ def admin() -> ChunkAdmin:
         token_to_kv_pool_allocator=allocator,
         evictable_size=lambda: np.int64(40),
         protected_size=lambda: 0,
+        num_kept_tokens=0,
         tiers=None,
     )
     return ChunkAdmin(cache, index, Store())  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def test_a_variant_is_described(admin):
 def test_evict_forgets_all_variants_and_their_pins(admin):
     admin.answer(messages.ChunkCachePinReq(keys=[key(1), key(2)], until=12.5))
     evicted = admin.answer(messages.ChunkCacheEvictReq(keys=[key(1), key(9)]))["evicted"]
-    assert evicted == {key(1).hex(): {"variants": 2, "freed_tokens": 16}}
+    assert evicted == {key(1).hex(): {"variants": 2, "freed_tokens": 16, "tiers": {}}}
     assert [variant.key for variant in admin.index] == [key(2)]
     assert len(admin.pins) == 1
     assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(2)])) == {"stored": {key(2).hex(): 10}}

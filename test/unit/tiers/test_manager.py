@@ -149,10 +149,12 @@ def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
     tiers.note_stored(variant(4))
     idle(tiers)
     assert keys[3] in tiers.stored_lens(keys)
-    tiers.evict([keys[0], keys[3]])
+    assert tiers.evict([keys[0], keys[1], b"nobody's"]) == {keys[0]: {"disk": 1}, keys[1]: {"disk": 1}}
+    assert tiers.evict([keys[3]]) == {keys[3]: {"host": 1, "disk": 1}}
+    assert tiers.evict([]) == {}
     assert tiers.stored_lens(keys) == {keys[2]: LENGTH}, "also before a worker has deleted them"
     idle(tiers)
-    assert on_disk(tmp_path / "disk") == {2, 3}
+    assert on_disk(tmp_path / "disk") == {3}
     tiers.disable("the test says so.")
     assert tiers.stored_lens(keys) == {}
 
