@@ -112,10 +112,11 @@ def measure(report: dict[str, Any], bench: Bench, mode: str, all_s: float) -> No
     seconds = loading.time_idle(bench, repeats, 2 if mode == "prefetch" else 0)
     report["idle"] += idle_rows(mode, all_s / num_chunks, seconds)
     load_s = QUEUED * all_s / num_chunks
-    waits = WAITS if mode != "sync" else WAITS[1:2]
+    is_sync = mode == "sync"
+    waits = WAITS[1:2] if is_sync else WAITS
     queued = loading.time_queued(bench, [wait * load_s for wait in waits], repeats)
     report["queued"] += [queued_row(mode, wait_s, load_s, places) for wait_s, places in queued.items()]
-    pairs = loading.time_others(bench, all_s, 2 if mode == "sync" else repeats)
+    pairs = loading.time_others(bench, all_s, 2 if is_sync else repeats, is_held=not is_sync)
     report["others"].append(other_row(mode, all_s, pairs))
     report["learnt"].append({"mode": mode, **learnt(bench.server)})
 

@@ -78,6 +78,7 @@ def test_stats_are_plain_json(admin):
             "free_tokens": 24,
             "evictable_tokens": 40,
             "protected_tokens": 0,
+            "kept_tokens": 0,
         },
     }
     assert stats["index"]["num_variants"] == 3
