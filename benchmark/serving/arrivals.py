@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from benchmark.quality.question import DataError
+from benchmark.quality.question import DataError, read_jsonl
 
 UNITS = {"s": 1.0, "ms": 1e-3}
 
@@ -34,38 +36,29 @@ def recorded(path: str | Path, column: str, unit: str = "s", speed: float = 1.0)
         raise DataError(f"unit {unit!r} of timestamps: give one of {', '.join(UNITS)}.")
     if speed <= 0:
         raise DataError(f"speed {speed:g}: give a number above 0.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give the path of a CSV or JSONL file.") from error
     times = []
-    for number, row in _rows(path, text):
+    for where, row in _rows(path):
         if column not in row:
-            raise DataError(f"{path}:{number}: no column {column!r}; there are {', '.join(map(str, row))}.")
+            raise DataError(f"{where}: no column {column!r}; there are {', '.join(map(str, row))}.")
         try:
-            times.append(float(row[column]))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{path}:{number}: {row[column]!r} is no timestamp; give {unit} as a number.") from error
-        if not np.isfinite(times[-1]):
-            raise DataError(f"{path}:{number}: {row[column]!r} is no timestamp; give {unit} as a number.")
+            time = float(row[column])
+        except (TypeError, ValueError):
+            time = math.nan
+        if not math.isfinite(time):
+            raise DataError(f"{where}: {row[column]!r} is no timestamp; give {unit} as a number.")
+        times.append(time)
     if not times:
         raise DataError(f"{path}: no line with a timestamp in it.")
     times.sort()
     return [(time - times[0]) * UNITS[unit] / speed for time in times]
 
 
-def _rows(path: Path, text: str) -> list[tuple[int, dict[str, object]]]:
+def _rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """(`file:line`, row) for every line."""
     if path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: not JSON ({error}); give one object per line.") from error
-            if not isinstance(value, dict):
-                raise DataError(f"{path}:{number}: not an object; give one object per line.")
-            rows.append((number, value))
-        return rows
-    return [(number, dict(row)) for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
+        return read_jsonl(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); give the path of a CSV or JSONL file.") from error
+    return ((f"{path}:{number}", row) for number, row in enumerate(csv.DictReader(lines), 2))
