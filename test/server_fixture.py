@@ -34,7 +34,6 @@ class Server(base.Server):
         """
         threads_env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         super().__init__(model_dir, *flags, env={**threads_env, **(env or {})}, **options)
-        self.url = f"http://127.0.0.1:{self.port}"
 
     def post(self, path: str, json: Any, *, check: bool = True) -> httpx.Response:
         """POSTs `json`. With `check=False` an error status is returned instead of raised."""

@@ -94,9 +94,7 @@ class Server:
         self._env = {**os.environ, **(env or {})}
         self._start_deadline_s = start_deadline_s
         self.log_path = Path(log_path) if log_path else Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
-        self._client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=request_timeout_s, trust_env=False
-        )
+        self._client = httpx.Client(base_url=self.url, timeout=request_timeout_s, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -159,6 +157,11 @@ class Server:
         """Undoes `pause`."""
         assert self._process is not None, "not started"
         _signal_group(self._process.pid, signal.SIGCONT)
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmark.serving.arrivals import poisson
 from benchmark.serving.client import Run, closed_loop, open_loop
-from benchmark.serving.fleet import Fleet, machine_speed, url_of
+from benchmark.serving.fleet import Fleet, machine_speed
 from benchmark.serving.measures import summarize
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.systems import System, Writer
@@ -56,7 +56,7 @@ class Bench:
     """A fleet and a trace, and the runs so far.
 
     Attributes:
-        runs: one summary per run: system, phase, repeat, the machine's speed just before, measures.
+        runs: one summary per run: system, phase, clients or rate, the machine's speed just before, measures.
     """
 
     fleet: Fleet
@@ -78,16 +78,16 @@ class Subject:
     system: System
     writer: Writer
 
-    def closed(self, phase: str, num: int, num_clients: int, **about: Any) -> tuple[dict[str, Any], Run]:
+    def closed(self, phase: str, num: int, num_clients: int) -> tuple[dict[str, Any], Run]:
         """The next `num` prompts, by so many clients in a closed loop."""
         bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, num)]
-        return self._measure(phase, lambda url: closed_loop(url, bodies, num_clients), clients=num_clients, **about)
+        return self._measure(phase, lambda url: closed_loop(url, bodies, num_clients), clients=num_clients)
 
     def poisson(
-        self, phase: str, num: int, rate: float, seed: int, bound_s: float | None, **about: Any
+        self, phase: str, num: int, rate: float, seed: int, bound_s: float | None
     ) -> tuple[dict[str, Any], Run]:
         """The next `num` prompts at a rate; all systems get the same arrivals."""
-        return self.at(phase, poisson(num, rate, seed), bound_s, rate=round(rate, 4), **about)
+        return self.at(phase, poisson(num, rate, seed), bound_s, rate=round(rate, 4))
 
     def at(
         self, phase: str, arrivals_s: Sequence[float], bound_s: float | None, **about: Any
@@ -101,7 +101,7 @@ class Subject:
     ) -> tuple[dict[str, Any], Run]:
         server = self.bench.fleet.use(self.system.kind)
         speed = machine_speed()
-        run = load(url_of(server))
+        run = load(server.url)
         summary = {
             "system": self.system.name,
             "phase": phase,

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -68,9 +68,6 @@ class Record:
     def rows(self) -> int:
         """Prompt tokens that went through the model (through all layers, or nearly: methods differ in the first)."""
         return self.prompt_len - self.prefix_len - self.reused_len + self.recomputed_len
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -42,14 +41,14 @@ class Fleet:
             )
             for kind in dict.fromkeys(kinds)
         }
-        self._stack = ExitStack()
         self._running: str | None = None
 
     def __enter__(self) -> Fleet:
         # Starts are mostly imports: two at a time fill two cores, more only fight for them.
         with ThreadPoolExecutor(2) as starters:
             try:
-                for server in starters.map(_start, self._servers.values()):
+                servers = self._servers.values()
+                for server, _ in zip(servers, starters.map(Server.start, servers), strict=True):
                     server.pause()
             except BaseException:
                 self._stop()
@@ -80,15 +79,6 @@ class Fleet:
     def _stop(self) -> None:
         for server in self._servers.values():
             server.stop()
-
-
-def _start(server: Server) -> Server:
-    server.start()
-    return server
-
-
-def url_of(server: Server) -> str:
-    return f"http://127.0.0.1:{server.port}"
 
 
 def machine_speed() -> float:

@@ -33,7 +33,7 @@ from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.question import DataError
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop
-from benchmark.serving.fleet import Fleet, url_of
+from benchmark.serving.fleet import Fleet
 from benchmark.serving.plan import PLANS, VOCAB
 from benchmark.serving.stacks import RULES, read_collapsed, shares
 from benchmark.serving.systems import System, Writer, parse_systems
@@ -75,16 +75,16 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
     writer = Writer(system)
     warmup, clients = plan.load.warmup, plan.load.clients
     bodies = [writer.body(prompt) for prompt in prompts[: warmup + 2 * args.num]]
-    closed_loop(url_of(server), bodies[:warmup], clients)
+    closed_loop(server.url, bodies[:warmup], clients)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.txt"
         with _Sampling(server.pid, "raw", raw):
-            run = closed_loop(url_of(server), bodies[warmup : warmup + args.num], clients)
+            run = closed_loop(server.url, bodies[warmup : warmup + args.num], clients)
         counts = shares(read_collapsed(raw), SCHEDULER)
     picture = args.out / f"{args.name}-{system.name.replace('@', '-')}.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     with _Sampling(server.pid, "flamegraph", picture):
-        closed_loop(url_of(server), bodies[warmup + args.num :], clients)
+        closed_loop(server.url, bodies[warmup + args.num :], clients)
     failed = [record.error for record in run.records if record.error is not None]
     if failed:
         raise ProfilerError(f"{len(failed)} requests to {system.name} failed: {failed[0]}")

@@ -189,7 +189,7 @@ def _slot_taken(server: Server, corpus: Corpus, seconds: float) -> Iterator[None
     begun = threading.Event()
 
     def front() -> None:
-        url = f"http://127.0.0.1:{server.port}/generate"
+        url = f"{server.url}/generate"
         with httpx.stream("POST", url, json={**body, "stream": True}, timeout=120, trust_env=False) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):

@@ -14,7 +14,6 @@ from benchmark.common.server import offline_env
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop, open_loop
 from benchmark.serving.export_dataset import MARKED, write_dataset
-from benchmark.serving.fleet import url_of
 from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.systems import parse_systems
@@ -39,7 +38,7 @@ def bodies(prompts: Sequence[Prompt], name: str) -> list[dict[str, Any]]:
 
 def test_records_are_of_their_prompts(trained_server: Server, prompts: list[Prompt]) -> None:
     trained_server.flush()
-    run = closed_loop(url_of(trained_server), bodies(prompts, "epic@1"), 4)
+    run = closed_loop(trained_server.url, bodies(prompts, "epic@1"), 4)
     assert [record.error for record in run.records] == [None] * NUM
     for prompt, record in zip(prompts, run.records, strict=True):
         words = len("".join([prompt.head, *(chunk.content for chunk in prompt.chunks), prompt.tail]).split())
@@ -53,7 +52,7 @@ def test_records_are_of_their_prompts(trained_server: Server, prompts: list[Prom
 
 
 def test_a_closed_loop_keeps_so_many_in_flight(trained_server: Server, prompts: list[Prompt]) -> None:
-    run = closed_loop(url_of(trained_server), bodies(prompts, "epic"), 3)
+    run = closed_loop(trained_server.url, bodies(prompts, "epic"), 3)
     for record in run.records:
         in_flight = sum(other.due_s <= record.due_s < other.end_s for other in run.records)
         assert in_flight <= 3
@@ -62,7 +61,7 @@ def test_a_closed_loop_keeps_so_many_in_flight(trained_server: Server, prompts: 
 
 def test_an_open_loop_sends_when_it_is_due(trained_server: Server, prompts: list[Prompt]) -> None:
     arrivals = [0.05 * number for number in range(NUM)]
-    run = open_loop(url_of(trained_server), bodies(prompts, "epic"), arrivals)
+    run = open_loop(trained_server.url, bodies(prompts, "epic"), arrivals)
     assert [record.due_s for record in run.records] == arrivals
     assert all(record.error is None and record.first_s > record.due_s for record in run.records)
     found = summarize(run, bound_s=1e6)
@@ -72,7 +71,7 @@ def test_an_open_loop_sends_when_it_is_due(trained_server: Server, prompts: list
 def test_a_refused_request_is_a_failure_and_no_other(trained_server: Server, prompts: list[Prompt]) -> None:
     asked = bodies(prompts[:3], "epic")
     asked[1]["sampling_params"]["custom_params"]["chunk_cache"]["ratio"] = 7
-    records = closed_loop(url_of(trained_server), asked, 1).records
+    records = closed_loop(trained_server.url, asked, 1).records
     assert [record.error is None for record in records] == [True, False, True]
     assert "ratio" in (records[1].error or "")
 
