@@ -5,7 +5,7 @@ Each gives what the report shows of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
@@ -42,19 +42,15 @@ def serve(
         subject = bench.begin(system)
         closed = _warm_and_close(subject, load)
         base_rate = base_rate or closed["requests_per_s"]
+        rates = [share * base_rate for share in load.fractions]
+        measured: dict[float, dict[str, Any]] = {}
         if bound_s is None:
-            low, run = _at_rate(subject, load, load.fractions[0] * base_rate, None, seed)
+            low, run = _at_rate(subject, load, rates[0], None, seed)
             bound_s = load.bound_factor * low["ttft_p50_s"]
             low |= summarize(run, bound_s)  # now there is a bound for goodput
             bench.tick(f"bound of the p99 of the time to first token: {bound_s:.2f} s")
-            # The first point of stock's own sweep: the same prompts again would lie in its exact cache.
-            first = {"rate": low["rate"], "kept": low["ttft_p99_s"] <= bound_s, **low}
-            rest = _sweep(subject, load, [share * base_rate for share in load.fractions[1:]], bound_s, seed)
-            highest = rest.highest if rest.highest is not None else (low["rate"] if first["kept"] else None)
-            sweeps[system.name] = Sweep((first, *rest.points), highest)
-        else:
-            rates = [share * base_rate for share in load.fractions]
-            sweeps[system.name] = _sweep(subject, load, rates, bound_s, seed)
+            measured[rates[0]] = low  # the same prompts again would lie in stock's exact cache
+        sweeps[system.name] = _sweep(subject, load, rates, bound_s, seed, measured)
     for system in closed_only:
         _warm_and_close(bench.begin(system), load)
     return {
@@ -70,10 +66,18 @@ def _warm_and_close(subject: Subject, load: Load) -> dict[str, Any]:
     return subject.closed("closed", load.closed, load.clients)[0]
 
 
-def _sweep(subject: Subject, load: Load, rates: list[float], bound_s: float, seed: int) -> Sweep:
-    return sweep(
-        lambda rate: _at_rate(subject, load, rate, bound_s, seed)[0], rates, bound_s, refinements=load.refinements
-    )
+def _sweep(
+    subject: Subject,
+    load: Load,
+    rates: Sequence[float],
+    bound_s: float,
+    seed: int,
+    measured: Mapping[float, dict[str, Any]],
+) -> Sweep:
+    def measure(rate: float) -> dict[str, Any]:
+        return measured[rate] if rate in measured else _at_rate(subject, load, rate, bound_s, seed)[0]
+
+    return sweep(measure, rates, bound_s, refinements=load.refinements)
 
 
 def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> tuple[dict[str, Any], Run]:

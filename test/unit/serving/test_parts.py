@@ -1,0 +1,81 @@
+"""The main part, against systems whose times are known: who sets rates and bound, and what is asked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from benchmark.serving.client import Record, Run
+from benchmark.serving.measures import summarize
+from benchmark.serving.parts import serve
+from benchmark.serving.plan import Load
+from benchmark.serving.systems import System, parse_systems
+
+LOAD = Load(fractions=(0.3, 0.7, 1.0), bound_factor=3.0, refinements=1)
+CLOSED_RATE = 2.0
+
+
+@dataclass
+class FakeBench:
+    """Its systems answer with the same time to first token up to their capacity, and ten times later above it.
+
+    Attributes:
+        slowest: the slowest request of a run, in times of the others.
+        asked: rates by system.
+    """
+
+    capacity: dict[str, float]
+    slowest: float = 1.0
+    asked: dict[str, list[float]] = field(default_factory=dict)
+    tick: Callable[[str], None] = print
+
+    def begin(self, system: System) -> FakeSubject:
+        self.asked[system.name] = []
+        return FakeSubject(self, system.name)
+
+
+@dataclass
+class FakeSubject:
+    bench: FakeBench
+    name: str
+
+    def closed(self, phase: str, num: int, num_clients: int) -> tuple[dict[str, Any], Run]:
+        return self._measure([0.5] * num, num / CLOSED_RATE, None)
+
+    def poisson(
+        self, phase: str, num: int, rate: float, seed: int, bound_s: float | None
+    ) -> tuple[dict[str, Any], Run]:
+        self.bench.asked[self.name].append(rate)
+        ttft_s = 0.5 if rate <= self.bench.capacity[self.name] else 5.0
+        summary, run = self._measure([ttft_s] * (num - 1) + [ttft_s * self.bench.slowest], num / rate, bound_s)
+        return {"rate": round(rate, 4), **summary}, run
+
+    def _measure(self, ttfts_s: list[float], seconds: float, bound_s: float | None) -> tuple[dict[str, Any], Run]:
+        run = Run(tuple(Record(0.0, ttft_s, ttft_s, prompt_len=9, output_len=1) for ttft_s in ttfts_s), seconds, ())
+        return summarize(run, bound_s), run
+
+
+def test_stock_sets_rates_and_bound_and_is_asked_once_at_each_rate() -> None:
+    bench = FakeBench({"stock": 1.5, "epic@0.15": 9.0})
+    found = serve(bench, parse_systems(["stock", "epic@0.15"]), (), LOAD)  # type: ignore[arg-type]
+    assert (found["base_rate"], found["bound_s"]) == (CLOSED_RATE, 1.5)
+    stock, ours = bench.asked["stock"], bench.asked["epic@0.15"]
+    assert stock == pytest.approx([0.6, 1.4, 2.0, (1.4 * 2.0) ** 0.5])
+    assert ours[:3] == stock[:3]
+    for name, asked in bench.asked.items():
+        points = found["points"][name]
+        assert [point["rate"] for point in points] == pytest.approx(asked, abs=1e-4)
+        assert [point["bound_s"] for point in points] == [1.5] * len(asked)
+        good = [0.0 if rate > bench.capacity[name] else rate for rate in asked]
+        assert [point["goodput_per_s"] for point in points] == pytest.approx(good, abs=1e-3)
+    assert found["highest_rate"]["stock"] == stock[1] < found["highest_rate"]["epic@0.15"] <= 9.0
+
+
+def test_a_low_rate_beyond_the_bound_ends_the_sweep() -> None:
+    bench = FakeBench({"stock": 1.5}, slowest=30.0)
+    found = serve(bench, parse_systems(["stock"]), (), LOAD)  # type: ignore[arg-type]
+    assert bench.asked["stock"] == pytest.approx([0.6])
+    assert [point["kept"] for point in found["points"]["stock"]] == [False]
+    assert found["highest_rate"] == {"stock": None}
