@@ -10,7 +10,7 @@ Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation
 over this repository's prose, with a real retriever), `fresh` (a trace without a repeated chunk), `trained` (right
 answers and speed of the trained model), `orders` (thousands of queries in ever new orders). A server is started for
 each kind of system and paused while it is not measured. Results: `benchmark/results/serving/NAME.{json,md,png}`, or
-`.cache/serving/` with `--plan quick`. docs/benchmarks/serving.md explains them.
+`.cache/serving/` with `--plan quick`. docs/benchmarks.md explains them.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe_trace(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Lengths (tokens, or characters where prompts are text), chunks per prompt, how often a chunk comes again."""
+    """Prompts, different chunks, chunks per prompt, and lengths in tokens, or in characters where prompts are text."""
     chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
     lengths = sorted(len(chunk.content) for chunk in chunks)
     whole = [len(p.head) + sum(len(chunk.content) for chunk in p.chunks) + len(p.tail) for p in prompts]

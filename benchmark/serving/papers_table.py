@@ -15,6 +15,7 @@ from benchmark.serving.papers import (
     TTFT_BY_RATIO,
     PaperFigure,
 )
+from benchmark.serving.report import by_system, percent_computed
 from benchmark.serving.systems import STOCK
 
 Row = Mapping[str, Any]
@@ -28,7 +29,7 @@ def ours_by_axis(report: Row, kernel: Row | None) -> dict[str, list[str]]:
         kernel: of `bench_sparse_extend.py`.
     """
     part = report["serve"]
-    closed = {run["system"]: run for run in part["runs"] if run["phase"] == "closed"}
+    closed = by_system(part["runs"], "closed")
     return {
         TTFT_BY_RATIO: _by_ratio(closed, report.get("trained")),
         TTFT_BY_RATE: _by_rate(part, "ttft_p50_s", "median of the time to first token, s"),
@@ -65,7 +66,7 @@ def _by_ratio(closed: Mapping[str, Row], trained: Row | None) -> list[str]:
     cells = [
         (
             f"`{name}`",
-            f"{100 * row['mean_rows'] / row['mean_prompt_len']:.0f} %",
+            percent_computed(row),
             f"{row['ttft_p50_s']:.3f}",
             f"{stock / row['ttft_p50_s']:.1f}x",
             right.get(name, ""),

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
 from benchmark.serving.bench import Bench, Subject
-from benchmark.serving.client import Record, Run
+from benchmark.serving.client import Run
 from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.plan import Load
 from benchmark.serving.sweep import Sweep, sweep
@@ -131,15 +131,8 @@ def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, cl
         subject = bench.begin(system)
         num_blocks = num // block if system.options is not None else min(2, num // block)
         for number in range(num_blocks):
-            summary, run = subject.closed(f"orders {number}", block, clients)
-            rows.append(summary | {"block": number, **_reuse(run.records)})
+            rows.append(subject.closed(f"orders {number}", block, clients)[0] | {"block": number})
     return rows
-
-
-def _reuse(records: Sequence[Record]) -> dict[str, float]:
-    """Share of chunks that were found, whichever way."""
-    num = sum(record.num_chunks for record in records)
-    return {"found_share": round(1 - sum(record.num_missed for record in records) / num, 4) if num else 0.0}
 
 
 def replay(

@@ -30,7 +30,7 @@ class Load:
     """
 
     warmup: int = 20
-    closed: int = 40
+    closed: int = 30
     clients: int = 4
     fractions: tuple[float, ...] = (0.3, 0.7, 1.0, 1.5, 2.2, 3.2)
     point_s: float = 45.0
@@ -105,7 +105,7 @@ STANDARD = Plan(
     shape=LlamaShape(8, 512, 8, 8, 1408, VOCAB),
     spec=_SPEC,
     pool_len=49152,
-    load=Load(closed=30, point_s=30.0, point_num=(12, 60)),
+    load=Load(point_s=30.0, point_num=(12, 60)),
     closed_only=(NO_CACHE, "cache-craft@0.15"),
     trained=_TRAINED,
 )
@@ -114,8 +114,7 @@ LONG = Plan(
     shape=LlamaShape(12, 768, 12, 12, 2048, VOCAB),
     spec=_SPEC,
     pool_len=49152,
-    load=Load(closed=30, point_s=45.0, point_num=(15, 80)),
-    swept=(STOCK, REORDER, "epic@0.15"),
+    load=Load(),
     closed_only=(
         NO_CACHE,
         "full-reuse@0",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmark.serving.report import by_system
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
@@ -55,7 +56,7 @@ def _rates(axes: Axes, serve: Mapping[str, Any]) -> None:
 
 
 def _closed(axes: Axes, serve: Mapping[str, Any]) -> None:
-    rows = [run for run in serve["runs"] if run["phase"] == "closed"]
+    rows = by_system(serve["runs"], "closed").values()
     places = range(len(rows))
     axes.barh(places, [row["requests_per_s"] for row in rows], color=COLOURS[2])
     axes.set_yticks(places, [row["system"] for row in rows], fontsize=8)

@@ -133,11 +133,11 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
     rows = report["rows"]
     stages = [stage for stage, _ in RULES] + ["other"]
     cells = [
-        (stage, *(_cell(row, stage) for row in rows))
+        (stage, *(_cell(row, stage, report["rate"]) for row in rows))
         for stage in stages
         if any(row["samples"].get(stage) for row in rows)
     ]
-    totals = [f"{1000 * sum(row['samples'].values()) / report['rate'] / row['num_requests']:.0f} ms" for row in rows]
+    totals = [_time(row, sum(row["samples"].values()), report["rate"]) for row in rows]
     about = [
         f"`{row['system']}`: {row['num_requests']} requests, on average {row['mean_rows']:.0f} rows of "
         f"{row['mean_prompt_len']:.0f} prompt tokens and {row['mean_output_len']:.1f} tokens of output; "
@@ -160,9 +160,14 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _cell(row: Mapping[str, Any], stage: str) -> str:
+def _cell(row: Mapping[str, Any], stage: str, rate: int) -> str:
     count, total = row["samples"].get(stage, 0), sum(row["samples"].values())
-    return f"{1000 * count / RATE / row['num_requests']:.0f} ms, {100 * count / total:.1f} %"
+    return f"{_time(row, count, rate)}, {100 * count / total:.1f} %"
+
+
+def _time(row: Mapping[str, Any], count: int, rate: int) -> str:
+    """What so many samples are per request."""
+    return f"{1000 * count / rate / row['num_requests']:.0f} ms"
 
 
 def main() -> int:

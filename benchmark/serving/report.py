@@ -42,7 +42,7 @@ def targets(report: Row) -> list[dict[str, Any]]:
 
     if "serve" in report and "highest_rate" in report["serve"]:
         part = report["serve"]
-        rates, closed = part["highest_rate"], _by_system(part["runs"], "closed")
+        rates, closed = part["highest_rate"], by_system(part["runs"], "closed")
         add("highest rate with p99 of TTFT within the bound, against stock", _over(rates, OURS, STOCK), MIN_RATE, "x")
         add("the same against reordering", _over(rates, OURS, REORDER), MIN_OVER_REORDER, "x")
         through = {name: row["requests_per_s"] for name, row in closed.items()}
@@ -71,11 +71,11 @@ def targets(report: Row) -> list[dict[str, Any]]:
 def headline(report: Row) -> list[str]:
     """Table of the main part: one row per system."""
     part = report["serve"]
-    closed, rates = _by_system(part["runs"], "closed"), part["highest_rate"]
+    closed, rates = by_system(part["runs"], "closed"), part["highest_rate"]
     stock = closed[STOCK]["requests_per_s"]
     header = (
         "system",
-        "requests/s, 4 clients",
+        f"requests/s, {part['load']['clients']} clients",
         "against stock",
         "TTFT p50, s",
         "TTFT p99, s",
@@ -90,7 +90,7 @@ def headline(report: Row) -> list[str]:
             _seconds(row["ttft_p50_s"]),
             _seconds(row["ttft_p99_s"]),
             "" if rates.get(name) is None else f"{rates[name]:.2f}/s",
-            f"{100 * row['mean_rows'] / row['mean_prompt_len']:.0f} %",
+            percent_computed(row),
         )
         for name, row in closed.items()
     ]
@@ -164,8 +164,8 @@ def _trained(part: Row) -> list[str]:
             f"{row['requests_per_s']:.1f}",
             f"{1000 * row['ttft_p50_s']:.0f}",
             f"{1000 * row['ttft_p99_s']:.0f}",
-            *(_percent(row[f"{kind}_share"]) for kind in ("exact", "reused", "recomputed")),
-            f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
+            *_shares(row),
+            _rows(row),
         )
         for row in part["rows"]
     ]
@@ -201,10 +201,10 @@ def _orders(part: Row) -> list[str]:
             f"{row['requests_per_s']:.2f}",
             _seconds(row["ttft_p50_s"]),
             _seconds(row["ttft_p99_s"]),
-            f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
+            _rows(row),
             _percent(row["exact_share"]),
             _percent(row["reused_share"]),
-            "" if row["system"] == STOCK else _percent(row["found_share"]),
+            "" if row["missed_chunks"] is None else _percent(1 - row["missed_chunks"]),
         )
         for row in part["rows"]
     ]
@@ -262,8 +262,8 @@ def _run_cells(row: Row) -> tuple[Any, ...]:
         _seconds(row["tpot_p50_s"]),
         _seconds(row["e2e_p50_s"]),
         _seconds(row["e2e_p99_s"]),
-        f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}",
-        *(_percent(row[f"{kind}_share"]) for kind in ("exact", "reused", "recomputed")),
+        _rows(row),
+        *_shares(row),
         "" if row["slots_max"] is None else row["slots_max"],
         f"{row['machine_gflops']:.0f}",
     )
@@ -281,7 +281,8 @@ def _points_table(points: Sequence[Row]) -> list[str]:
     return markdown_table(("rate", "kept", "goodput/s", *_COLUMNS), cells)
 
 
-def _by_system(runs: Sequence[Row], phase: str) -> dict[str, Row]:
+def by_system(runs: Sequence[Row], phase: str) -> dict[str, Row]:
+    """The run of each system in a phase."""
     return {run["system"]: run for run in runs if run["phase"] == phase}
 
 
@@ -289,6 +290,19 @@ def _over(values: Mapping[str, float | None], one: str, other: str) -> float | N
     """Ratio of two systems, None where one was not measured."""
     first, second = values.get(one), values.get(other)
     return first / second if first and second else None
+
+
+def percent_computed(row: Row) -> str:
+    """Rows that went through the model, as a share of the prompts."""
+    return _percent(row["mean_rows"] / row["mean_prompt_len"])
+
+
+def _rows(row: Row) -> str:
+    return f"{row['mean_rows']:.0f} of {row['mean_prompt_len']:.0f}"
+
+
+def _shares(row: Row) -> list[str]:
+    return [_percent(row[f"{kind}_share"]) for kind in ("exact", "reused", "recomputed")]
 
 
 def _seconds(value: float | None) -> str:

@@ -126,9 +126,7 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
         "orders": {
             "model": "a model",
             "trace": TRACE,
-            "rows": [
-                summary("epic@0.15", "orders", ours, 0.1) | {"block": block, "found_share": 1.0} for block in range(3)
-            ],
+            "rows": [summary("epic@0.15", "orders", ours, 0.1) | {"block": block} for block in range(3)],
         },
     }
     return {name: value | {"run": RUN} if isinstance(value, dict) else value for name, value in report.items()}
@@ -153,6 +151,7 @@ def test_report_and_plot(tmp_path: Path) -> None:
         "## Ever new orders",
     ):
         assert part in text
+    assert "| 13-18 | `epic@0.15` | 4.00 | 0.100 | 0.100 | 39 of 100 | 10 % | 60 % | 75 % |" in text
     assert "| `epic@0.15` | 4.00 | 4.0x |" in "\n".join(headline(report))
     assert draw(tmp_path / "a.png", report)
     assert (tmp_path / "a.png").stat().st_size > 10_000
