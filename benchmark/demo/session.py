@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmark.common.server import Server, Timed
 from benchmark.demo.corpus import Passage, Question
+from benchmark.quality.prompts import SEPARATOR
 
-SEPARATOR = "<|chunk|>"
 SYSTEM = (
     "You answer questions about a software project. Use only the passages below, which were taken from its "
     "documentation. Name the passage that you used. If none of them holds the answer, say so in one sentence.\n\n"
@@ -55,9 +55,13 @@ class Exchange:
 
 
 def build_prompt(passages: Sequence[Passage], question: Question) -> str:
-    """System prompt, the passages marked with separators, the question. The documents speak of the separator too."""
-    pieces = [SYSTEM, *(passage.text for passage in passages), question.text]
-    return SEPARATOR.join(piece.replace(SEPARATOR, "(separator)") for piece in pieces)
+    """System prompt, the passages marked with separators, the question."""
+    return SEPARATOR.join(unmarked(piece) for piece in (SYSTEM, *(passage.text for passage in passages), question.text))
+
+
+def unmarked(text: str) -> str:
+    """The text without separators: documents may speak of the separator, but must not mark anything."""
+    return text.replace(SEPARATOR, "(separator)")
 
 
 def warm_up(server: Server) -> None:

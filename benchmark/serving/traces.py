@@ -19,7 +19,7 @@ import numpy as np
 from benchmark.common.models import FIRST_PLAIN_ID
 from benchmark.demo.corpus import Passage, ask_questions
 from benchmark.demo.retriever import Retriever
-from benchmark.demo.session import SEPARATOR, SYSTEM
+from benchmark.demo.session import SYSTEM, unmarked
 from benchmark.quality.question import DataError, read_jsonl
 from benchmark.quality.synthetic.notes import Asked, Notes, Shape, make_notes, places_of
 from benchmark.quality.synthetic.vocabulary import SYSTEM as NOTES_SYSTEM
@@ -79,8 +79,8 @@ def documents(
     prompts = []
     for question in ask_questions(passages, num, num_topics, seed):
         found = retriever.find(question.text, draw.randint(*per_question))
-        chunks = tuple(Chunk(passage.text, _clean(passage.text)) for passage in found)
-        prompts.append(Prompt(SYSTEM, chunks, _clean(question.text), output_len))
+        chunks = tuple(Chunk(passage.text, unmarked(passage.text)) for passage in found)
+        prompts.append(Prompt(SYSTEM, chunks, unmarked(question.text), output_len))
     return prompts
 
 
@@ -191,15 +191,10 @@ def _log_prompts(path: Path, output_len: int) -> Iterator[Prompt]:
             if time < begin:
                 raise DataError(f'{where}: "timestamp" is before the first line\'s; sort the log by time.')
         yield Prompt(
-            head=_clean(value.get("system", "")),
-            chunks=tuple(Chunk(text, _clean(text)) for text in texts),
-            tail=_clean(value["question"]),
+            head=unmarked(value.get("system", "")),
+            chunks=tuple(Chunk(text, unmarked(text)) for text in texts),
+            tail=unmarked(value["question"]),
             output_len=length,
             session=value.get("session", 0),
             arrival_s=None if time is None or begin is None else float(time - begin),
         )
-
-
-def _clean(text: str) -> str:
-    """Texts may speak of the separator, but must not mark anything."""
-    return text.replace(SEPARATOR, "(separator)")
