@@ -1,6 +1,7 @@
 """The demo's corpus: this repository's own prose, cut into passages, and questions about it.
 
-Verbs: `read_corpus` (files -> sections), `cut_passages` (sections -> passages of similar length), `ask_questions`.
+Verbs: `read_corpus` (files -> sections), `cut_passages` (sections -> passages of similar length), `train_on_corpus`
+(both, with a tokenizer made for them), `ask_questions`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmark.common.machine import ROOT
+from benchmark.common.models import train_tokenizer
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+from transformers import PreTrainedTokenizerFast
 
 # Whatever of these is missing is left out.
 PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "LICENSE")
@@ -126,6 +130,13 @@ def _pieces(section: Section, count_tokens: Callable[[str], int], max_len: int) 
             taken.append(unit)
         pieces.append(separator.join(taken))
     return pieces
+
+
+def train_on_corpus(vocab: int) -> tuple[PreTrainedTokenizerFast, list[Passage]]:
+    """A tokenizer trained on this repository's prose, and the passages that it cuts it into."""
+    sections = read_corpus(ROOT)
+    tokenizer = train_tokenizer((text for section in sections for text in section.paragraphs), vocab)
+    return tokenizer, cut_passages(sections, lambda text: len(tokenizer.tokenize(text)))
 
 
 def ask_questions(passages: Sequence[Passage], num_questions: int, num_topics: int, seed: int) -> list[Question]:

@@ -22,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape, make_llama, train_tokenizer
+from benchmark.common.models import LlamaShape, make_llama
 from benchmark.common.results import describe_run
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.demo.answers import MODEL_DIR, build_answer_table, make_all_questions, show_examples
 from benchmark.demo.answers import ask_all as ask_all_questions
-from benchmark.demo.corpus import Passage, ask_questions, cut_passages, read_corpus
+from benchmark.demo.corpus import Passage, ask_questions, train_on_corpus
 from benchmark.demo.report import LEGEND, build_table, draw_plot, summarize, write_json
 from benchmark.demo.retriever import Retriever
 from benchmark.demo.session import Exchange, ask_both, build_prompt, warm_up
@@ -55,10 +55,7 @@ def parse_args() -> argparse.Namespace:
 
 def prepare(console: Console) -> tuple[list[Passage], Path]:
     """Passages of the corpus, and the folder of a model whose tokenizer was trained on them."""
-    sections = read_corpus(ROOT)
-    texts = [paragraph for section in sections for paragraph in section.paragraphs]
-    tokenizer = train_tokenizer(texts, SHAPE.vocab)
-    passages = cut_passages(sections, lambda text: len(tokenizer.tokenize(text)))
+    tokenizer, passages = train_on_corpus(SHAPE.vocab)
     model_dir = make_llama(OUT_DIR / "model", SHAPE, tokenizer=tokenizer, seed=SEED)
     lengths = [len(tokenizer.tokenize(passage.text)) for passage in passages]
     console.print(

@@ -28,16 +28,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
-from benchmark.common.models import make_llama, train_tokenizer
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
-from benchmark.demo.corpus import Passage, cut_passages, read_corpus
+from benchmark.demo.corpus import Passage
 from benchmark.quality.question import DataError
 from benchmark.quality.synthetic.vocabulary import WORDS
 from benchmark.serving import traces
 from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, Tape, Tick
 from benchmark.serving.fleet import Fleet
+from benchmark.serving.models import CACHE_DIR, documents_model
 from benchmark.serving.parts import ask_trained, compare_fresh, order_anew, replay, serve
 from benchmark.serving.plan import ORDERS_SPEC, PLANS, VOCAB
 from benchmark.serving.plots import draw
@@ -49,7 +49,6 @@ from rich.console import Console
 MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "fresh"), ("trained", "orders")
 PARTS = (*MAIN_PARTS, *SMALL_PARTS)
 COMPARED = (STOCK, OURS)
-CACHE_DIR = ROOT / ".cache" / "serving"
 TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
 SMALL_POOL_LEN = 65536
 
@@ -113,7 +112,7 @@ class Runner:
     def __init__(self, args: argparse.Namespace, tick: Tick) -> None:
         self.args, self.plan, self.tick = args, args.plan, tick
         self.report: dict[str, Any] = _earlier(args) | {"plan": args.plan.name}
-        self._texts: list[Passage] = []
+        self._passages: list[Passage] = []
         # Before any server is started: a mistake in these files should not take minutes to show.
         self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
         if args.timestamps:
@@ -138,9 +137,11 @@ class Runner:
         systems = list(parse_systems(COMPARED))
         if "serve" in parts:
             systems = [*args.swept, *args.closed_systems, *(systems if len(parts) > 1 else ())]
-        self._model = args.model or self._documents_model()
+        model = args.model
+        if model is None:
+            model, self._passages = documents_model(plan.shape)
         self._pool_len = args.pool or plan.pool_len
-        return self._fleet(self._model, systems, self._pool_len)
+        return self._fleet(model, systems, self._pool_len)
 
     def _small_fleet(self, parts: Sequence[str]) -> Fleet:
         names = (*(self.plan.trained if "trained" in parts else ()), *(COMPARED if "orders" in parts else ()))
@@ -149,14 +150,6 @@ class Runner:
     def _fleet(self, model: Path, systems: Iterable[System], pool_len: int) -> Fleet:
         flags = ("--max-total-tokens", str(pool_len), *self.args.server_flags.split())
         return Fleet(model, (system.kind for system in systems), flags, CACHE_DIR)
-
-    def _documents_model(self) -> Path:
-        """A random model whose tokenizer was trained on this repository's prose; its passages are kept."""
-        sections = read_corpus(ROOT)
-        tokenizer = train_tokenizer((text for section in sections for text in section.paragraphs), VOCAB)
-        self._texts = cut_passages(sections, lambda text: len(tokenizer.tokenize(text)))
-        shape = self.plan.shape
-        return make_llama(CACHE_DIR / f"llama-{shape.layers}x{shape.hidden}", shape, tokenizer=tokenizer)
 
     def _serve(self, fleet: Fleet) -> dict[str, Any]:
         """The main part: a generated trace or a user's log."""
@@ -190,7 +183,7 @@ class Runner:
         """Real text and a real retriever."""
         load = self.plan.load
         num = load.warmup + load.closed
-        prompts = traces.documents(self._texts, num=num, output_len=self.plan.output_len, seed=self.args.seed)
+        prompts = traces.documents(self._passages, num=num, output_len=self.plan.output_len, seed=self.args.seed)
         bench = Bench(fleet, Tape(prompts), self.tick)
         for system in parse_systems((STOCK, REORDER, OURS)):
             subject = bench.begin(system)
@@ -198,7 +191,7 @@ class Runner:
             subject.closed("documents", load.closed, load.clients)
         return {
             "model": self._model_text(),
-            "num_passages": len(self._texts),
+            "num_passages": len(self._passages),
             "trace": describe_trace(prompts),
             "runs": bench.runs,
         }

@@ -13,7 +13,6 @@ are those of `stacks.py`. Linux lets py-spy read another process where it belong
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
 import signal
 import subprocess
@@ -26,20 +25,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.question import DataError
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop
 from benchmark.serving.fleet import Fleet
+from benchmark.serving.models import CACHE_DIR, documents_model
 from benchmark.serving.plan import PLANS, VOCAB
 from benchmark.serving.stacks import RULES, read_collapsed, shares
 from benchmark.serving.systems import System, Writer, parse_systems
 from rich.console import Console
 
-CACHE_DIR = ROOT / ".cache" / "serving"
 RATE = 50  # samples a second
 ATTACH_S = 3.0
 SCHEDULER = "sglang::scheduler"
@@ -182,9 +179,8 @@ def main() -> int:
         "rate": RATE,
         "clients": plan.load.clients,
     }
-    spec = dataclasses.astuple(plan.shape)
-    model = make_llama(ROOT / ".cache" / "bench" / ("llama-" + "x".join(map(str, spec[:2])) + f"-{VOCAB}"), plan.shape)
-    flags = ("--max-total-tokens", str(plan.pool_len), "--skip-tokenizer-init")
+    model, _ = documents_model(plan.shape)
+    flags = ("--max-total-tokens", str(plan.pool_len))
     try:
         with Fleet(model, (system.kind for system in args.systems), flags, CACHE_DIR) as fleet:
             report["rows"] = [profile(system, fleet, args, console) for system in args.systems]

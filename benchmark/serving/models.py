@@ -1,0 +1,17 @@
+"""The model that is served where a user gives none: `documents_model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmark.common.machine import ROOT
+from benchmark.common.models import LlamaShape, make_llama
+from benchmark.demo.corpus import Passage, train_on_corpus
+
+CACHE_DIR = ROOT / ".cache" / "serving"  # models, logs, and results that are not to be kept
+
+
+def documents_model(shape: LlamaShape) -> tuple[Path, list[Passage]]:
+    """A random model whose tokenizer was trained on this repository's prose, and that prose as passages."""
+    tokenizer, passages = train_on_corpus(shape.vocab)
+    return make_llama(CACHE_DIR / f"llama-{shape.layers}x{shape.hidden}", shape, tokenizer=tokenizer), passages
