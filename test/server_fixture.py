@@ -1,13 +1,14 @@
 """A real SGLang server for tests: the one of the benchmarks, with the requests that tests make.
 
 - `Server(model_dir, *flags)` is a context manager; use one per module, a start takes 50-80 s on two cores.
+- `OneAtATime` for a module that wants several.
 - `generate`, `chat`, `post`, `get` ask it and raise `HTTPStatusError` unless told to return the response;
   `flush` empties its caches; `log` is what it has written so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,34 @@ class Server(base.Server):
             messages = [{"role": "user", "content": messages}]
         request = {"model": "default", "messages": list(messages), "temperature": 0, "max_tokens": max_tokens, **body}
         return self.post("/v1/chat/completions", request).json()
+
+
+class OneAtATime:
+    """Of several servers that tests of a module want one after the other, the one that was asked for last.
+
+    A server's processes have 2.5 GB of memory, and a module may want more of them than a machine has room for. A
+    context manager; tests that want the same one should stand together.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._server: Server | None = None
+
+    def __enter__(self) -> OneAtATime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def use(self, name: str, make: Callable[[], Server]) -> Server:
+        """The server of this name, running; the one before it, if it is another, is stopped."""
+        if self._server is None or name != self._name:
+            if self._server is not None:
+                self._server.stop()
+            self._name, self._server = name, make()
+            self._server.start()
+        return self._server
 
 
 def output_logprobs(reply: Mapping[str, Any]) -> list[float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmark.quality.question import DataError
 from benchmark.serving.arrivals import poisson
 from benchmark.serving.client import Run, closed_loop, open_loop
 from benchmark.serving.fleet import Fleet, machine_speed
@@ -22,7 +23,7 @@ from benchmark.serving.systems import System, Writer
 Tick = Callable[[str], None]
 
 
-class TraceTooShort(RuntimeError):
+class TraceTooShort(DataError):
     """The trace has no prompts left; the message says how many were wanted."""
 
 

@@ -7,10 +7,10 @@
     python benchmark/serving/bench_serving.py --parts serve --log MY.jsonl --model DIR --timestamps MY.csv:Timestamp:s
 
 Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation), `documents` (cold and closed loop
-over this repository's prose, with a real retriever), `fresh` (a trace without a repeated chunk), `trained` (right
-answers and speed of the trained model), `orders` (thousands of queries in ever new orders). A server is started for
-each kind of system and paused while it is not measured. Results: `benchmark/results/serving/NAME.{json,md,png}`, or
-`.cache/serving/` with `--plan quick`. docs/benchmarks.md explains them.
+over this repository's prose, with a real retriever), `crowd` (more clients than the KV pool has room for), `fresh` (a
+trace without a repeated chunk), `trained` (right answers and speed of the trained model), `orders` (thousands of
+queries in ever new orders). A server is started for each kind of system and paused while it is not measured. Results:
+`benchmark/results/serving/NAME.{json,md,png}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, Tape, Tick
 from benchmark.serving.fleet import Fleet
 from benchmark.serving.models import CACHE_DIR, documents_model
-from benchmark.serving.parts import ask_trained, compare_fresh, order_anew, replay, serve
-from benchmark.serving.plan import ORDERS_SPEC, PLANS, VOCAB
+from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, replay, serve
+from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import OURS, targets, to_markdown
-from benchmark.serving.systems import REORDER, STOCK, System, parse_systems
+from benchmark.serving.systems import REORDER, STOCK, System, parse_systems, without_room
 from rich.console import Console
 
-MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "fresh"), ("trained", "orders")
-PARTS = (*MAIN_PARTS, *SMALL_PARTS)
 COMPARED = (STOCK, OURS)
 TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
 SMALL_POOL_LEN = 65536
@@ -58,7 +56,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plan", default="standard", choices=sorted(PLANS))
-    parser.add_argument("--parts", help=f"any of {', '.join(PARTS)} (default: all, with --log: serve)")
+    parser.add_argument("--parts", help=f"any of {', '.join(PARTS)} (default: the plan's, with --log: serve)")
     parser.add_argument("--systems", help="swept ones, such as stock,reorder,epic@0.15 (default: the plan's)")
     parser.add_argument("--closed-only", help="systems without a sweep (default: the plan's, with --systems none)")
     parser.add_argument("--bound-s", type=float, help="of the p99 of the time to first token (default: from stock)")
@@ -81,7 +79,7 @@ def parse_args() -> argparse.Namespace:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.plan = PLANS[args.plan]
-    args.parts = tuple((args.parts or ("serve" if args.log else ",".join(PARTS))).split(","))
+    args.parts = tuple((args.parts or ("serve" if args.log else ",".join(args.plan.parts))).split(","))
     if unknown := sorted(set(args.parts) - set(PARTS)):
         parser.error(f"--parts: {unknown[0]} is not one of {', '.join(PARTS)}")
     if (args.log is None) != (args.model is None):
@@ -117,6 +115,8 @@ class Runner:
         self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
         if args.timestamps:
             self._recorded()
+        if self._log is not None and self._arrivals(self._log) is None:
+            _check_length(args.log, len(self._log), self.plan.load)
 
     def run(self) -> Iterator[None]:
         """Yields after each part."""
@@ -137,6 +137,8 @@ class Runner:
         systems = list(parse_systems(COMPARED))
         if "serve" in parts:
             systems = [*args.swept, *args.closed_systems, *(systems if len(parts) > 1 else ())]
+        if "crowd" in parts:
+            systems += self._crowd_systems()
         model = args.model
         if model is None:
             model, self._passages = documents_model(plan.shape)
@@ -196,6 +198,21 @@ class Runner:
             "runs": bench.runs,
         }
 
+    def _crowd(self, fleet: Fleet) -> dict[str, Any]:
+        """What becomes of reuse when running requests fill the KV pool."""
+        plan = self.plan
+        num = plan.load.warmup + plan.crowd_num
+        spec = dataclasses.replace(plan.spec, name="crowd", num_requests=num, seed=self.args.seed)
+        prompts = traces.generated(spec, VOCAB, plan.output_len)
+        bench = Bench(fleet, Tape(prompts), self.tick)
+        rows = crowd(bench, self._crowd_systems(), plan.load, plan.crowd_num, plan.crowd_clients)
+        about = {"model": self._model_text(), "pool_len": self._pool_len, "clients": plan.crowd_clients}
+        return about | {"trace": describe_trace(prompts), "rows": rows}
+
+    def _crowd_systems(self) -> list[System]:
+        stock, ours = parse_systems(COMPARED)
+        return [stock, ours, without_room(ours)]
+
     def _fresh(self, fleet: Fleet) -> dict[str, Any]:
         """What it costs when nothing is ever repeated."""
         plan = self.plan
@@ -237,6 +254,13 @@ class Runner:
             return self._recorded()[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
         return [time / self.args.speed for time in own] if own else None
+
+
+def _check_length(path: Path, num: int, load: Load) -> None:
+    """A log that is not replayed at its own times must do for warm-up, closed loop and a few rates."""
+    wanted = load.warmup + load.closed + load.point_num[0] * len(load.fractions)
+    if num < wanted:
+        raise DataError(f"{path}: {num} prompts, this plan needs {wanted} at least; give more, or timestamps.")
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Any]:

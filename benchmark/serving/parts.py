@@ -1,4 +1,4 @@
-"""Parts of the benchmark: `serve`, `replay`, `compare_fresh`, `ask_trained`, `order_anew`.
+"""Parts of the benchmark: `serve`, `replay`, `crowd`, `compare_fresh`, `ask_trained`, `order_anew`.
 
 Each gives what the report shows of it.
 """
@@ -83,6 +83,16 @@ def _sweep(
 def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> tuple[dict[str, Any], Run]:
     # One label per rate: systems that meet the same rate get the same prompts and gaps.
     return subject.poisson(f"rate {rate:.4g}", load.num_at(rate), rate, seed, bound_s)
+
+
+def crowd(bench: Bench, systems: Sequence[System], load: Load, num: int, clients: int) -> list[dict[str, Any]]:
+    """A closed loop of more clients than the KV pool has room for, behind a warm-up with few: one row per system."""
+    rows = []
+    for system in systems:
+        subject = bench.begin(system)
+        subject.closed("cold", load.warmup, load.clients)
+        rows.append(subject.closed("crowd", num, clients)[0])
+    return rows
 
 
 def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, block_len: int, clients: int) -> list[Any]:

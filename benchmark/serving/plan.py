@@ -12,6 +12,9 @@ from benchmark.serving.systems import NO_CACHE, REORDER, STOCK
 from benchmark.simulate.trace import TraceSpec
 
 VOCAB = 4096
+MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh"), ("trained", "orders")
+PARTS = (*MAIN_PARTS, *SMALL_PARTS)
+"""By the model that they are about: the plan's, and the trained one."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Plan:
         spec: of the generated trace; its number of requests is as many as the run may need.
         pool_len: tokens of the KV pool of every server.
         swept: systems that are swept; `closed_only` run warm-up and closed loop.
+        parts: what is run unless the command line says otherwise.
+        crowd_num, crowd_clients: queries of a crowd, and how many clients send them.
         fresh_blocks, fresh_len: pairs of blocks of the trace without a repeated chunk, and queries per block.
         trained: systems that the trained model answers for.
         trained_num: questions to each, behind `trained_warmup` that do not count.
@@ -66,6 +71,9 @@ class Plan:
     swept: tuple[str, ...] = (STOCK, REORDER, "epic@0.15")
     closed_only: tuple[str, ...] = ()
     output_len: int = 8
+    parts: tuple[str, ...] = PARTS
+    crowd_num: int = 96
+    crowd_clients: int = 48
     fresh_blocks: int = 8
     fresh_len: int = 4
     trained: tuple[str, ...] = ()
@@ -107,6 +115,7 @@ STANDARD = Plan(
     pool_len=49152,
     load=Load(point_s=30.0, point_num=(12, 60)),
     closed_only=(NO_CACHE, "cache-craft@0.15"),
+    parts=("serve", "documents", "fresh", "trained"),
     trained=_TRAINED,
 )
 LONG = Plan(
@@ -131,6 +140,8 @@ QUICK = Plan(
     pool_len=16384,
     load=Load(warmup=8, closed=8, fractions=(0.3, 1.0), point_s=3.0, point_num=(4, 12), refinements=0),
     closed_only=(NO_CACHE,),
+    crowd_num=12,
+    crowd_clients=12,
     fresh_blocks=2,
     fresh_len=2,
     trained=(STOCK, "epic@0.15"),

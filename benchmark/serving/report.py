@@ -131,6 +131,19 @@ def _documents(part: Row) -> list[str]:
     ]
 
 
+def _crowd(part: Row) -> list[str]:
+    return [
+        "## A crowd",
+        "",
+        f"Model: {part['model']}. {part['clients']} clients in a closed loop, behind a warm-up with few; their prompts",
+        f"are more than the KV pool of {part['pool_len']} tokens holds. `no room kept`: running requests may evict all",
+        'reused chunks (`{"keep_share": 0}`).',
+        *_trace(part),
+        "",
+        *_runs_table(part["rows"]),
+    ]
+
+
 def _fresh(part: Row) -> list[str]:
     header = ("system", "with, s", "stock, s", "loss", "95 % interval", "target")
     cells = [
@@ -218,7 +231,14 @@ def _orders(part: Row) -> list[str]:
     ]
 
 
-_PARTS = {"serve": _serve, "documents": _documents, "fresh": _fresh, "trained": _trained, "orders": _orders}
+_PARTS = {
+    "serve": _serve,
+    "documents": _documents,
+    "crowd": _crowd,
+    "fresh": _fresh,
+    "trained": _trained,
+    "orders": _orders,
+}
 
 
 def _trace(part: Row) -> list[str]:

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmark.quality.conditions import Condition, parse_method
@@ -27,6 +27,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("--disable-radix-cache",),
     "plain": (),
     "chunk": ("--chunk-cache",),
+    "no-room": ("--chunk-cache", "--chunk-cache-config", '{"keep_share": 0}'),
 }
 """Flags that tell the servers apart, by kind; all others are the same for all of them."""
 
@@ -52,6 +53,11 @@ BASELINES: Mapping[str, System] = {
     STOCK: System(STOCK, "plain"),
     REORDER: System(REORDER, "plain", reorders=True),
 }
+
+
+def without_room(system: System) -> System:
+    """The same on a server whose running requests may evict every stored chunk."""
+    return replace(system, name=f"{system.name}, no room kept", kind="no-room")
 
 
 def parse_systems(names: Iterable[str]) -> list[System]:

@@ -1,9 +1,11 @@
-"""Servers for this folder, started once: with the chunk cache, as SGLang was released, and of a trained model."""
+"""Servers for this folder, started once: with the chunk cache, as SGLang was released, and of a trained model.
+
+A server's processes have 2.5 GB of memory, so it lives as long as the tests of one group (`conftest.group_of`) run.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from benchmark.common.machine import ROOT
 from benchmark.common.server import offline_env
 
+from conftest import group_of
 from server.contract import Passages
 from server_fixture import Server
 from tiny_models import make_model
@@ -30,25 +33,51 @@ def model_dir(model_root: Path) -> Path:
     return make_model("llama", model_root / "llama")
 
 
-@pytest.fixture(scope="package")
-def server(model_dir: Path) -> Iterator[Server]:
+_started: dict[str, Server] = {}
+
+
+def _shared(name: str, model: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+    """Started by the first test of a group that wants it."""
+    if name not in _started:
+        server = Server(model, *flags, env=env)
+        server.start()
+        _started[name] = server
+    return _started[name]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stops the servers behind the last test of a group, when the fixtures that still ask them are gone."""
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        _stop_all()
+
+
+def pytest_sessionfinish() -> None:
+    """Also where the tests were interrupted."""
+    _stop_all()
+
+
+def _stop_all() -> None:
+    while _started:
+        _started.popitem()[1].stop()
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Server:
     """The chunk cache with its defaults."""
-    with Server(model_dir, *FLAGS, "--enable-metrics", "--chunk-cache", env=STRICT) as server:
-        yield server
+    return _shared("server", model_dir, *FLAGS, "--enable-metrics", "--chunk-cache", env=STRICT)
 
 
-@pytest.fixture(scope="package")
-def stock(model_dir: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def stock(model_dir: Path) -> Server:
     """The same model without `--chunk-cache`."""
-    with Server(model_dir, *FLAGS) as server:
-        yield server
+    return _shared("stock", model_dir, *FLAGS)
 
 
-@pytest.fixture(scope="package")
-def trained_server() -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def trained_server() -> Server:
     """A model that answers, with the chunk cache. The modules that use it are one group in `test/conftest.py`."""
-    with Server(TRAINED_MODEL, "--chunk-cache", "--dtype", "float32", env=offline_env()) as server:
-        yield server
+    return _shared("trained", TRAINED_MODEL, "--chunk-cache", "--dtype", "float32", env=offline_env())
 
 
 @pytest.fixture(scope="package")

@@ -27,7 +27,7 @@ from server.tier_contract import (
     tiers,
     wait_until,
 )
-from server_fixture import Server, output_logprobs
+from server_fixture import OneAtATime, Server, output_logprobs
 from tiny_models import make_model
 
 pytestmark = pytest.mark.server
@@ -51,19 +51,24 @@ def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def evicting(model_dir: Path, folder: Folder) -> Iterator[Server]:
+def beside() -> Iterator[OneAtATime]:
+    """The server beside `through` and `stock`."""
+    with OneAtATime() as servers:
+        yield servers
+
+
+@pytest.fixture
+def evicting(beside: OneAtATime, model_dir: Path, folder: Folder) -> Server:
     """Writes what leaves the pool to the host tier, and what leaves that to disk; pages of 16."""
     flags = tier_flags(host_bytes="200KB", disk={"path": str(folder.path)}, write="evict")
-    with tier_server(model_dir, *flags, "--page-size", "16") as server:
-        yield server
+    return beside.use("evicting", lambda: tier_server(model_dir, *flags, "--page-size", "16"))
 
 
-@pytest.fixture(scope="module")
-def slow(model_dir: Path, folder: Folder) -> Iterator[Server]:
+@pytest.fixture
+def slow(beside: OneAtATime, model_dir: Path, folder: Folder) -> Server:
     """Reads the folder as if it were far away."""
     flags = tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S)
-    with tier_server(model_dir, *flags) as server:
-        yield server
+    return beside.use("slow", lambda: tier_server(model_dir, *flags))
 
 
 @pytest.fixture
@@ -343,14 +348,15 @@ def _from_disk(server: Server, chunk: str, tokenizer: Any) -> bool:
 
 
 @pytest.fixture(
-    scope="module",
     params=[
         "seed",
         pytest.param("rope", marks=pytest.mark.all),
         pytest.param("dtype", marks=pytest.mark.all),
     ],
 )
-def other(request: pytest.FixtureRequest, model_root: Path, model_dir: Path, folder: Folder) -> Iterator[Server]:
+def other(
+    request: pytest.FixtureRequest, beside: OneAtATime, model_root: Path, model_dir: Path, folder: Folder
+) -> Server:
     """A server for which the KV of the others is wrong."""
     model, flags = model_dir, tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
     if request.param == "seed":
@@ -359,8 +365,7 @@ def other(request: pytest.FixtureRequest, model_root: Path, model_dir: Path, fol
         model = make_model("llama", model_root / "llama-other-rope", rope="linear")
     else:
         flags = (*flags, "--dtype", "bfloat16")
-    with tier_server(model, *flags) as server:
-        yield server
+    return beside.use(request.param, lambda: tier_server(model, *flags))
 
 
 def test_another_model_never_matches(through, other, tokenizer, folder, passages, stored):
@@ -390,11 +395,10 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Fo
     return Folder(tmp_path_factory.mktemp("ranks"), tokenizer)
 
 
-@pytest.fixture(scope="module")
-def ranks(model_dir: Path, ranks_folder: Folder) -> Iterator[Server]:
+@pytest.fixture
+def ranks(beside: OneAtATime, model_dir: Path, ranks_folder: Folder) -> Server:
     flags = tier_flags(host_bytes="50MB", disk={"path": str(ranks_folder.path)})
-    with tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0) as server:
-        yield server
+    return beside.use("ranks", lambda: tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0))
 
 
 def rank_of(path: Path) -> int:

@@ -117,6 +117,13 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
             "points": points,
             "runs": [summary(name, "closed", rate, 1 / rate) for name, rate in systems.items()],
         },
+        "crowd": {
+            "model": "a model",
+            "pool_len": 1000,
+            "clients": 48,
+            "trace": TRACE,
+            "rows": [summary(name, "crowd", rate, 1 / rate) for name, rate in systems.items()],
+        },
         "fresh": {"rows": [fresh], "block_len": 4},
         "trained": {
             "model": "qa",
@@ -146,6 +153,7 @@ def test_report_and_plot(tmp_path: Path) -> None:
     for part in (
         "## Targets",
         "## Under load",
+        "## A crowd",
         "## No repeated chunk",
         "## Quality beside speed",
         "## Ever new orders",
