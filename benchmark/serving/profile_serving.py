@@ -2,6 +2,7 @@
 
     python benchmark/serving/profile_serving.py                       # stock and epic@0.15, plan long
     python benchmark/serving/profile_serving.py --systems epic@0.15,cacheblend@0.15 --plan standard --num 60
+    python benchmark/serving/profile_serving.py --new-share 1 --name profile-fresh    # what remembering costs
 
 py-spy (a dependency of SGLang) samples the processes of the server 50 times a second while clients work in a closed
 loop: once for the table, once more for the flame graph. Sampling slows the server down, so no speed is reported. Stages
@@ -13,6 +14,7 @@ are those of `stacks.py`. Linux lets py-spy read another process where it belong
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import signal
 import subprocess
@@ -51,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plan", default="long", choices=sorted(PLANS))
     parser.add_argument("--systems", default="stock,epic@0.15")
     parser.add_argument("--num", type=int, default=30, help="queries per profile, behind the plan's warm-up")
+    parser.add_argument("--new-share", type=float, help="of chunks that are never repeated (default: the plan's)")
     parser.add_argument("--name", default="profile", help="of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "serving")
     args = parser.parse_args()
@@ -60,6 +63,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--systems: {error}")
     if args.num < 1:
         parser.error("--num: at least 1")
+    if args.new_share is not None and not 0 <= args.new_share <= 1:
+        parser.error("--new-share: give a number in [0, 1]")
     return args
 
 
@@ -68,7 +73,8 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
     plan = PLANS[args.plan]
     server = fleet.use(system.kind)
     server.flush()
-    prompts = traces.generated(plan.spec, VOCAB, plan.output_len)
+    new_share = plan.spec.new_share if args.new_share is None else args.new_share
+    prompts = traces.generated(dataclasses.replace(plan.spec, new_share=new_share), VOCAB, plan.output_len)
     writer = Writer(system)
     warmup, clients = plan.load.warmup, plan.load.clients
     bodies = [writer.body(prompt) for prompt in prompts[: warmup + 2 * args.num]]
@@ -146,7 +152,7 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         "",
         *run_markdown(report),
         f"- model: {report['model']}, fp32, random weights; plan {report['plan']}, {report['clients']} clients in a "
-        "closed loop",
+        "closed loop" + ("" if report["new_share"] is None else f"; share of new chunks {report['new_share']:g}"),
         "",
         f"Samples of the scheduler process, {report['rate']} a second while clients work: ms per request, and",
         "the share of all that were not waiting. Sampling slows the server down; shares are what counts.",
@@ -178,6 +184,7 @@ def main() -> int:
         "model": str(plan.shape),
         "rate": RATE,
         "clients": plan.load.clients,
+        "new_share": args.new_share,
     }
     model, _ = documents_model(plan.shape)
     flags = ("--max-total-tokens", str(plan.pool_len))
