@@ -78,7 +78,7 @@ def _block(report: Mapping[str, Any]) -> str:
         f"Serving under load, {part['model']}, {machine['cores']} cores of {machine['cpu']}; prompts of "
         f"{trace['mean_prompt_len']} tokens on average, {trace['chunks_per_prompt'][0]} to "
         f"{trace['chunks_per_prompt'][1]} retrieved passages each ([all numbers](docs/benchmarks/serving.md), "
-        "`make bench`):"
+        f"`python benchmark/serving/bench_serving.py --plan {report['plan']}`):"
     )
     return "\n".join([about, "", *headline(report)])
 
