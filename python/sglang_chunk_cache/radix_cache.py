@@ -64,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 Ranges = list[tuple[int, int]]
 
+ROOM_PER_REUSED = 4
+"""Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
+
 
 def create(ctx: TreeCacheBuildContext) -> ChunkRadixCache:
     """Factory of `--radix-cache-backend chunk_cache`.
@@ -138,10 +141,10 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     @property
     def num_kept_tokens(self) -> int:
-        """Of reused chunks, that are not evicted for a request while others run; at most a share of the pool."""
+        """That running requests leave to stored chunks: by how much is reused, at most a share of the pool."""
         assert self._index is not None
         most = int(self.chunk_config.keep_share * self.token_to_kv_pool_allocator.size)
-        return min(most, self._index.num_reused_tokens)
+        return min(most, ROOM_PER_REUSED * self._index.num_reused_tokens)
 
     # Lookup.
 

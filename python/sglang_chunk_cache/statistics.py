@@ -11,6 +11,7 @@ numbers). A token whose KV was found and not computed has no statistics.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,10 @@ from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.statistics import ChunkStatistics
 from sgl_kernel_ext.attention_mass import attention_mass
+from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.request import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.base import sum_over_ranks
-from sglang_chunk_cache.selection.choose import keep_where
+from sglang_chunk_cache.selection.choose import chunk_of, keep_where
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -108,12 +110,32 @@ class _Job:
         return [0, *earlier, self.span[0]]
 
 
+def _grouped(jobs: Sequence[_Job], implementation: str) -> list[list[_Job]]:
+    """Which jobs are one call: in torch all of a request, whose many small operations would cost most; else each."""
+    if implementation != "torch":
+        return [[job] for job in jobs]
+    return [list(group) for _, group in itertools.groupby(jobs, lambda job: job.request)]
+
+
+def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which rows of their request the jobs are about, in order, and where the chunk of each begins; None of one job."""
+    num_rows = sum(job.end - job.begin for job in jobs)
+    if len(jobs) == 1:  # without a tensor of bounds, which a GPU would have to be given
+        return keep_where((positions >= jobs[0].begin) & (positions < jobs[0].end), num_rows), None
+    bounds = zip(*((job.begin, job.end, job.span[0]) for job in jobs), strict=True)
+    begins, ends, starts = torch.tensor(list(bounds), device=positions.device)
+    which = chunk_of(positions, begins, ends)
+    chosen = keep_where(which >= 0, num_rows)
+    return chosen, starts[which[chosen]]
+
+
 class StatisticsTaker:
     """See the head of this file."""
 
     def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
         self._jobs = jobs
         self._kernel = kernel
+        self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device)))
         self._layers = frozenset(layers)
         self._kv_pool = kv_pool
         group = get_tp_group()
@@ -168,25 +190,30 @@ class StatisticsTaker:
             return
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
         keys = self._kv_pool.get_key_buffer(layer.layer_id)
-        for job, sums in zip(self._jobs, self._sums, strict=True):
-            first = sum(row_lens[: job.request])
-            rows = slice(first, first + row_lens[job.request])
-            inside = (positions[rows] >= job.begin) & (positions[rows] < job.end)
-            chosen = keep_where(inside, job.end - job.begin) + first
+        sums = iter(self._sums)
+        for jobs in self._groups:
+            last = jobs[-1]
+            first = sum(row_lens[: last.request])
+            own = positions[first : first + row_lens[last.request]]
+            chosen, starts = _rows_of(jobs, own)
             received, by_segment = attention_mass(
-                q[chosen],
-                keys[job.slots[:, None], kv_heads],
-                positions[chosen],
+                q[chosen + first],
+                keys[last.slots[:, None], kv_heads],
+                own[chosen],
                 sm_scale=layer.scaling,
                 logit_cap=layer.logit_cap,
-                segment_starts=job.segment_starts,
+                segment_starts=last.segment_starts,
                 skip_self=True,
+                row_starts=starts,
                 backend=self._kernel,
             )
             assert by_segment is not None
-            on_context = by_segment[:, 1 : 2 * job.chunk : 2]
-            outside = on_context.sum(1) if job.chunk else by_segment[:, 0]
-            sums.add_(torch.cat([outside, received[job.span[0] :], on_context.sum(0)]), alpha=len(heads))
+            by_job = by_segment.split([job.end - job.begin for job in jobs])
+            for job, given in zip(jobs, by_job, strict=True):
+                on_context = given[:, 1 : 2 * job.chunk : 2]
+                outside = on_context.sum(1) if job.chunk else given[:, 0]
+                own_received = received[job.span[0] : job.end]
+                next(sums).add_(torch.cat([outside, own_received, on_context.sum(0)]), alpha=len(heads))
 
     def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""

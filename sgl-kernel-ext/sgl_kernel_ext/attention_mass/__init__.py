@@ -35,6 +35,7 @@ def attention_mass(
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
     lse: torch.Tensor | None = None,
+    row_starts: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The softmax mass of one request's rows on its keys.
@@ -51,12 +52,14 @@ def attention_mass(
         skip_self: leave out of `received` what a row gives to the key at its own position.
         lse: [num_rows, num_q_heads] fp32, the log of the sum of exp(score) over the keys that a row sees, which flash
             attention returns beside its output; None = found here.
+        row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
+            of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
 
     Returns:
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or `row_starts` is given and the implementation is Triton.
 
     Example:
         >>> q, k = torch.randn(2, 8, 64), torch.randn(10, 2, 64)
@@ -66,6 +69,8 @@ def attention_mass(
     """
     _check(q, k, row_positions, segment_starts, lse)
     if q.shape[0] and k.shape[0] and resolve_backend(backend, q.device) == "triton":
+        if row_starts is not None:
+            raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
 
         starts = None
@@ -94,7 +99,13 @@ def attention_mass(
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
         weights = torch.softmax(scores, dim=-1) if lse is None else scores.sub_(lse[rows].t()[:, :, None]).exp_()
         weights = weights.sum(0)
-        received[:num_keys] += weights.sum(0)
+        if row_starts is None:
+            received[:num_keys] += weights.sum(0)
+        else:
+            starts = row_starts[rows]
+            first = int(starts.min()) if is_cpu else 0
+            is_before = key_positions[first:num_keys] < starts[:, None]
+            received[first:num_keys] += weights[:, first:].masked_fill(is_before, 0.0).sum(0)
         if skip_self:
             received.index_add_(0, positions, weights.gather(1, positions[:, None])[:, 0], alpha=-1.0)
         if by_segment is not None and member is not None:

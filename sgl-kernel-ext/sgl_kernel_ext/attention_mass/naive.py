@@ -17,6 +17,7 @@ def attention_mass_reference(
     logit_cap: float = 0.0,
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
+    row_starts: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `attention_mass`, everything computed in `dtype`."""
@@ -29,7 +30,8 @@ def attention_mass_reference(
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
             weights[row, : position + 1] += torch.softmax(scores, dim=0) / num_heads
-    received = weights.sum(0)
+    given = weights if row_starts is None else weights * (torch.arange(kv_len, device=q.device) >= row_starts[:, None])
+    received = given.sum(0)
     if skip_self:
         for row, position in enumerate(row_positions.tolist()):
             received[position] -= weights[row, position]

@@ -72,6 +72,21 @@ HARD = [
 ]
 
 
+@pytest.mark.parametrize(("kv_len", "positions"), HARD)
+@pytest.mark.parametrize("skip_self", [False, True])
+def test_rows_give_nothing_in_front_of_their_start(kv_len, positions, skip_self, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", 4 * kv_len * 3)  # three rows a block
+    problem = build(kv_len, positions)
+    row_starts = torch.tensor([position - position % 7 for position in positions])
+    check(problem, segment_starts=[0, kv_len // 2], skip_self=skip_self, row_starts=row_starts)
+
+
+def test_triton_refuses_row_starts():
+    problem = build(8, [3, 5])
+    with pytest.raises(ValueError, match="row_starts"):
+        attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
+
+
 @pytest.mark.parametrize("logit_cap", [0.0, 3.0])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("kv_len", "positions"), HARD)

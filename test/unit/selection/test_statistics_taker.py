@@ -27,7 +27,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def totals(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int, *, one_by_one: bool = False
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each rank would give to the sum, and the requests' states."""
     q, k, slots = tensors
@@ -42,6 +42,8 @@ def totals(
         state: Any = SimpleNamespace(options=SimpleNamespace(spans=SPANS), sums=ChunkSums(SPANS, 1))
         jobs = [module._Job(state, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
         taker = StatisticsTaker(jobs, [1], pool)
+        if one_by_one:
+            taker._groups = [[job] for job in jobs]
         own = q[:, q_heads].flatten(1)
         layer: Any = SimpleNamespace(
             layer_id=1,
@@ -70,6 +72,15 @@ def test_ranks_add_up(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tens
     torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-6)
     has_heads = [bool(part.any()) for part in parts]
     assert has_heads == ([True, True] if tp_size == 2 else [True, False, True, False])
+
+
+def test_chunks_of_a_request_together_give_what_they_give_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...]
+) -> None:
+    (together,), _ = totals(monkeypatch, tensors, 1)
+    (apart,), _ = totals(monkeypatch, tensors, 1, one_by_one=True)
+    assert together.abs().sum() > 1
+    torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-6)
 
 
 def test_the_sums_are_those_of_the_definition(
