@@ -43,7 +43,7 @@ from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import OURS, targets, to_markdown
-from benchmark.serving.systems import REORDER, STOCK, System, parse_systems, without_room
+from benchmark.serving.systems import REORDER, STOCK, System, parse_systems, without_room, without_statistics
 from rich.console import Console
 
 COMPARED = (STOCK, OURS)
@@ -139,6 +139,8 @@ class Runner:
             systems = [*args.swept, *args.closed_systems, *(systems if len(parts) > 1 else ())]
         if "crowd" in parts:
             systems += self._crowd_systems()
+        if "fresh" in parts:
+            systems += self._fresh_systems()
         model = args.model
         if model is None:
             model, self._passages = documents_model(plan.shape)
@@ -219,9 +221,12 @@ class Runner:
         num = (plan.fresh_blocks + 1) * plan.fresh_len
         spec = dataclasses.replace(plan.spec, name="fresh", num_requests=num, new_share=1.0, seed=self.args.seed)
         bench = Bench(fleet, Tape(traces.generated(spec, VOCAB, plan.output_len)), self.tick)
-        systems = parse_systems((*COMPARED, "cache-craft@0.15"))
-        rows = compare_fresh(bench, systems, plan.fresh_blocks, plan.fresh_len, plan.load.clients)
+        rows = compare_fresh(bench, self._fresh_systems(), plan.fresh_blocks, plan.fresh_len, plan.load.clients)
         return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
+
+    def _fresh_systems(self) -> list[System]:
+        stock, ours = parse_systems(COMPARED)
+        return [stock, ours, without_statistics(ours)]
 
     def _trained(self, fleet: Fleet) -> dict[str, Any]:
         """Quality beside speed, of the small trained model."""

@@ -28,6 +28,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "chunk": ("--chunk-cache",),
     "no-room": ("--chunk-cache", "--chunk-cache-config", '{"keep_share": 0}'),
+    "no-statistics": ("--chunk-cache", "--chunk-cache-config", '{"statistics_layers": "none"}'),
 }
 """Flags that tell the servers apart, by kind; all others are the same for all of them."""
 
@@ -58,6 +59,11 @@ BASELINES: Mapping[str, System] = {
 def without_room(system: System) -> System:
     """The same on a server whose running requests may evict every stored chunk."""
     return replace(system, name=f"{system.name}, no room kept", kind="no-room")
+
+
+def without_statistics(system: System) -> System:
+    """The same on a server that takes no statistics of the chunks that it computes."""
+    return replace(system, name=f"{system.name}, no statistics", kind="no-statistics")
 
 
 def parse_systems(names: Iterable[str]) -> list[System]:
