@@ -11,7 +11,8 @@ from exactness.runner import Config, run_cases
 
 PRESSURE = [
     Config(max_total_tokens=900, conservativeness=0.05, force_retract=True),
-    Config(max_total_tokens=1024, conservativeness=0.05, page_size=16, chunked=True),
+    # Without the room for reused chunks, so that requests are admitted until the pool overflows.
+    Config(max_total_tokens=1024, conservativeness=0.05, page_size=16, chunked=True, options=(("keep_share", 0.0),)),
     Config(max_total_tokens=900, conservativeness=0.05, overlap=False, chunked=True, force_retract=True),
 ]
 
