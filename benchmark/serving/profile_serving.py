@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark.common.machine import ROOT
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.question import DataError
@@ -88,6 +89,8 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
     picture.parent.mkdir(parents=True, exist_ok=True)
     with _Sampling(server.pid, "flamegraph", picture):
         closed_loop(server.url, bodies[warmup + args.num :], clients)
+    # Frames name the commands of the processes; where this tree lies is nobody's business.
+    picture.write_text(picture.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
     failed = [record.error for record in run.records if record.error is not None]
     if failed:
         raise ProfilerError(f"{len(failed)} requests to {system.name} failed: {failed[0]}")
