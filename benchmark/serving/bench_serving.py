@@ -43,7 +43,7 @@ from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import OURS, targets, to_markdown
-from benchmark.serving.systems import REORDER, STOCK, System, parse_systems, without_room, without_statistics
+from benchmark.serving.systems import REORDER, STOCK, System, ablated, parse_systems
 from rich.console import Console
 
 COMPARED = (STOCK, OURS)
@@ -113,8 +113,7 @@ class Runner:
         self._passages: list[Passage] = []
         # Before any server is started: a mistake in these files should not take minutes to show.
         self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
-        if args.timestamps:
-            self._recorded()
+        self._recorded = _recorded(args.timestamps, args.speed) if args.timestamps else None
         if self._log is not None and self._arrivals(self._log) is None:
             _check_length(args.log, len(self._log), self.plan.load)
 
@@ -134,18 +133,20 @@ class Runner:
 
     def _main_fleet(self, parts: Sequence[str]) -> Fleet:
         args, plan = self.args, self.plan
-        systems = list(parse_systems(COMPARED))
-        if "serve" in parts:
-            systems = [*args.swept, *args.closed_systems, *(systems if len(parts) > 1 else ())]
-        if "crowd" in parts:
-            systems += self._crowd_systems()
-        if "fresh" in parts:
-            systems += self._fresh_systems()
         model = args.model
         if model is None:
             model, self._passages = documents_model(plan.shape)
         self._pool_len = args.pool or plan.pool_len
-        return self._fleet(model, systems, self._pool_len)
+        return self._fleet(model, (system for part in parts for system in self._systems_of(part)), self._pool_len)
+
+    def _systems_of(self, part: str) -> Sequence[System]:
+        """That a part about the plan's model asks, in this order."""
+        if part == "serve":
+            return (*self.args.swept, *self.args.closed_systems)
+        stock, reorder, ours = parse_systems((STOCK, REORDER, OURS))
+        if part == "documents":
+            return stock, reorder, ours
+        return stock, ours, ablated(ours, "no-room-kept" if part == "crowd" else "no-statistics")
 
     def _small_fleet(self, parts: Sequence[str]) -> Fleet:
         names = (*(self.plan.trained if "trained" in parts else ()), *(COMPARED if "orders" in parts else ()))
@@ -169,8 +170,7 @@ class Runner:
         bench = Bench(fleet, Tape(prompts), self.tick)
         arrivals = self._arrivals(prompts)
         if arrivals is not None:
-            systems = [*args.swept, *args.closed_systems]
-            found: dict[str, Any] = {"replay": replay(bench, systems, arrivals, args.bound_s)}
+            found: dict[str, Any] = {"replay": replay(bench, self._systems_of("serve"), arrivals, args.bound_s)}
         else:
             found = serve(
                 bench,
@@ -189,7 +189,7 @@ class Runner:
         num = load.warmup + load.closed
         prompts = traces.documents(self._passages, num=num, output_len=self.plan.output_len, seed=self.args.seed)
         bench = Bench(fleet, Tape(prompts), self.tick)
-        for system in parse_systems((STOCK, REORDER, OURS)):
+        for system in self._systems_of("documents"):
             subject = bench.begin(system)
             subject.closed("documents, cold", load.warmup, load.clients)
             subject.closed("documents", load.closed, load.clients)
@@ -207,13 +207,9 @@ class Runner:
         spec = dataclasses.replace(plan.spec, name="crowd", num_requests=num, seed=self.args.seed)
         prompts = traces.generated(spec, VOCAB, plan.output_len)
         bench = Bench(fleet, Tape(prompts), self.tick)
-        rows = crowd(bench, self._crowd_systems(), plan.load, plan.crowd_num, plan.crowd_clients)
+        rows = crowd(bench, self._systems_of("crowd"), plan.load, plan.crowd_num, plan.crowd_clients)
         about = {"model": self._model_text(), "pool_len": self._pool_len, "clients": plan.crowd_clients}
         return about | {"trace": describe_trace(prompts), "rows": rows}
-
-    def _crowd_systems(self) -> list[System]:
-        stock, ours = parse_systems(COMPARED)
-        return [stock, ours, without_room(ours)]
 
     def _fresh(self, fleet: Fleet) -> dict[str, Any]:
         """What it costs when nothing is ever repeated."""
@@ -221,12 +217,8 @@ class Runner:
         num = (plan.fresh_blocks + 1) * plan.fresh_len
         spec = dataclasses.replace(plan.spec, name="fresh", num_requests=num, new_share=1.0, seed=self.args.seed)
         bench = Bench(fleet, Tape(traces.generated(spec, VOCAB, plan.output_len)), self.tick)
-        rows = compare_fresh(bench, self._fresh_systems(), plan.fresh_blocks, plan.fresh_len, plan.load.clients)
+        rows = compare_fresh(bench, self._systems_of("fresh"), plan.fresh_blocks, plan.fresh_len, plan.load.clients)
         return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
-
-    def _fresh_systems(self) -> list[System]:
-        stock, ours = parse_systems(COMPARED)
-        return [stock, ours, without_statistics(ours)]
 
     def _trained(self, fleet: Fleet) -> dict[str, Any]:
         """Quality beside speed, of the small trained model."""
@@ -249,16 +241,18 @@ class Runner:
     def _model_text(self) -> str:
         return f"{self.plan.shape}, fp32, random weights"
 
-    def _recorded(self) -> list[float]:
-        path, column, unit = self.args.timestamps.rsplit(":", 2)
-        return recorded(path, column, unit, self.args.speed)
-
     def _arrivals(self, prompts: Sequence[Prompt]) -> list[float] | None:
         """Of a recorded log: of its own, or of another file's column, as many as there are prompts."""
-        if self.args.timestamps:
-            return self._recorded()[: len(prompts)]
+        if self._recorded is not None:
+            return self._recorded[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
         return [time / self.args.speed for time in own] if own else None
+
+
+def _recorded(timestamps: str, speed: float) -> list[float]:
+    """Arrivals named on the command line as FILE:COLUMN:UNIT."""
+    path, column, unit = timestamps.rsplit(":", 2)
+    return recorded(path, column, unit, speed)
 
 
 def _check_length(path: Path, num: int, load: Load) -> None:

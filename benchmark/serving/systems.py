@@ -6,6 +6,7 @@
 | `stock` | stock SGLang, prefix cache on | as retrieved |
 | `reorder` | stock SGLang, prefix cache on | chunks reordered and de-duplicated by the client, `reorder.py` |
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
+| `METHOD@RATIO, no ...` | without a part of it, `ablated` | the same |
 
 `parse_systems` reads such names; `Writer` turns the prompts of one run into request bodies.
 """
@@ -27,7 +28,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("--disable-radix-cache",),
     "plain": (),
     "chunk": ("--chunk-cache",),
-    "no-room": ("--chunk-cache", "--chunk-cache-config", '{"keep_share": 0}'),
+    "no-room-kept": ("--chunk-cache", "--chunk-cache-config", '{"keep_share": 0}'),
     "no-statistics": ("--chunk-cache", "--chunk-cache-config", '{"statistics_layers": "none"}'),
 }
 """Flags that tell the servers apart, by kind; all others are the same for all of them."""
@@ -56,14 +57,9 @@ BASELINES: Mapping[str, System] = {
 }
 
 
-def without_room(system: System) -> System:
-    """The same on a server whose running requests may evict every stored chunk."""
-    return replace(system, name=f"{system.name}, no room kept", kind="no-room")
-
-
-def without_statistics(system: System) -> System:
-    """The same on a server that takes no statistics of the chunks that it computes."""
-    return replace(system, name=f"{system.name}, no statistics", kind="no-statistics")
+def ablated(system: System, kind: str) -> System:
+    """The same on a server without a part of the chunk cache; `kind` is of `SERVER_FLAGS`, and named in the tables."""
+    return replace(system, name=f"{system.name}, {kind.replace('-', ' ')}", kind=kind)
 
 
 def parse_systems(names: Iterable[str]) -> list[System]:
