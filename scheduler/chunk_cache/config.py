@@ -70,11 +70,10 @@ _MINIMUM = {
     "promote_uses": 0,
     "refresh_uses": 0,
 }
-
-
-MAX_KEEP_SHARE = 0.9
-"""More would leave running requests next to nothing."""
-
+_MAXIMUM = {
+    "ageing": ALPHA.maximum,
+    "keep_share": 0.9,  # more would leave running requests next to nothing
+}
 _CHOICES = {"kernel": KERNELS, "eviction": EVICTIONS}
 
 
@@ -104,11 +103,9 @@ def _check(key: str, value: object) -> object:
             raise user_error(ChunkCacheConfigError, path, problem, f"known {key}s: {', '.join(choices)}")
         return value
     if key in ("alpha", "max_cfo"):
-        return None if value is None else _check_number(value, path, "give such a number, or null")
-    if key == "ageing":
-        return _check_number(value, path, "give such a number, or leave the key out")
-    if key == "keep_share":
-        return _check_number(value, path, "give such a number, or leave the key out", maximum=MAX_KEEP_SHARE)
+        return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
+    if key in _MAXIMUM:
+        return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
     if key == "tiers":
         return parse_tiers(value, path)
     if key == "statistics_layers":
@@ -119,7 +116,7 @@ def _check(key: str, value: object) -> object:
     return value
 
 
-def _check_number(value: object, path: str, remedy: str, maximum: float = ALPHA.maximum) -> float:
+def _check_number(value: object, path: str, remedy: str, maximum: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= maximum:
         problem = f"{show(value)} is not a number in [0, {maximum:g}]"
         raise user_error(ChunkCacheConfigError, path, problem, remedy)

@@ -130,20 +130,19 @@ class ChunkAdmin:
     def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
         below = {} if self.cache.tiers is None else self.cache.tiers.evict(request.keys)
-        evicted = {key.hex(): {"variants": 0, "freed_tokens": 0, "tiers": tiers} for key, tiers in below.items()}
-        for key, variants in variants_of(self.index, request.keys).items():
-            num_freed = 0
-            for variant in variants:
-                holder = variant.holder
-                self.index.discard(variant.variant_id)
-                if isinstance(holder, NodeHome):
-                    num_freed += self.store.remove_node(holder)
-            evicted[key.hex()] = {
-                "variants": len(variants),
-                "freed_tokens": num_freed,
-                "tiers": below.get(key, {}),
-            }
+        evicted = {}
+        for key in request.keys:
+            variants, tiers = self.index.variants_of(key), below.get(key, {})
+            if variants or tiers:
+                num_freed = sum(self._forget(variant) for variant in variants)
+                evicted[key.hex()] = {"variants": len(variants), "freed_tokens": num_freed, "tiers": tiers}
         return {"evicted": evicted}
+
+    def _forget(self, variant: Variant) -> int:
+        """Tokens of the pool that it frees."""
+        holder = variant.holder
+        self.index.discard(variant.variant_id)
+        return self.store.remove_node(holder) if isinstance(holder, NodeHome) else 0
 
 
 _HANDLERS: dict[type, Any] = {

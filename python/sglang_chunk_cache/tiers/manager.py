@@ -176,19 +176,18 @@ class ChunkTiers:
         Returns:
             By key and tier, how many variants any rank knew of; keys and tiers without any are left out.
         """
-        num_known = np.array(
-            [[len(level.ledger.entries_of(key.hex())) for level in self._levels] for key in keys], dtype=np.int64
-        )
-        if self.reduce_max is not None and num_known.size:
-            num_known = self.reduce_max(num_known.reshape(-1)).reshape(num_known.shape)
-        for key in keys:
-            for level in self._levels:
+        num_known = np.zeros((len(keys), len(self._levels)), dtype=np.int64)
+        for i, key in enumerate(keys):
+            for j, level in enumerate(self._levels):
                 known = [level.infos[entry_id] for entry_id in level.ledger.entries_of(key.hex())]
+                num_known[i, j] = len(known)
                 self._forget_all((level, known))  # at once: whoever asks from now on is told that it is gone
                 if not level.is_host:
                     problem = f"a chunk was not deleted from tier {level.name}"
                     find = partial(level.medium.find, key)
                     self._workers.submit(partial(_listed, level, find, problem), self._forget_all)
+        if self.reduce_max is not None and keys:  # the ledgers of the ranks learn of it at different times
+            num_known = self.reduce_max(num_known.reshape(-1)).reshape(num_known.shape)
         return {
             key: {level.name: num for level, num in zip(self._levels, row, strict=True) if num}
             for key, row in zip(keys, num_known.tolist(), strict=True)
