@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.demo.corpus import Passage
@@ -37,7 +36,7 @@ from benchmark.serving import traces
 from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, Tape, Tick
 from benchmark.serving.fleet import Fleet
-from benchmark.serving.models import CACHE_DIR, documents_model
+from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, documents_model
 from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, replay, serve
 from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load
 from benchmark.serving.plots import draw
@@ -47,8 +46,6 @@ from benchmark.serving.systems import REORDER, STOCK, System, ablated, parse_sys
 from rich.console import Console
 
 COMPARED = (STOCK, OURS)
-TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
-SMALL_POOL_LEN = 65536
 
 
 def parse_args() -> argparse.Namespace:

@@ -7,7 +7,7 @@ what was paused before anything is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +27,23 @@ class Fleet:
         kinds: keys of `SERVER_FLAGS`.
         flags: of all servers.
         log_dir: where they write their logs.
+        env: variables of all servers, on top of this process's own.
     """
 
-    def __init__(self, model_dir: Path, kinds: Iterable[str], flags: Sequence[str], log_dir: Path) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        kinds: Iterable[str],
+        flags: Sequence[str],
+        log_dir: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._servers = {
             kind: Server(
                 model_dir,
                 *flags,
                 *SERVER_FLAGS[kind],
-                env=offline_env(),
+                env={**offline_env(), **(env or {})},
                 log_path=log_dir / f"{model_dir.name}-{kind}.log",
                 start_deadline_s=900,
             )

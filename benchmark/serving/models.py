@@ -1,4 +1,4 @@
-"""The model that is served where a user gives none: `documents_model`."""
+"""The models that are served where a user gives none: `documents_model`, and the trained one in `TRAINED_DIR`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from benchmark.common.models import LlamaShape, make_llama
 from benchmark.demo.corpus import Passage, train_on_corpus
 
 CACHE_DIR = ROOT / ".cache" / "serving"  # models, logs, and results that are not to be kept
+TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
+SMALL_POOL_LEN = 65536  # tokens of the KV pool of servers of the trained model
 
 
 def documents_model(shape: LlamaShape) -> tuple[Path, list[Passage]]:

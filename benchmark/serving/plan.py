@@ -130,7 +130,7 @@ LONG = Plan(
         *(f"{method}@0.15" for method in ("cache-craft", "cacheblend", "fusionrag")),
         "epic@0.3",
     ),
-    fresh_blocks=16,
+    fresh_blocks=32,
     trained=_TRAINED,
     trained_num=300,
 )
