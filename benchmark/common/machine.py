@@ -1,4 +1,4 @@
-"""What a measurement ran on: `describe_machine`, `describe_code`. Names of hosts, users and folders are left out."""
+"""What a measurement ran on: `describe_machine`, `describe_code`, `commit_of`. No names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_code() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        "commit": _commit(),
+        "commit": commit_of(ROOT),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -56,15 +56,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit_of(tree: Path) -> str | None:
+    """The commit that a checkout is at, with `+changes` where its packages differ; None where git knows nothing."""
+    packages = ("python", "scheduler", "sgl-kernel-ext")
     try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=all", "--", "python", "scheduler", "sgl-kernel-ext")
+        head = _git(tree, "rev-parse", "--short=12", "HEAD")
+        changed = _git(tree, "status", "--porcelain", "--untracked-files=all", "--", *packages)
     except (OSError, subprocess.CalledProcessError):
         return None  # an unpacked archive, or no git here
     return head + ("+changes" if changed else "")
 
 
-def _git(*args: str) -> str:
-    result = subprocess.run(("git", "-C", str(ROOT), *args), check=True, capture_output=True, text=True)
+def _git(tree: Path, *args: str) -> str:
+    result = subprocess.run(("git", "-C", str(tree), *args), check=True, capture_output=True, text=True)
     return result.stdout.strip()

@@ -3,6 +3,9 @@
     python benchmark/serving/profile_serving.py                       # stock and epic@0.15, plan long
     python benchmark/serving/profile_serving.py --systems epic@0.15,cacheblend@0.15 --plan standard --num 60
     python benchmark/serving/profile_serving.py --new-share 1 --name profile-fresh    # what remembering costs
+    python benchmark/serving/profile_serving.py --trained --num 300 --name profile-trained    # a tiny model
+    git worktree add ../before COMMIT    # an earlier server, asked by this benchmark
+    python benchmark/serving/profile_serving.py --source ../before --systems epic@0.15 --name profile-before
 
 py-spy (a dependency of SGLang) samples the processes of the server 50 times a second while clients work in a closed
 loop: once for the table, once more for the flame graph. Sampling slows the server down, so no speed is reported. Stages
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import signal
 import subprocess
@@ -27,15 +31,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
+from benchmark.common.machine import ROOT, commit_of
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.question import DataError
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop
 from benchmark.serving.fleet import Fleet
-from benchmark.serving.models import CACHE_DIR, documents_model
+from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, documents_model
 from benchmark.serving.plan import PLANS, VOCAB
+from benchmark.serving.prompt import Prompt
 from benchmark.serving.stacks import RULES, read_collapsed, shares
 from benchmark.serving.systems import System, Writer, parse_systems
 from rich.console import Console
@@ -55,6 +60,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--systems", default="stock,epic@0.15")
     parser.add_argument("--num", type=int, default=30, help="queries per profile, behind the plan's warm-up")
     parser.add_argument("--new-share", type=float, help="of chunks that are never repeated (default: the plan's)")
+    parser.add_argument(
+        "--trained", action="store_true", help="questions to the trained model in the place of the plan's"
+    )
+    parser.add_argument("--source", type=Path, help="another checkout of this project, whose server is profiled")
     parser.add_argument("--name", default="profile", help="of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "serving")
     args = parser.parse_args()
@@ -66,19 +75,21 @@ def parse_args() -> argparse.Namespace:
         parser.error("--num: at least 1")
     if args.new_share is not None and not 0 <= args.new_share <= 1:
         parser.error("--new-share: give a number in [0, 1]")
+    if args.new_share is not None and args.trained:
+        parser.error("--new-share: with --trained the chunks are those of its notes; leave one of the two out")
+    if args.source is not None and not (args.source / "python" / "sglang_chunk_cache").is_dir():
+        parser.error(f"--source: {args.source} is no checkout of this project: it has no python/sglang_chunk_cache")
     return args
 
 
 def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Samples by stage, beside how many prompts and rows they were taken of."""
-    plan = PLANS[args.plan]
+    load = PLANS[args.plan].load
     server = fleet.use(system.kind)
     server.flush()
-    new_share = plan.spec.new_share if args.new_share is None else args.new_share
-    prompts = traces.generated(dataclasses.replace(plan.spec, new_share=new_share), VOCAB, plan.output_len)
     writer = Writer(system)
-    warmup, clients = plan.load.warmup, plan.load.clients
-    bodies = [writer.body(prompt) for prompt in prompts[: warmup + 2 * args.num]]
+    warmup, clients = load.warmup, load.clients
+    bodies = [writer.body(prompt) for prompt in _prompts(args, warmup + 2 * args.num)]
     closed_loop(server.url, bodies[:warmup], clients)
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.txt"
@@ -89,14 +100,17 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
     picture.parent.mkdir(parents=True, exist_ok=True)
     with _Sampling(server.pid, "flamegraph", picture):
         closed_loop(server.url, bodies[warmup + args.num :], clients)
-    # Frames name the commands of the processes; where this tree lies is nobody's business.
-    picture.write_text(picture.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
+    # Frames name the commands of the processes; where these trees lie is nobody's business.
+    drawn = picture.read_text(encoding="utf-8")
+    for tree in filter(None, (ROOT, args.source)):
+        drawn = drawn.replace(f"{tree.resolve()}/", "")
+    picture.write_text(drawn, encoding="utf-8")
     failed = [record.error for record in run.records if record.error is not None]
     if failed:
         raise ProfilerError(f"{len(failed)} requests to {system.name} failed: {failed[0]}")
     console.print(f"{system.name}: {sum(counts.values())} samples", highlight=False)
     return {
-        "system": system.name,
+        "system": system.name + (f", commit {commit_of(args.source)}" if args.source else ""),
         "samples": dict(counts),
         "num_requests": len(run.records),
         "mean_prompt_len": sum(record.prompt_len for record in run.records) / len(run.records),
@@ -104,6 +118,16 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
         "mean_output_len": sum(record.output_len for record in run.records) / len(run.records),
         "flame_graph": picture.name,
     }
+
+
+def _prompts(args: argparse.Namespace, num: int) -> list[Prompt]:
+    """The first prompts of the trace."""
+    if args.trained:
+        return traces.notes(traces.NotesSpec(num))
+    plan = PLANS[args.plan]
+    new_share = plan.spec.new_share if args.new_share is None else args.new_share
+    spec = dataclasses.replace(plan.spec, num_requests=max(num, plan.spec.num_requests), new_share=new_share)
+    return traces.generated(spec, VOCAB, plan.output_len)
 
 
 class _Sampling:
@@ -134,7 +158,7 @@ class _Sampling:
             raise ProfilerError(f"py-spy wrote no file: {said.strip()[:500]}")
 
 
-def to_markdown(report: Mapping[str, Any]) -> list[str]:
+def to_markdown(report: Mapping[str, Any], title: str = "# Where the time of a request goes") -> list[str]:
     """A table with a column per system: samples per request and their share."""
     rows = report["rows"]
     stages = [stage for stage, _ in RULES] + ["other"]
@@ -151,11 +175,11 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         for row in rows
     ]
     return [
-        "# Where the time of a request goes",
+        title,
         "",
         *run_markdown(report),
-        f"- model: {report['model']}, fp32, random weights; plan {report['plan']}, {report['clients']} clients in a "
-        "closed loop" + ("" if report["new_share"] is None else f"; share of new chunks {report['new_share']:g}"),
+        f"- model: {report['model']}; plan {report['plan']}, {report['clients']} clients in a closed loop"
+        + ("" if report["new_share"] is None else f"; share of new chunks {report['new_share']:g}"),
         "",
         f"Samples of the scheduler process, {report['rate']} a second while clients work: ms per request, and",
         "the share of all that were not waiting. Sampling slows the server down; shares are what counts.",
@@ -176,6 +200,14 @@ def _time(row: Mapping[str, Any], count: int, rate: int) -> str:
     return f"{1000 * count / rate / row['num_requests']:.0f} ms"
 
 
+def _importing(source: Path | None) -> dict[str, str]:
+    """Variables with which a server imports the packages of another checkout, not those that are installed."""
+    if source is None:
+        return {}
+    folders = [source.resolve() / name for name in ("python", "scheduler", "sgl-kernel-ext")]
+    return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
 def main() -> int:
     args = parse_args()
     leave_on_sigterm()
@@ -184,15 +216,16 @@ def main() -> int:
     report: dict[str, Any] = {
         **describe_run(),
         "plan": plan.name,
-        "model": str(plan.shape),
+        "model": TRAINED_DIR.name if args.trained else f"{plan.shape}, fp32, random weights",
         "rate": RATE,
         "clients": plan.load.clients,
         "new_share": args.new_share,
     }
-    model, _ = documents_model(plan.shape)
-    flags = ("--max-total-tokens", str(plan.pool_len))
+    model = TRAINED_DIR if args.trained else documents_model(plan.shape)[0]
+    flags = ("--max-total-tokens", str(SMALL_POOL_LEN if args.trained else plan.pool_len))
+    kinds = [system.kind for system in args.systems]
     try:
-        with Fleet(model, (system.kind for system in args.systems), flags, CACHE_DIR) as fleet:
+        with Fleet(model, kinds, flags, CACHE_DIR, _importing(args.source)) as fleet:
             report["rows"] = [profile(system, fleet, args, console) for system in args.systems]
     except (ServerError, ProfilerError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)

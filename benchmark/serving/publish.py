@@ -29,6 +29,14 @@ SOURCE = RESULTS_DIR / "serving"
 TARGET = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- serving: written by benchmark/serving/publish.py -->", "<!-- serving: end -->"
+PROFILES = {
+    "profile": "# Where the time of a request goes",
+    "profile-before": "## Before the two largest avoidable costs were removed",
+    "profile-fresh": "## Where no chunk is ever repeated",
+    "profile-fresh-before": "## The same before statistics of a request's chunks were one call",
+    "profile-trained": "## Questions to the trained model of a million parameters",
+}
+"""Headings of the page of profiles, by name of the result file."""
 GENERATED = "<!-- Written by benchmark/serving/publish.py from benchmark/results/serving/; change neither by hand. -->"
 
 
@@ -39,18 +47,28 @@ def pages(source: Path = SOURCE) -> dict[Path, str]:
         FileNotFoundError: there is no result yet.
     """
     name, report = read_main(source)
-    profile = _read(source / "profile.json")
     text = {TARGET / "serving.md": _page([*to_markdown(report), "", f"![the runs as a plot]({name}.png)"])}
     kernel = _read(RESULTS_DIR / "kernel" / "sparse_extend.json")
     text[TARGET / "papers.md"] = _page(papers_markdown(FIGURES, ours_by_axis(report, kernel)))
-    if profile is not None:
-        text[TARGET / "profile.md"] = _page(profile_markdown(profile))
+    profiles = _profiles(source)
+    if profiles:
+        text[TARGET / "profile.md"] = _page(profiles)
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
         raise FileNotFoundError(f"{README.name} lacks the line {BEGIN} or {END}")
     text[README] = f"{before}{BEGIN}\n{_block(report)}\n{END}{after}"
     return text
+
+
+def _profiles(source: Path) -> list[str]:
+    """One page of all profiles that there are."""
+    lines: list[str] = []
+    for name, title in PROFILES.items():
+        report = _read(source / f"{name}.json")
+        if report is not None:
+            lines += [*([""] if lines else []), *profile_markdown(report, title)]
+    return lines
 
 
 def read_main(source: Path) -> tuple[str, dict[str, Any]]:
