@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-OTHER, IDLE = "other", "waiting"
+OTHER, IDLE, PARSE = "other", "waiting", "parse: marks, tokens"
 # (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that any pattern knows decides.
 RULES: tuple[tuple[str, str], ...] = (
     ("assemble: copy and rotate stored KV", r"copy_rotate|KVAssembler|\brotate \(sgl_kernel_ext"),
     ("load from tiers", r"sglang_chunk_cache/tiers/(?!waiting)"),
     ("select rows", r"sglang_chunk_cache/selection|kv_deviation|attention_mass|sglang_chunk_cache/statistics"),
     ("plan", r"chunk_cache/(planner|plan|index|lookup|reusability|methods)|sglang_chunk_cache/admission"),
-    ("parse: marks, tokens", r"sglang_chunk_cache/(request|api|parse|marks|text)|tokenizer_manager|tokenization"),
+    (PARSE, r"sglang_chunk_cache/(request|api|parse|marks|text)|tokenizer_manager|tokenization"),
     ("attention of decode", r"forward_decode"),
     ("attention of fused rows", r"sparse_extend"),
     ("attention of plain prompts", r"forward_extend|run_sdpa_forward_extend"),
@@ -57,11 +57,13 @@ def stage_of(frames: Iterable[str]) -> str:
 
 
 def shares(stacks: Iterable[tuple[tuple[str, ...], int]], process: str) -> Mapping[str, int]:
-    """Samples by stage of the processes with a frame that contains `process`, waiting left out."""
+    """Samples by stage of the processes with a frame that contains `process`, waiting left out.
+
+    Of the other processes only what is parsed for a request counts: marks and tokens are read where HTTP is served.
+    """
     counts: Counter[str] = Counter()
     for frames, count in stacks:
-        if any(process in frame for frame in frames):
-            stage = stage_of(frames)
-            if stage != IDLE:
-                counts[stage] += count
+        stage = stage_of(frames)
+        if stage == PARSE or (stage != IDLE and any(process in frame for frame in frames)):
+            counts[stage] += count
     return counts

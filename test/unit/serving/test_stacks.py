@@ -39,5 +39,9 @@ def test_counts_of_one_process(tmp_path: Path) -> None:
     path = tmp_path / "raw.txt"
     linear = "UnquantizedLinearMethod.apply (unquant.py:614)"
     loop = ";".join(LOOP)
-    path.write_text(f"{loop};{linear} 30\n{loop} 5\n{loop};poll (x.py:1) 9\nprocess 8:other;{linear} 4\n")
-    assert dict(shares(read_collapsed(path), "sglang::scheduler")) == {"linear layers": 30, "scheduling": 5}
+    marks = "prepare (sglang_chunk_cache/api/prepare.py:80)"
+    path.write_text(
+        f"{loop};{linear} 30\n{loop} 5\n{loop};poll (x.py:1) 9\nprocess 8:other;{linear} 4\nprocess 8:other;{marks} 2\n"
+    )
+    found = shares(read_collapsed(path), "sglang::scheduler")
+    assert dict(found) == {"linear layers": 30, "scheduling": 5, "parse: marks, tokens": 2}
