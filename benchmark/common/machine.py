@@ -57,11 +57,11 @@ def _version(package: str) -> str | None:
 
 
 def commit_of(tree: Path) -> str | None:
-    """The commit that a checkout is at, with `+changes` where its packages differ; None where git knows nothing."""
-    packages = ("python", "scheduler", "sgl-kernel-ext")
+    """The commit that a checkout is at, `+changes` where code differs that is measured or measures; or None."""
+    code = ("python", "scheduler", "sgl-kernel-ext", "benchmark", ":(exclude)benchmark/results")
     try:
         head = _git(tree, "rev-parse", "--short=12", "HEAD")
-        changed = _git(tree, "status", "--porcelain", "--untracked-files=all", "--", *packages)
+        changed = _git(tree, "status", "--porcelain", "--untracked-files=all", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return None  # an unpacked archive, or no git here
     return head + ("+changes" if changed else "")

@@ -44,7 +44,7 @@ def describe_run() -> dict[str, Any]:
     """How, where and with what a measurement runs; call it before, so that the load is not its own."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    arguments = [arg for arg in sys.argv[1:] if not Path(arg).is_absolute()]
+    arguments = ["..." if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]  # where it lies is left out
     return {
         "command": shlex.join(["python", name, *arguments]),
         "machine": describe_machine(),

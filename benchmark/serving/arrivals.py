@@ -15,8 +15,13 @@ UNITS = {"s": 1.0, "ms": 1e-3}
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Seconds of `num` arrivals with exponential gaps, `rate` a second on average; the first comes after a gap too."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num)).tolist()
+    """Seconds of `num` arrivals with exponential gaps; the first comes after a gap too, the last at `num / rate`.
+
+    So what is offered is the rate, also with few requests, whose gaps would add up to something else. Each rate has a
+    sample of its own; all who ask for one rate get the same.
+    """
+    times = np.cumsum(np.random.default_rng((seed, round(1e6 * rate))).exponential(1.0, num))
+    return (times * (num / rate / times[-1])).tolist()
 
 
 def recorded(path: str | Path, column: str, unit: str = "s", speed: float = 1.0) -> list[float]:
@@ -34,8 +39,8 @@ def recorded(path: str | Path, column: str, unit: str = "s", speed: float = 1.0)
     path = Path(path)
     if unit not in UNITS:
         raise DataError(f"unit {unit!r} of timestamps: give one of {', '.join(UNITS)}.")
-    if speed <= 0:
-        raise DataError(f"speed {speed:g}: give a number above 0.")
+    if not 0 < speed < math.inf:
+        raise DataError(f"--speed {speed:g}: give a number above 0.")
     times = []
     for where, row in _rows(path):
         if column not in row:

@@ -8,19 +8,24 @@ No prompt is asked twice of one system between two flushes: it would find all of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmark.quality.question import DataError
 from benchmark.serving.arrivals import poisson
-from benchmark.serving.client import Run, closed_loop, open_loop
+from benchmark.serving.client import Run, closed_loop, joined, open_loop
 from benchmark.serving.fleet import Fleet, machine_speed
 from benchmark.serving.measures import summarize
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.systems import System, Writer
 
 Tick = Callable[[str], None]
+
+
+class MeasurementError(RuntimeError):
+    """A run says nothing of what it was to measure; the message says which, and why."""
 
 
 class TraceTooShort(DataError):
@@ -68,7 +73,7 @@ class Bench:
     def begin(self, system: System) -> Subject:
         """A system with empty caches and an empty memory of what it has sent."""
         self.fleet.use(system.kind).flush()
-        return Subject(self, system, Writer(system))
+        return Subject(self, system, Writer(system, self.fleet.pool_len))
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,24 @@ class Subject:
     system: System
     writer: Writer
 
-    def closed(self, phase: str, num: int, num_clients: int) -> tuple[dict[str, Any], Run]:
-        """The next `num` prompts, by so many clients in a closed loop."""
+    def closed(self, phase: str, num: int, num_clients: int, repeats: int = 1) -> tuple[dict[str, Any], Run]:
+        """The next `num` prompts, by so many clients in a closed loop.
+
+        With `repeats` they are answered in so many runs of equal length, one after the other, which count as one; the
+        summary says how many requests a second each of them gave.
+        """
         bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, num)]
-        return self._measure(phase, lambda url: closed_loop(url, bodies, num_clients), clients=num_clients)
+        edges = [i * num // repeats for i in range(repeats + 1)]
+        runs: list[Run] = []
+
+        def load(url: str) -> Run:
+            runs.extend(closed_loop(url, bodies[a:b], num_clients) for a, b in itertools.pairwise(edges))
+            return joined(runs)
+
+        summary, run = self._measure(phase, load, clients=num_clients)
+        if repeats > 1:
+            summary["requests_per_s_runs"] = [round(len(one.answered) / one.seconds, 4) for one in runs]
+        return summary, run
 
     def poisson(
         self, phase: str, num: int, rate: float, seed: int, bound_s: float | None

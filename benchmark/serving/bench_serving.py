@@ -18,10 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
+import re
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,16 @@ from benchmark.quality.question import DataError
 from benchmark.quality.synthetic.vocabulary import WORDS
 from benchmark.serving import traces
 from benchmark.serving.arrivals import recorded
-from benchmark.serving.bench import Bench, Tape, Tick
+from benchmark.serving.bench import Bench, MeasurementError, Tape, Tick
 from benchmark.serving.fleet import Fleet
 from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, documents_model
 from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, replay, serve
-from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load
+from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load, Plan, changed
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import OURS, targets, to_markdown
-from benchmark.serving.systems import REORDER, STOCK, System, ablated, parse_systems
+from benchmark.serving.systems import REORDER, STOCK, System, ablated, parse_systems, split_names
+from benchmark.simulate.trace import TraceError
 from rich.console import Console
 
 COMPARED = (STOCK, OURS)
@@ -62,7 +66,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of a model with its tokenizer, for --log")
     parser.add_argument("--timestamps", help="FILE:COLUMN:UNIT of recorded arrivals, unit s or ms; replayed, not swept")
     parser.add_argument("--speed", type=float, default=1.0, help="recorded arrivals come so many times as fast")
+    parser.add_argument("--trace", help="of the generated one, such as 'chunk_len=300,zipf=1,session_len=4'")
+    parser.add_argument("--load", help="of the runs, such as 'clients=8,warmup=40,closed=60'")
     parser.add_argument("--server-flags", default="", help="further flags of every server, such as '--tp 2'")
+    parser.add_argument("--our-flags", default="", help="further flags of servers with a chunk cache")
     parser.add_argument("--pool", type=int, help="tokens of every KV pool (default: the plan's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the result files (default: the plan's)")
@@ -75,7 +82,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    args.plan = PLANS[args.plan]
+    args.plan = _changed_plan(parser, args)
     args.parts = tuple((args.parts or ("serve" if args.log else ",".join(args.plan.parts))).split(","))
     if unknown := sorted(set(args.parts) - set(PARTS)):
         parser.error(f"--parts: {unknown[0]} is not one of {', '.join(PARTS)}")
@@ -86,16 +93,52 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.timestamps and args.timestamps.count(":") < 2:
         parser.error("--timestamps: give FILE:COLUMN:UNIT, such as burst.csv:Timestamp:s")
     try:
-        swept = args.systems.split(",") if args.systems else args.plan.swept
-        closed = args.closed_only.split(",") if args.closed_only else () if args.systems else args.plan.closed_only
+        swept = split_names(args.systems) if args.systems else args.plan.swept
+        closed = split_names(args.closed_only) if args.closed_only else () if args.systems else args.plan.closed_only
         args.swept, args.closed_systems = parse_systems(swept), parse_systems(closed)
         parse_systems([*swept, *closed])
     except DataError as error:
         parser.error(f"--systems, --closed-only: {error}")
     if args.swept[0].name != STOCK and not (args.bound_s and args.base_rate):
         parser.error("--systems: name stock first, or give --bound-s and --base-rate")
+    if (args.systems or args.closed_only) and "serve" not in args.parts:
+        parser.error("--systems, --closed-only: they are of part serve, which --parts leaves out")
+    if len(set(args.parts)) < len(args.parts):
+        parser.error("--parts: name each part once")
+    if args.speed != 1.0 and not (args.timestamps or args.log):
+        parser.error("--speed: there are no recorded arrivals; give --timestamps, or --log with timestamps")
+    _check_numbers(parser, args)
+    if args.name is not None and not re.fullmatch(r"[\w.-]+", args.name):
+        parser.error(f"--name: {args.name!r} is no name of a file; use letters, digits, '.', '_' and '-'")
     args.name = args.name or args.plan.name
     args.out = args.out or (CACHE_DIR if args.plan.name == "quick" else RESULTS_DIR / "serving")
+
+
+def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for flag in ("bound_s", "base_rate", "speed"):
+        value = getattr(args, flag)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{flag.replace('_', '-')}: {value:g}; give a number above 0")
+    if args.pool is not None and args.pool < 1:
+        parser.error(f"--pool: {args.pool}; give the tokens of a KV pool, such as 49152")
+    if args.seed < 0:
+        parser.error(f"--seed: {args.seed}; give a whole number from 0")
+
+
+def _changed_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
+    """The named plan, with what `--trace` and `--load` say."""
+    plan = PLANS[args.plan]
+    try:
+        if args.trace:
+            plan = dataclasses.replace(plan, spec=changed(plan.spec, args.trace, "--trace"))
+            traces.generated(dataclasses.replace(plan.spec, num_requests=1, seed=max(0, args.seed)), VOCAB, 1)
+        if args.load:
+            plan = dataclasses.replace(plan, load=changed(plan.load, args.load, "--load"))
+    except DataError as error:
+        parser.error(str(error))
+    except TraceError as error:
+        parser.error(f"--trace: {error}")
+    return plan
 
 
 class Runner:
@@ -121,42 +164,46 @@ class Runner:
             if not wanted:
                 continue
             about = describe_run()  # before the servers, whose start is load as well
-            self.tick(f"starting servers for {', '.join(wanted)}")
-            with servers(wanted) as fleet:
-                self.tick(f"servers started: {fleet.start_s}")
+            with servers() as fleet:
                 for name in wanted:
-                    self.report[name] = getattr(self, f"_{name}")(fleet) | {"run": about}
+                    self.tick(f"starting servers for {name}")
+                    fleet.keep(system.kind for system in self._systems_of(name))
+                    self.tick(f"servers started: {fleet.start_s}")
+                    began = time.monotonic()
+                    found = getattr(self, f"_{name}")(fleet)
+                    self.report[name] = found | {"run": about, "seconds": round(time.monotonic() - began)}
                     yield
 
-    def _main_fleet(self, parts: Sequence[str]) -> Fleet:
-        args, plan = self.args, self.plan
-        model = args.model
+    def _main_fleet(self) -> Fleet:
+        model = self.args.model
         if model is None:
-            model, self._passages = documents_model(plan.shape)
-        self._pool_len = args.pool or plan.pool_len
-        return self._fleet(model, (system for part in parts for system in self._systems_of(part)), self._pool_len)
+            model, self._passages = documents_model(self.plan.shape)
+        return self._fleet(model, self.args.pool or self.plan.pool_len)
+
+    def _small_fleet(self) -> Fleet:
+        return self._fleet(TRAINED_DIR, SMALL_POOL_LEN)
+
+    def _fleet(self, model: Path, pool_len: int) -> Fleet:
+        flags, ours = (shlex.split(text) for text in (self.args.server_flags, self.args.our_flags))
+        return Fleet(model, pool_len, CACHE_DIR, flags=flags, our_flags=ours)
 
     def _systems_of(self, part: str) -> Sequence[System]:
-        """That a part about the plan's model asks, in this order."""
+        """That a part asks, in this order."""
         if part == "serve":
             return (*self.args.swept, *self.args.closed_systems)
+        if part == "trained":
+            return parse_systems(self.plan.trained)
+        if part == "orders":
+            return parse_systems(COMPARED)
         stock, reorder, ours = parse_systems((STOCK, REORDER, OURS))
         if part == "documents":
             return stock, reorder, ours
         return stock, ours, ablated(ours, "no-room-kept" if part == "crowd" else "no-statistics")
 
-    def _small_fleet(self, parts: Sequence[str]) -> Fleet:
-        names = (*(self.plan.trained if "trained" in parts else ()), *(COMPARED if "orders" in parts else ()))
-        return self._fleet(TRAINED_DIR, parse_systems(dict.fromkeys(names)), SMALL_POOL_LEN)
-
-    def _fleet(self, model: Path, systems: Iterable[System], pool_len: int) -> Fleet:
-        flags = ("--max-total-tokens", str(pool_len), *self.args.server_flags.split())
-        return Fleet(model, (system.kind for system in systems), flags, CACHE_DIR)
-
     def _serve(self, fleet: Fleet) -> dict[str, Any]:
         """The main part: a generated trace or a user's log."""
         args, plan = self.args, self.plan
-        about: dict[str, Any] = {"pool_len": self._pool_len, "load": dataclasses.asdict(plan.load)}
+        about: dict[str, Any] = {"pool_len": fleet.pool_len, "load": dataclasses.asdict(plan.load)}
         if self._log is not None:
             prompts = self._log
             about["model"] = args.model.name
@@ -205,7 +252,7 @@ class Runner:
         prompts = traces.generated(spec, VOCAB, plan.output_len)
         bench = Bench(fleet, Tape(prompts), self.tick)
         rows = crowd(bench, self._systems_of("crowd"), plan.load, plan.crowd_num, plan.crowd_clients)
-        about = {"model": self._model_text(), "pool_len": self._pool_len, "clients": plan.crowd_clients}
+        about = {"model": self._model_text(), "pool_len": fleet.pool_len, "clients": plan.crowd_clients}
         return about | {"trace": describe_trace(prompts), "rows": rows}
 
     def _fresh(self, fleet: Fleet) -> dict[str, Any]:
@@ -222,8 +269,7 @@ class Runner:
         plan = self.plan
         prompts = traces.notes(traces.NotesSpec(plan.trained_warmup + plan.trained_num, seed=self.args.seed))
         bench = Bench(fleet, Tape(prompts), self.tick)
-        systems = parse_systems(plan.trained)
-        rows = ask_trained(bench, systems, plan.trained_warmup, plan.trained_num, plan.load.clients)
+        rows = ask_trained(bench, self._systems_of("trained"), plan.trained_warmup, plan.trained_num, plan.load.clients)
         return {"model": TRAINED_DIR.name, "trace": describe_trace(prompts), "rows": rows}
 
     def _orders(self, fleet: Fleet) -> dict[str, Any]:
@@ -232,7 +278,7 @@ class Runner:
         spec = dataclasses.replace(ORDERS_SPEC, num_requests=plan.orders_num, seed=self.args.seed)
         prompts = traces.generated(spec, len(WORDS), 1)
         bench = Bench(fleet, Tape(prompts), self.tick)
-        rows = order_anew(bench, parse_systems(COMPARED), plan.orders_num, plan.orders_block, plan.load.clients)
+        rows = order_anew(bench, self._systems_of("orders"), plan.orders_num, plan.orders_block, plan.load.clients)
         return {"model": TRAINED_DIR.name, "trace": describe_trace(prompts), "rows": rows}
 
     def _model_text(self) -> str:
@@ -264,7 +310,10 @@ def _earlier(args: argparse.Namespace) -> dict[str, Any]:
     path = args.out / f"{args.name}.json"
     if not args.add or not path.is_file():
         return {}
-    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"--add: {path} is no JSON ({error}); leave --add out, or give another --name.") from error
     if earlier["plan"] != args.plan.name:
         raise DataError(f"--add: {path} is of plan {earlier['plan']}; give another --name.")
     return earlier
@@ -301,7 +350,7 @@ def main() -> int:
         for _ in runner.run():
             # After each part, so that what was measured is kept when a later part fails.
             paths = write_result(args.out, args.name, runner.report, to_markdown(runner.report))
-    except (ServerError, DataError) as error:
+    except (ServerError, DataError, MeasurementError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
     plot = args.out / f"{args.name}.png"
@@ -310,7 +359,10 @@ def main() -> int:
     missed = [row for row in targets(runner.report) if not row["met"]]
     for row in missed:
         console.print(
-            f"target missed: {row['what']}: {row['value']}, wanted {row['wanted']}", style="red", highlight=False
+            f"target {'missed' if row['met'] is False else 'not decided'}: {row['what']}: {row['value']}, "
+            f"wanted {row['wanted']}",
+            style="red",
+            highlight=False,
         )
     return 1 if missed and args.strict else 0
 

@@ -78,6 +78,20 @@ class Run:
     seconds: float
     slots: tuple[int, ...]
 
+    @property
+    def answered(self) -> list[Record]:
+        """Those that did not fail."""
+        return [record for record in self.records if record.error is None]
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Runs one after the other as one; times of a record still count from the beginning of its own."""
+    return Run(
+        tuple(record for run in runs for record in run.records),
+        sum(run.seconds for run in runs),
+        tuple(slots for run in runs for slots in run.slots),
+    )
+
 
 Body = Mapping[str, Any]
 

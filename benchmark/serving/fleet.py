@@ -1,7 +1,7 @@
 """Fleet: one server per kind of system, of which one runs at a time; the others are paused.
 
-An idle SGLang server keeps a core busy, so `use` stops all but one. Servers start together, and a short request wakes
-what was paused before anything is measured.
+`keep` says which kinds are wanted from now on, `use` gives one. An idle SGLang server keeps a core busy, so all but one
+are paused; a short request wakes what was paused before anything is measured.
 """
 
 from __future__ import annotations
@@ -24,49 +24,76 @@ class Fleet:
     """Servers of one model. A context manager; `use` gives the server of a kind, running alone.
 
     Args:
-        kinds: keys of `SERVER_FLAGS`.
-        flags: of all servers.
+        flags: of all servers, beside the size of their KV pool.
+        our_flags: of those with a chunk cache.
         log_dir: where they write their logs.
         env: variables of all servers, on top of this process's own.
+
+    Attributes:
+        pool_len: tokens of the KV pool of every server.
     """
 
     def __init__(
         self,
         model_dir: Path,
-        kinds: Iterable[str],
-        flags: Sequence[str],
+        pool_len: int,
         log_dir: Path,
+        *,
+        flags: Sequence[str] = (),
+        our_flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._servers = {
-            kind: Server(
-                model_dir,
-                *flags,
-                *SERVER_FLAGS[kind],
-                env={**offline_env(), **(env or {})},
-                log_path=log_dir / f"{model_dir.name}-{kind}.log",
-                start_deadline_s=900,
-            )
-            for kind in dict.fromkeys(kinds)
-        }
+        self.pool_len = pool_len
+        self._model_dir = model_dir
+        self._log_dir = log_dir
+        self._flags = flags
+        self._our_flags = our_flags
+        self._env = {**offline_env(), **(env or {})}
+        self._servers: dict[str, Server] = {}
         self._running: str | None = None
 
     def __enter__(self) -> Fleet:
-        # Starts are mostly imports: two at a time fill two cores, more only fight for them.
-        with ThreadPoolExecutor(2) as starters:
-            try:
-                servers = self._servers.values()
-                for server, _ in zip(servers, starters.map(Server.start, servers), strict=True):
-                    server.pause()
-            except BaseException:
-                self._stop()
-                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self.keep(())
+
+    def keep(self, kinds: Iterable[str]) -> None:
+        """Starts the servers of these kinds that are not there, and stops all others: each has a KV pool in memory."""
+        wanted = list(dict.fromkeys(kinds))
+        for kind in self._servers.keys() - set(wanted):
+            self._servers.pop(kind).stop()
+            if self._running == kind:
+                self._running = None
+        if self._running is not None:
+            self._servers[self._running].pause()
+            self._running = None
+        missing = {kind: self._server(kind) for kind in wanted if kind not in self._servers}
+        self._servers |= missing
+        # Starts are mostly imports: two at a time fill two cores, more only fight for them.
+        with ThreadPoolExecutor(2) as starters:
+            try:
+                for server, _ in zip(missing.values(), starters.map(Server.start, missing.values()), strict=True):
+                    server.pause()
+            except BaseException:
+                for server in self._servers.values():
+                    server.stop()
+                raise
+
+    def _server(self, kind: str) -> Server:
+        own = SERVER_FLAGS[kind]
+        return Server(
+            self._model_dir,
+            *("--max-total-tokens", str(self.pool_len)),
+            *self._flags,
+            *own,
+            *(self._our_flags if "--chunk-cache" in own else ()),
+            env=self._env,
+            log_path=self._log_dir / f"{self._model_dir.name}-{kind}.log",
+            start_deadline_s=900,
+        )
 
     def use(self, kind: str) -> Server:
         """The server of this kind, awake, the others paused."""
@@ -83,10 +110,6 @@ class Fleet:
     def start_s(self) -> dict[str, float]:
         """Seconds that each start took, beside the others."""
         return {kind: round(server.start_s, 1) for kind, server in self._servers.items()}
-
-    def _stop(self) -> None:
-        for server in self._servers.values():
-            server.stop()
 
 
 def machine_speed() -> float:

@@ -22,7 +22,7 @@ def summarize(run: Run, bound_s: float | None = None) -> dict[str, Any]:
     Args:
         bound_s: of the time to first token, for goodput; None where there is none yet.
     """
-    done = [record for record in run.records if record.error is None]
+    done = run.answered
     prompt_len = sum(record.prompt_len for record in done)
     rows = sum(record.rows for record in done)
     result: dict[str, Any] = {

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
-from benchmark.serving.bench import Bench, Subject
+from benchmark.serving.bench import Bench, MeasurementError, Subject, TraceTooShort
 from benchmark.serving.client import Run
 from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.plan import Load
-from benchmark.serving.sweep import Sweep, sweep
+from benchmark.serving.sweep import NothingLeft, Sweep, sweep
 from benchmark.serving.systems import STOCK, System
 
 MAX_SHARED_LEN = 128  # tokens that prompts without a common chunk share: the system prompt
+TRAINED_RUNS = 3  # runs that the questions to the trained model are split into
 MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk
 
 
@@ -41,11 +42,14 @@ def serve(
     for system in swept:
         subject = bench.begin(system)
         closed = _warm_and_close(subject, load)
-        base_rate = base_rate or closed["requests_per_s"]
+        if base_rate is None:
+            _check_answered(closed)
+            base_rate = closed["requests_per_s"]
         rates = [share * base_rate for share in load.fractions]
         measured: dict[float, dict[str, Any]] = {}
         if bound_s is None:
             low, run = _at_rate(subject, load, rates[0], None, seed)
+            _check_answered(low)
             bound_s = load.bound_factor * low["ttft_p50_s"]
             low |= summarize(run, bound_s)  # now there is a bound for goodput
             bench.tick(f"bound of the p99 of the time to first token: {bound_s:.2f} s")
@@ -57,13 +61,23 @@ def serve(
         "bound_s": bound_s,
         "base_rate": base_rate,
         "highest_rate": {name: found.highest for name, found in sweeps.items()},
+        "ended_early": [name for name, found in sweeps.items() if not found.is_complete],
         "points": {name: list(found.points) for name, found in sweeps.items()},
     }
 
 
+def _check_answered(summary: Mapping[str, Any]) -> None:
+    """Where rates and bound come from this run."""
+    if summary["num_failed"]:
+        raise MeasurementError(
+            f"{summary['system']}, {summary['phase']}: {summary['num_failed']} of {summary['num_requests']} requests "
+            f"failed, no rate or bound can be taken from it: {summary['first_error']}"
+        )
+
+
 def _warm_and_close(subject: Subject, load: Load) -> dict[str, Any]:
     subject.closed("cold", load.warmup, load.clients)
-    return subject.closed("closed", load.closed, load.clients)[0]
+    return subject.closed("closed", load.closed, load.clients, load.closed_runs)[0]
 
 
 def _sweep(
@@ -74,15 +88,24 @@ def _sweep(
     seed: int,
     measured: Mapping[float, dict[str, Any]],
 ) -> Sweep:
-    def measure(rate: float) -> dict[str, Any]:
-        return measured[rate] if rate in measured else _at_rate(subject, load, rate, bound_s, seed)[0]
+    def measure(rate: float, number: int) -> dict[str, Any]:
+        if rate in measured and number == 0:
+            return measured[rate]
+        try:
+            return _at_rate(subject, load, rate, bound_s, seed, number)[0]
+        except TraceTooShort as error:
+            subject.bench.tick(f"{subject.system.name}: the sweep ends early: {error}")
+            raise NothingLeft from error
 
-    return sweep(measure, rates, bound_s, refinements=load.refinements)
+    return sweep(measure, rates, bound_s, refinements=load.refinements, tries=load.tries)
 
 
-def _at_rate(subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int) -> tuple[dict[str, Any], Run]:
-    # One label per rate: systems that meet the same rate get the same prompts and gaps.
-    return subject.poisson(f"rate {rate:.4g}", load.num_at(rate), rate, seed, bound_s)
+def _at_rate(
+    subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int, number: int = 0
+) -> tuple[dict[str, Any], Run]:
+    # One label per rate and try: systems that meet the same rate get the same prompts and gaps.
+    label = f"rate {rate:.4g}" + (", again" if number else "")
+    return subject.poisson(label, load.num_at(rate), rate, seed + number, bound_s)
 
 
 def crowd(bench: Bench, systems: Sequence[System], load: Load, num: int, clients: int) -> list[dict[str, Any]]:
@@ -106,9 +129,11 @@ def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, bloc
         # Whoever goes first changes from block to block, so that a machine that slows down hits all alike.
         shift = number % len(systems)
         for system in (*systems[shift:], *systems[:shift]):
-            _, run = bench.begin(system).closed(f"fresh {number}", block_len, clients)
+            summary, run = bench.begin(system).closed(f"fresh {number}", block_len, clients)
+            if summary["num_failed"]:
+                raise MeasurementError(f"{system.name}, fresh {number}: a request failed: {summary['first_error']}")
             if any(record.prefix_len + record.reused_len > MAX_SHARED_LEN for record in run.records):
-                raise RuntimeError(f"{system.name} found a prompt of the trace without repetition in its cache")
+                raise MeasurementError(f"{system.name} found a prompt of the trace without repetition in its cache")
             if number:
                 seconds[system.name].append(run.seconds)
     base = systems[0].name
@@ -125,9 +150,9 @@ def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, 
     for system in systems:
         subject = bench.begin(system)
         subject.closed("warm-up", warmup, clients)
-        summary, run = subject.closed("questions", num, clients)
-        prompts = bench.tape.take("questions", num)
-        rows.append(summary | {"right": share_right(prompts, run.records)})
+        summary, run = subject.closed("questions", num, clients, TRAINED_RUNS)
+        # As they were sent: an answer that lists what the passages say lists it in their order.
+        rows.append(summary | {"right": share_right(subject.writer.sent[-num:], run.records)})
     return rows
 
 

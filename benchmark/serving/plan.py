@@ -5,9 +5,12 @@ A plan fixes model, trace and load; what a run may change is on the command line
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from benchmark.common.models import LlamaShape
+from benchmark.quality.question import DataError
 from benchmark.serving.systems import NO_CACHE, REORDER, STOCK
 from benchmark.simulate.trace import TraceSpec
 
@@ -23,28 +26,60 @@ class Load:
 
     Attributes:
         warmup: first queries, in a closed loop from an empty cache; the papers take 20.
-        closed: queries of the closed loop.
+        closed: queries of the closed loop ...
+        closed_runs: ... answered in so many runs, for the spread.
         clients: of the closed loop.
         fractions: rates, as shares of what stock reached in the closed loop, ascending; the first is the low rate.
         point_s: a point of the sweep lasts about so long ...
         point_num: ... but has so many queries at least and at most.
         refinements: bisections at the end of a sweep.
+        tries: runs of a rate that must break the bound.
         bound_factor: the bound of the p99 of the time to first token, in medians of stock at the low rate.
     """
 
     warmup: int = 20
-    closed: int = 30
+    closed: int = 45
+    closed_runs: int = 3
     clients: int = 4
     fractions: tuple[float, ...] = (0.3, 0.7, 1.0, 1.5, 2.2, 3.2)
     point_s: float = 45.0
     point_num: tuple[int, int] = (15, 80)
     refinements: int = 1
+    tries: int = 2
     bound_factor: float = 3.0
 
     def num_at(self, rate: float) -> int:
         """Queries of a point."""
         least, most = self.point_num
         return round(min(most, max(least, rate * self.point_s)))
+
+
+Changeable = TypeVar("Changeable", TraceSpec, Load)
+
+
+def changed(values: Changeable, text: str, flag: str) -> Changeable:
+    """The same with what `text` says, as in `chunk_len=300,zipf=1`.
+
+    Raises:
+        DataError: a key is unknown, or its value is not of the key's type; the message names `flag`.
+    """
+    known = {f.name: getattr(values, f.name) for f in fields(values)}
+    known = {key: value for key, value in known.items() if isinstance(value, int | float | str) and key != "name"}
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, is_given, value = (piece.strip() for piece in part.partition("="))
+        if key not in known or not is_given:
+            raise DataError(f"{flag}: {part.strip()!r}; give KEY=VALUE with a key of {', '.join(known)}.")
+        kind = type(known[key])
+        try:
+            found[key] = kind(value)
+        except ValueError:
+            raise DataError(f"{flag}: {key}={value}: give {'a whole number' if kind is int else 'a number'}.") from None
+        if kind is float and not 0 <= found[key] < math.inf:
+            raise DataError(f"{flag}: {key}={value}: give a number from 0.")
+        if kind is int and found[key] < (1 if isinstance(values, Load) else 0):
+            raise DataError(f"{flag}: {key}={value} is too small.")
+    return replace(values, **found)
 
 
 @dataclass(frozen=True)
@@ -85,7 +120,7 @@ class Plan:
 
 _SPEC = TraceSpec(
     name="serving",
-    num_requests=1500,
+    num_requests=2500,
     num_chunks=60,
     chunks_per_request=5,
     max_chunks_per_request=15,
@@ -113,7 +148,7 @@ STANDARD = Plan(
     shape=LlamaShape(8, 512, 8, 8, 1408, VOCAB),
     spec=_SPEC,
     pool_len=49152,
-    load=Load(point_s=30.0, point_num=(12, 60)),
+    load=Load(closed=30, point_s=30.0, point_num=(12, 60)),
     closed_only=(NO_CACHE, "cache-craft@0.15"),
     parts=("serve", "documents", "fresh", "trained"),
     trained=_TRAINED,
@@ -139,7 +174,7 @@ QUICK = Plan(
     shape=LlamaShape(2, 128, 2, 2, 352, VOCAB),
     spec=replace(_SPEC, num_requests=400, chunk_len=60, num_chunks=30),
     pool_len=16384,
-    load=Load(warmup=8, closed=8, fractions=(0.3, 1.0), point_s=3.0, point_num=(4, 12), refinements=0),
+    load=Load(8, 8, 2, fractions=(0.3, 1.0), point_s=3.0, point_num=(4, 12), refinements=0, tries=1),
     closed_only=(NO_CACHE,),
     crowd_num=12,
     crowd_clients=12,

@@ -42,7 +42,7 @@ from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, doc
 from benchmark.serving.plan import PLANS, VOCAB
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.stacks import RULES, read_collapsed, shares
-from benchmark.serving.systems import System, Writer, parse_systems
+from benchmark.serving.systems import System, Writer, parse_systems, split_names
 from rich.console import Console
 
 RATE = 50  # samples a second
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "serving")
     args = parser.parse_args()
     try:
-        args.systems = parse_systems(args.systems.split(","))
+        args.systems = parse_systems(split_names(args.systems))
     except DataError as error:
         parser.error(f"--systems: {error}")
     if args.num < 1:
@@ -87,7 +87,7 @@ def profile(system: System, fleet: Fleet, args: argparse.Namespace, console: Con
     load = PLANS[args.plan].load
     server = fleet.use(system.kind)
     server.flush()
-    writer = Writer(system)
+    writer = Writer(system, fleet.pool_len)
     warmup, clients = load.warmup, load.clients
     bodies = [writer.body(prompt) for prompt in _prompts(args, warmup + 2 * args.num)]
     closed_loop(server.url, bodies[:warmup], clients)
@@ -222,10 +222,10 @@ def main() -> int:
         "new_share": args.new_share,
     }
     model = TRAINED_DIR if args.trained else documents_model(plan.shape)[0]
-    flags = ("--max-total-tokens", str(SMALL_POOL_LEN if args.trained else plan.pool_len))
-    kinds = [system.kind for system in args.systems]
+    pool_len = SMALL_POOL_LEN if args.trained else plan.pool_len
     try:
-        with Fleet(model, kinds, flags, CACHE_DIR, _importing(args.source)) as fleet:
+        with Fleet(model, pool_len, CACHE_DIR, env=_importing(args.source)) as fleet:
+            fleet.keep(system.kind for system in args.systems)
             report["rows"] = [profile(system, fleet, args, console) for system in args.systems]
     except (ServerError, ProfilerError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)

@@ -8,13 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmark.quality.prompts import SEPARATOR
 
 Piece: TypeAlias = str | tuple[int, ...]
+
+
+CHARACTERS_PER_TOKEN = 4
+
+
+def num_tokens(piece: Piece) -> int:
+    """Of token ids their number; of a text about as many as it will have."""
+    return -(-len(piece) // CHARACTERS_PER_TOKEN) if isinstance(piece, str) else len(piece)
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Prompt:
         session: number of the session that it belongs to.
         arrival_s: seconds from the first request of a recorded trace; None where the trace has no times.
         answer: what a trained model should say, word by word; None where nobody knows.
+        answer_of: the answer by the texts of the chunks in their order, where it depends on it.
         ends_at_eos: generation may end before `output_len`.
     """
 
@@ -45,12 +54,15 @@ class Prompt:
     session: int = 0
     arrival_s: float | None = None
     answer: str | None = None
+    answer_of: Callable[[list[Piece]], str] | None = None
     ends_at_eos: bool = False
 
     def reordered(self, keys: Sequence[str]) -> Prompt:
         """The chunks in the order of `keys`; each names one of them, and a chunk that none names is left out."""
         by_key = {chunk.key: chunk for chunk in self.chunks}
-        return replace(self, chunks=tuple(by_key[key] for key in keys))
+        chunks = tuple(by_key[key] for key in keys)
+        answer = self.answer if self.answer_of is None else self.answer_of([chunk.content for chunk in chunks])
+        return replace(self, chunks=chunks, answer=answer)
 
     def body(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """The JSON body of a streamed `/generate`.

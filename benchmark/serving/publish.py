@@ -3,7 +3,8 @@
     python benchmark/serving/publish.py            # docs/benchmarks/{serving,papers,profile}.md, pictures, README table
     python benchmark/serving/publish.py --check    # exit code 1 where a file is not what the results say
 
-`long.json` of `benchmark/results/serving/` is shown; `standard.json` where there is none.
+Of `benchmark/results/serving/`, `long.json` is shown, `standard.json` on a page of its own; in its place where there is
+no long one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def pages(source: Path = SOURCE) -> dict[Path, str]:
     """
     name, report = read_main(source)
     text = {TARGET / "serving.md": _page([*to_markdown(report), "", f"![the runs as a plot]({name}.png)"])}
+    standard = _read(source / "standard.json")
+    if standard is not None and name != "standard":
+        text[TARGET / "standard.md"] = _page([*to_markdown(standard), "", "![the runs as a plot](standard.png)"])
     kernel = _read(RESULTS_DIR / "kernel" / "sparse_extend.json")
     text[TARGET / "papers.md"] = _page(papers_markdown(FIGURES, ours_by_axis(report, kernel)))
     profiles = _profiles(source)
@@ -103,8 +107,8 @@ def _block(report: Mapping[str, Any]) -> str:
 
 def pictures(source: Path = SOURCE) -> list[Path]:
     """Files that are copied as they are."""
-    name, _ = read_main(source)
-    return [path for path in (source / f"{name}.png", *sorted(source.glob("profile-*.svg"))) if path.is_file()]
+    plots = (source / f"{name}.png" for name in ("long", "standard"))
+    return [path for path in (*plots, *sorted(source.glob("profile-*.svg"))) if path.is_file()]
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Sweep: ever higher rates until a system is saturated, then the highest rate that keeps the bound, more precisely.
 
 `sweep` only decides which rate comes next; what a rate gives is told by a function, so the search is tested without a
-server.
+server. A rate that breaks the bound is measured again before it counts as too high: the p99 of a few dozen requests is
+nearly the slowest of them, and a machine that is slow for a second makes it.
 """
 
 from __future__ import annotations
@@ -11,54 +12,75 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Measure = Callable[[float], dict[str, Any]]  # rate -> summary of the run
+Measure = Callable[[float, int], dict[str, Any]]  # rate, number of the try from 0 -> summary of the run
 GROWTH = 1.6  # beyond the given rates
+
+
+class NothingLeft(Exception):
+    """There is nothing to measure a rate with; the sweep ends where it is."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Points in the order of measuring; `highest` is the highest rate whose run kept the bound, None if none did."""
+    """Points in the order of measuring; `highest` is the highest rate of which a run kept the bound, None if none did.
+
+    `is_complete` is False where the sweep ended before a rate broke the bound and the gap was bisected.
+    """
 
     points: tuple[dict[str, Any], ...]
     highest: float | None
+    is_complete: bool = True
 
 
-def sweep(measure: Measure, rates: Sequence[float], bound_s: float, *, refinements: int = 1, most: int = 16) -> Sweep:
+def sweep(
+    measure: Measure,
+    rates: Sequence[float],
+    bound_s: float,
+    *,
+    refinements: int = 1,
+    tries: int = 2,
+    most: int = 16,
+) -> Sweep:
     """Measures `rates` in ascending order up to the first that breaks the bound, and then in between.
 
     Args:
         rates: requests a second, ascending; where all of them keep the bound, higher ones follow.
         bound_s: of the p99 of the time to first token.
         refinements: bisections, in logarithms, between the last rate that kept the bound and the first that did not.
-        most: points in all.
+        tries: runs that must break the bound before a rate counts as too high.
+        most: rates in all.
     """
     assert rates, "no rate to measure"
     assert list(rates) == sorted(rates), "rates in ascending order"
     points: list[dict[str, Any]] = []
+    low: float | None = None
+    high: float | None = None
 
-    def keeps(rate: float) -> bool:
-        summary = measure(rate)
-        kept = keeps_bound(summary, bound_s)
-        points.append({"rate": rate, "kept": kept, **summary})
-        return kept
+    def look_at(rate: float) -> None:
+        nonlocal low, high
+        for number in range(tries):
+            summary = measure(rate, number)
+            kept = keeps_bound(summary, bound_s)
+            points.append({"rate": rate, "kept": kept, **summary})
+            if kept:
+                low = rate
+                return
+        high = rate
 
-    low, high = None, None
+    def num_rates() -> int:
+        return len({point["rate"] for point in points})
+
     waiting = list(rates)
-    while high is None and len(points) < most:
-        rate = waiting.pop(0) if waiting else points[-1]["rate"] * GROWTH
-        if keeps(rate):
-            low = rate
-        else:
-            high = rate
-    for _ in range(refinements):
-        if low is None or high is None or len(points) >= most:
-            break
-        middle = math.sqrt(low * high)
-        if keeps(middle):
-            low = middle
-        else:
-            high = middle
-    return Sweep(tuple(points), low)
+    try:
+        while high is None and num_rates() < most:
+            look_at(waiting.pop(0) if waiting else points[-1]["rate"] * GROWTH)
+        for _ in range(refinements):
+            if low is None or high is None or num_rates() >= most:
+                break
+            look_at(math.sqrt(low * high))
+    except NothingLeft:
+        return Sweep(tuple(points), low, is_complete=False)
+    return Sweep(tuple(points), low, is_complete=high is not None)
 
 
 def keeps_bound(summary: dict[str, Any], bound_s: float) -> bool:

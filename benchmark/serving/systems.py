@@ -8,18 +8,19 @@
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
 | `METHOD@RATIO, no ...` | without a part of it, `ablated` | the same |
 
-`parse_systems` reads such names; `Writer` turns the prompts of one run into request bodies.
+`split_names` and `parse_systems` read such names; `Writer` turns the prompts of one run into request bodies.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmark.quality.conditions import Condition, parse_method
 from benchmark.quality.question import DataError
-from benchmark.serving.prompt import Prompt
+from benchmark.serving.prompt import Prompt, num_tokens
 from benchmark.serving.reorder import Reorderer
 
 NO_CACHE, STOCK, REORDER = "no-cache", "stock", "reorder"
@@ -62,6 +63,11 @@ def ablated(system: System, kind: str) -> System:
     return replace(system, name=f"{system.name}, {kind.replace('-', ' ')}", kind=kind)
 
 
+def split_names(text: str) -> list[str]:
+    """Names of systems out of one argument; the commas between the options of a method belong to its name."""
+    return re.split(r",(?!\s*\w+=)", text)
+
+
 def parse_systems(names: Iterable[str]) -> list[System]:
     """Systems by name; `epic` alone is `epic@0.15`, `cache-craft:alpha=1` has a budget of its own and no ratio.
 
@@ -93,15 +99,23 @@ def _parse(name: str) -> System:
 
 
 class Writer:
-    """Writes prompts for one system; the reordering baseline remembers what it has sent."""
+    """Writes prompts for one system; the reordering baseline remembers what it has sent.
 
-    def __init__(self, system: System) -> None:
+    Attributes:
+        sent: the prompts so far, with their chunks in the order in which they were sent.
+    """
+
+    def __init__(self, system: System, pool_len: int | None = None) -> None:
+        """`pool_len`: tokens of the server's KV pool; orders that no longer lie in it are no longer followed."""
         self.system = system
-        self._reorderer = Reorderer() if system.reorders else None
+        self.sent: list[Prompt] = []
+        self._reorderer = Reorderer(pool_len) if system.reorders else None
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         """The request for `/generate`; call it in the order of sending."""
         if self._reorderer is not None:
-            lengths = {chunk.key: len(chunk.content) for chunk in prompt.chunks}
-            prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__))
+            lengths = {chunk.key: num_tokens(chunk.content) for chunk in prompt.chunks}
+            rest = num_tokens(prompt.tail) + prompt.output_len
+            prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__, rest))
+        self.sent.append(prompt)
         return prompt.body(self.system.options)

@@ -11,8 +11,9 @@ Lengths of questions and answers are means; what a prompt gets is drawn around t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from benchmark.demo.session import SYSTEM, unmarked
 from benchmark.quality.question import DataError, read_jsonl
 from benchmark.quality.synthetic.notes import Asked, Notes, Shape, make_notes, places_of
 from benchmark.quality.synthetic.vocabulary import SYSTEM as NOTES_SYSTEM
-from benchmark.serving.prompt import Chunk, Prompt
+from benchmark.serving.prompt import Chunk, Piece, Prompt
 from benchmark.simulate.trace import TraceSpec, generate
 
 OUTPUT_LEN = 8
@@ -127,13 +128,26 @@ def _ask_notes(draw: random.Random, own: Notes, name: str, asked: Asked, num_chu
     if asked.family == "carry":
         first, second = sorted(chosen.index(i) for i in needed)
         chosen[first], chosen[second] = needed
-    texts = [own.chunks[i] for i in chosen]
-    answer = asked.answer
+    answer, answer_of = asked.answer, None
     if asked.family == "multi":
-        answer = " ".join(places_of(asked.question.split()[-1], texts))
+        answer_of = partial(_places, asked.question.split()[-1])
+        answer = answer_of([own.chunks[i] for i in chosen])
     # The space behind a piece keeps words apart where pieces are joined without a separator; it is no token.
     chunks = tuple(Chunk(f"{name}/{i}", own.chunks[i] + " ") for i in chosen)
-    return Prompt(NOTES_SYSTEM + " ", chunks, asked.question, NOTES_OUTPUT_LEN, answer=answer, ends_at_eos=True)
+    return Prompt(
+        NOTES_SYSTEM + " ",
+        chunks,
+        asked.question,
+        NOTES_OUTPUT_LEN,
+        answer=answer,
+        answer_of=answer_of,
+        ends_at_eos=True,
+    )
+
+
+def _places(name: str, texts: Sequence[Piece]) -> str:
+    """Where a person was, in the order in which the passages tell it."""
+    return " ".join(places_of(name, [text for text in texts if isinstance(text, str)]))
 
 
 def needed_chunks(own: Notes, asked: Asked) -> list[int]:
@@ -171,6 +185,7 @@ def from_log(path: str | Path, output_len: int = OUTPUT_LEN) -> list[Prompt]:
 
 def _log_prompts(path: Path, output_len: int) -> Iterator[Prompt]:
     begin: float | None = None
+    last = 0.0
     for where, value in read_jsonl(path):
         if unknown := sorted(set(value) - set(LOG_KEYS)):
             raise DataError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(LOG_KEYS)}.")
@@ -187,9 +202,10 @@ def _log_prompts(path: Path, output_len: int) -> Iterator[Prompt]:
         if time is not None:
             if isinstance(time, bool) or not isinstance(time, int | float) or not np.isfinite(time):
                 raise DataError(f'{where}: "timestamp" is {time!r}; give seconds as a number.')
-            begin = time if begin is None else begin
-            if time < begin:
-                raise DataError(f'{where}: "timestamp" is before the first line\'s; sort the log by time.')
+            begin, last = (time, time) if begin is None else (begin, last)
+            if time < last:
+                raise DataError(f'{where}: "timestamp" is before that of the line above; sort the log by time.')
+            last = time
         yield Prompt(
             head=unmarked(value.get("system", "")),
             chunks=tuple(Chunk(text, unmarked(text)) for text in texts),

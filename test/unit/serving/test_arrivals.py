@@ -20,6 +20,15 @@ def test_gaps_are_exponential() -> None:
     assert times != poisson(4000, 2.5, seed=2)
 
 
+@pytest.mark.parametrize("num", [1, 15, 80])
+def test_few_arrivals_come_at_the_rate_too(num: int) -> None:
+    times = poisson(num, 0.3, seed=0)
+    assert len(times) == num
+    assert times[-1] == pytest.approx(num / 0.3)
+    shape = np.array(poisson(num, 0.6, seed=0)) / times[-1]
+    assert num == 1 or not np.allclose(shape, np.array(times) / times[-1] / 2)  # a sample of its own
+
+
 def test_csv_of_seconds(tmp_path: Path) -> None:
     path = tmp_path / "burst.csv"
     path.write_text("Timestamp,Model\n7.5,a\n5,b\n6,c\n")
@@ -56,5 +65,6 @@ def test_a_missing_file_a_strange_unit_a_strange_speed(tmp_path: Path) -> None:
         recorded(tmp_path / "none.csv", "Timestamp")
     with pytest.raises(DataError, match="unit 'h'"):
         recorded(tmp_path / "none.csv", "Timestamp", "h")
-    with pytest.raises(DataError, match="speed 0"):
-        recorded(tmp_path / "none.csv", "Timestamp", speed=0)
+    for speed in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError, match="--speed"):
+            recorded(tmp_path / "none.csv", "Timestamp", speed=speed)

@@ -101,7 +101,7 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
         "with_s": spread,
         "without_s": spread,
         "loss_percent": loss,
-        "loss_95_percent_interval": [0.0, 1.0],
+        "loss_95_percent_interval": [loss - 0.4, loss + 0.4],
         "target": 2.0,
     }
     report = {
@@ -110,10 +110,11 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
             "model": "a model",
             "pool_len": 1000,
             "trace": TRACE,
-            "load": {"clients": 4, "warmup": 2, "closed": 6, "bound_factor": 3.0},
+            "load": {"clients": 4, "warmup": 2, "closed": 6, "closed_runs": 3, "tries": 2, "bound_factor": 3.0},
             "bound_s": 1.0,
             "base_rate": 1.0,
             "highest_rate": dict(systems),
+            "ended_early": [],
             "points": points,
             "runs": [summary(name, "closed", rate, 1 / rate) for name, rate in systems.items()],
         },
@@ -145,6 +146,42 @@ def test_targets_follow_the_numbers() -> None:
     assert "highest rate with p99 of TTFT within the bound, against stock" in missed
     assert "loss of epic@0.15 where no chunk is repeated" in missed
     assert "p99 of TTFT at the low rate, stock against ours" in missed
+
+
+def test_a_target_that_the_numbers_leave_open_is_neither_met_nor_missed() -> None:
+    report = make_report(ours=4.0, loss=1.8)
+    found = {row["what"]: row for row in targets(report)}
+    assert found["loss of epic@0.15 where no chunk is repeated"]["met"] is None
+    report["serve"]["highest_rate"]["stock"] = None
+    found = {row["what"]: row for row in targets(report)}
+    assert found["highest rate with p99 of TTFT within the bound, against stock"]["met"] is None
+    assert "not decided" in "\n".join(to_markdown(report))
+
+
+def test_a_system_that_reached_nothing_has_missed_its_target() -> None:
+    report = make_report(ours=4.0, loss=1.0)
+    report["serve"]["highest_rate"]["epic@0.15"] = None
+    report["serve"]["points"]["epic@0.15"][0]["num_failed"] = 1
+    missed = [row["what"] for row in targets(report) if row["met"] is False]
+    assert missed == [
+        "highest rate with p99 of TTFT within the bound, against stock",
+        "the same against reordering",
+        "p99 of TTFT at the low rate, stock against ours",
+    ]
+
+
+def test_a_report_without_stock_and_with_a_system_that_failed() -> None:
+    report = make_report(ours=4.0, loss=1.0)
+    part = report["serve"]
+    failed = summarize(Run((Record(0.0, error="x"),), 1.0, ()), 1.0)
+    part["runs"] = [part["runs"][2] | failed]
+    part["highest_rate"] = {"epic@0.15": None}
+    part["points"] = {"epic@0.15": [part["points"]["epic@0.15"][0] | failed | {"kept": False}]}
+    part["ended_early"] = ["epic@0.15"]
+    report["trained"]["rows"] = [report["trained"]["rows"][2] | failed]
+    text = "\n".join(to_markdown(report))
+    assert "| `epic@0.15` | 0.00 |  |  |  |  |  |" in text
+    assert "ended for want of prompts" in text
 
 
 def test_report_and_plot(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from benchmark.serving.bench import MeasurementError, TraceTooShort
 from benchmark.serving.client import Record, Run
 from benchmark.serving.measures import summarize
 from benchmark.serving.parts import serve
 from benchmark.serving.plan import Load
 from benchmark.serving.systems import System, parse_systems
 
-LOAD = Load(fractions=(0.3, 0.7, 1.0), bound_factor=3.0, refinements=1)
+LOAD = Load(fractions=(0.3, 0.7, 1.0), bound_factor=3.0, refinements=1, tries=1)
 CLOSED_RATE = 2.0
 
 
@@ -23,11 +24,13 @@ class FakeBench:
 
     Attributes:
         slowest: the slowest request of a run, in times of the others.
+        num_left: rates for which there are prompts.
         asked: rates by system.
     """
 
     capacity: dict[str, float]
     slowest: float = 1.0
+    num_left: int | None = None
     asked: dict[str, list[float]] = field(default_factory=dict)
     tick: Callable[[str], None] = print
 
@@ -41,12 +44,18 @@ class FakeSubject:
     bench: FakeBench
     name: str
 
-    def closed(self, phase: str, num: int, num_clients: int) -> tuple[dict[str, Any], Run]:
+    @property
+    def system(self) -> System:
+        return parse_systems([self.name])[0]
+
+    def closed(self, phase: str, num: int, num_clients: int, repeats: int = 1) -> tuple[dict[str, Any], Run]:
         return self._measure([0.5] * num, num / CLOSED_RATE, None)
 
     def poisson(
         self, phase: str, num: int, rate: float, seed: int, bound_s: float | None
     ) -> tuple[dict[str, Any], Run]:
+        if len(self.bench.asked[self.name]) == self.bench.num_left:
+            raise TraceTooShort("no prompts left")
         self.bench.asked[self.name].append(rate)
         ttft_s = 0.5 if rate <= self.bench.capacity[self.name] else 5.0
         summary, run = self._measure([ttft_s] * (num - 1) + [ttft_s * self.bench.slowest], num / rate, bound_s)
@@ -79,3 +88,22 @@ def test_a_low_rate_beyond_the_bound_ends_the_sweep() -> None:
     assert bench.asked["stock"] == pytest.approx([0.6])
     assert [point["kept"] for point in found["points"]["stock"]] == [False]
     assert found["highest_rate"] == {"stock": None}
+
+
+def test_the_end_of_the_trace_ends_the_sweep_and_keeps_what_was_measured() -> None:
+    bench = FakeBench({"stock": 9.0}, num_left=2)
+    found = serve(bench, parse_systems(["stock"]), (), LOAD)  # type: ignore[arg-type]
+    assert len(found["points"]["stock"]) == 2
+    assert found["ended_early"] == ["stock"]
+
+
+def test_no_rate_is_taken_from_a_run_of_which_requests_failed() -> None:
+    class Broken(FakeSubject):
+        def _measure(self, ttfts_s: list[float], seconds: float, bound_s: float | None) -> tuple[dict[str, Any], Run]:
+            run = Run((Record(0.0, error="500: no"), Record(0.0, 1.0, 1.0, prompt_len=9, output_len=1)), seconds, ())
+            return {"system": self.name, "phase": "closed", **summarize(run, bound_s)}, run
+
+    bench = FakeBench({"stock": 9.0})
+    bench.begin = lambda system: Broken(bench, system.name)  # type: ignore[method-assign]
+    with pytest.raises(MeasurementError, match=r"stock, closed: 1 of 2 requests failed.*500: no"):
+        serve(bench, parse_systems(["stock"]), (), LOAD)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 from benchmark.quality.question import DataError
 from benchmark.serving.bench import Tape, TraceTooShort
 from benchmark.serving.prompt import Chunk, Prompt
-from benchmark.serving.systems import BASELINES, STOCK, Writer, parse_systems
+from benchmark.serving.systems import BASELINES, STOCK, Writer, parse_systems, split_names
 
 IDS = Prompt((1, 2), (Chunk("a", (3, 4, 5)), Chunk("b", (6,))), (7,), output_len=4)
 TEXT = Prompt("S ", (Chunk("a", "A "), Chunk("b", "B ")), "q?", output_len=4, ends_at_eos=True)
@@ -38,6 +38,20 @@ def test_the_reordering_system_sends_known_orders_first() -> None:
     writer = Writer(BASELINES["reorder"])
     assert writer.body(IDS)["input_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert writer.body(IDS.reordered(("b", "a")))["input_ids"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_answer_that_lists_what_passages_say_follows_their_order() -> None:
+    prompt = Prompt("S", (Chunk("a", "rome"), Chunk("b", "oslo")), "q?", 4, answer="rome oslo", answer_of=" ".join)
+    assert prompt.reordered(("b", "a")).answer == "oslo rome"
+    writer = Writer(BASELINES["reorder"])
+    writer.body(prompt.reordered(("b", "a")))
+    writer.body(prompt)
+    assert [sent.answer for sent in writer.sent] == ["oslo rome", "oslo rome"]
+
+
+def test_commas_between_options_belong_to_the_name() -> None:
+    text = "stock,cacheblend:focus_window=3,group_size=8@0.15, epic@0.3"
+    assert split_names(text) == ["stock", "cacheblend:focus_window=3,group_size=8@0.15", " epic@0.3"]
 
 
 def test_names_of_systems() -> None:

@@ -40,6 +40,15 @@ def test_the_longer_text_wins() -> None:
     assert reorderer.order("BCA", lengths.__getitem__)[0] == "C"
 
 
+def test_what_the_prefix_cache_has_evicted_is_not_followed() -> None:
+    for pool_len, expected in ((None, ("A", "B")), (100, ("A", "B")), (5, ("B", "A"))):
+        reorderer = Reorderer(pool_len)
+        reorderer.order("AB", one)
+        for keys in ("BX", "BY"):  # B is wanted more often than A, and eight tokens are new
+            reorderer.order(keys, one, 2)
+        assert reorderer.order("AB", one)[:2] == expected
+
+
 @given(st.lists(KEYS, max_size=8), KEYS)
 def test_no_order_shares_a_longer_prefix(earlier: list[list[str]], keys: list[str]) -> None:
     reorderer = Reorderer()
