@@ -71,11 +71,15 @@ def _takes_kept_room(adder: PrefillAdder, num_tokens: int) -> bool:
     """Whether so many tokens more would have reused chunks evicted while there are requests that will give theirs back.
 
     Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
-    longer: throughput falls where load is highest.
+    longer: throughput falls where load is highest. A request that has no room beside them even when it runs alone
+    would wait for a server that is empty, and is left to SGLang's own rule.
     """
     if adder.preempt_list or not (adder.can_run_list or (adder.running_batch and adder.running_batch.reqs)):
         return False
-    return adder.rem_total_tokens - num_tokens < adder.tree_cache.num_kept_tokens
+    num_kept = adder.tree_cache.num_kept_tokens
+    if num_tokens > adder.tree_cache.token_to_kv_pool_allocator.size - num_kept:
+        return False
+    return adder.rem_total_tokens - num_tokens < num_kept
 
 
 def commit_prefill_admission(original: Callable[..., None], adder: PrefillAdder, req: Req, *args: Any) -> None:

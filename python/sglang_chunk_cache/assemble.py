@@ -11,6 +11,7 @@ host. The rotation that is applied was compared with the model's own cosine tabl
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from sgl_kernel_ext.rotary import (
     verify_spec,
 )
 from sglang_chunk_cache.server_args import refuse
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint, rotary_digest, weights_digest
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -64,7 +65,8 @@ class KVAssembler:
     """
 
     def __init__(self, model_runner: ModelRunner, kv_pool: Any, kernel: str) -> None:
-        self._spec = model_rotary_spec(model_runner.model, model_runner.model_config.context_len)
+        spec = model_rotary_spec(model_runner.model, model_runner.model_config.context_len)
+        self._spec = spec.to(kv_pool.device)  # where a copy that needs it would otherwise wait for the running forward
         self._k_buffers: list[torch.Tensor] = list(kv_pool.k_buffer)
         self._v_buffers: list[torch.Tensor] = list(kv_pool.v_buffer)
         self._kernel = kernel
@@ -81,7 +83,7 @@ class KVAssembler:
             src_loc, dst_loc: `[num_tokens]` int64 slots, on the pool's device, without overlap.
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
         """
-        with self._behind_launched_forwards():
+        with self._behind_launched_forwards(src_loc, dst_loc, position_delta):
             k_buffers, v_buffers = self._k_buffers, self._v_buffers
             if layers is not None:
                 k_buffers, v_buffers = (buffers[layers.start : layers.stop] for buffers in (k_buffers, v_buffers))
@@ -96,7 +98,7 @@ class KVAssembler:
             for buffers in (self._k_buffers, self._v_buffers)
         )
         copied = None
-        with self._behind_launched_forwards():
+        with self._behind_launched_forwards(slots):
             for target, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
                 for layer, buffer in enumerate(buffers):
                     if self._is_cpu:
@@ -109,7 +111,7 @@ class KVAssembler:
 
     def fill(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layers: range | None = None) -> None:
         """Writes what `gather` gave, of all layers or of some, to other slots of equal number."""
-        with self._behind_launched_forwards():
+        with self._behind_launched_forwards(slots):
             for layer in range(len(self._k_buffers)) if layers is None else layers:
                 for source, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
                     value = source[layer] if self._is_cpu else self._upload(source[layer], buffers[layer].device)
@@ -129,7 +131,10 @@ class KVAssembler:
             rotary=rotary_digest(self._spec),
             tp_rank=tp_rank,
             tp_size=tp_size,
-            settings=tuple((name, str(getattr(server_args, name, None))) for name in names),
+            settings=(
+                *((name, str(getattr(server_args, name, None))) for name in names),
+                *adapter_settings(getattr(server_args, "lora_paths", None) or ()),
+            ),
             model=server_args.model_path,
         )
 
@@ -155,19 +160,23 @@ class KVAssembler:
             target.copy_(value, non_blocking=True)
         value.record_stream(side)
 
-    def _behind_launched_forwards(self) -> contextlib.AbstractContextManager[Any]:
+    def _behind_launched_forwards(self, *given: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """What is done inside happens behind the forwards that run; `given` are the outside's tensors that it reads."""
         if self._is_cpu or get_schedule().disable_overlap_schedule:
             return contextlib.nullcontext()  # forwards run on the current stream
-        return self._on_forward_stream()
+        return self._on_forward_stream(given)
 
     @contextlib.contextmanager
-    def _on_forward_stream(self) -> Any:
+    def _on_forward_stream(self, given: Iterable[torch.Tensor]) -> Any:
         device_module = torch.get_device_module()
         forward_stream = self._model_runner.forward_stream
         schedule_stream = device_module.current_stream()
         forward_stream.wait_stream(schedule_stream)  # the index tensors were made there
         with device_module.stream(forward_stream):
             yield
+        # Their memory belongs to the schedule stream, which would hand it out again before the forward stream read it.
+        for tensor in given:
+            tensor.record_stream(forward_stream)
         # Slots that are freed and handed out again are written by later forwards, which run on the same stream.
 
 

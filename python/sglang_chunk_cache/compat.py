@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from chunk_cache.config import Config
 from sglang_chunk_cache.api.served import check_default
 from sglang_chunk_cache.server_args import attached, refuse
 
@@ -193,9 +194,19 @@ def check_resolved(server_args: Any) -> None:
     if kernel == "flashinfer":
         check_flashinfer(model_config)
     if args is not None:
+        _check_layers(args.parsed_config, model_config.num_hidden_layers)
         check_default(args, model_config.num_hidden_layers, bool(resolution_result(server_args, "enable_lora")))
     if resolution_result(server_args, "kv_cache_dtype") == "auto" and quantizes_kv_cache(model_config.hf_quant_config):
         refuse("the checkpoint asks for an FP8 KV cache, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
+
+
+def _check_layers(config: Config, num_layers: int) -> None:
+    layers = config.statistics_layers
+    if not isinstance(layers, str) and any(layer >= num_layers for layer in layers):
+        refuse(
+            f"--chunk-cache-config: statistics_layers: layer {max(layers)}, but the model has layers 0 to "
+            f"{num_layers - 1}; name layers of the model."
+        )
 
 
 def check_flashinfer(model_config: Any) -> None:

@@ -140,6 +140,18 @@ API_HOOKS: tuple[Hook, ...] = (
         "marks with a built-in chat template",
     ),
     Hook(
+        "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_chat",
+        HookType.AROUND,
+        "sglang_chunk_cache.api.ollama:handle",
+        "marked text is a 400: this route tokenizes by itself",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_generate",
+        HookType.AROUND,
+        "sglang_chunk_cache.api.ollama:handle",
+        "marked text is a 400: this route tokenizes by itself",
+    ),
+    Hook(
         "sglang.srt.entrypoints.openai.parallel_prompt_encode.parallel_prompt_encode",
         HookType.AROUND,
         "sglang_chunk_cache.api.chat:parallel_prompt_encode",

@@ -6,7 +6,8 @@ can go), `Maintenance.note_derived` (what to compute again, and from which promp
 
 Promises: a promotion copies KV bit by bit at the position that it was computed at, or does nothing where there is no
 room. A refresh is an ordinary request of mode exact that nobody reads; it starts only when the scheduler is idle, one
-at a time. What is chosen depends on the index alone, so all tensor-parallel ranks choose alike.
+at a time, and never for chunks of a LoRA adapter. What is chosen depends on the index alone, so all tensor-parallel
+ranks choose alike.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from sglang_chunk_cache.request import PARAM_NAME, DocChunkRequest
 
 if TYPE_CHECKING:
     from array import array
+
+    from sglang.srt.managers.schedule_batch import Req
 
     from chunk_cache.config import Config
     from sglang_chunk_cache.assemble import KVAssembler
@@ -101,12 +104,16 @@ class Maintenance:
         self._metrics.count_maintenance("promoted")
         return True
 
-    def note_derived(self, variant: Variant, token_ids: array[int], chunk: int, state: DocChunkRequest) -> None:
-        """Remembers how the variant of chunk number `chunk` of this prompt can be computed exactly."""
-        if not self._config.refresh_uses:
+    def note_derived(self, variant: Variant, req: Req, chunk: int, state: DocChunkRequest) -> None:
+        """Remembers how the variant of chunk number `chunk` of this prompt can be computed exactly.
+
+        Not where a LoRA adapter computed it: the adapter may be gone when the server is idle, and no client's request
+        holds it then.
+        """
+        if not self._config.refresh_uses or req.lora_id is not None:
             return
         spans = state.options.spans[: chunk + 1]
-        self._origins[variant.variant_id] = _Origin(token_ids[: spans[-1][1]], spans, state.partition)
+        self._origins[variant.variant_id] = _Origin(req.origin_input_ids[: spans[-1][1]], spans, state.partition)
         while len(self._origins) > MAX_NOTED:
             self._origins.popitem(last=False)
 

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.config import Config
+from chunk_cache.config import Config, describe
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.keys import Partition
 from chunk_cache.methods import METHODS, Method, Ranking
@@ -126,7 +126,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             args.ratio,
             args.separator,
             self.kernel,
-            self.chunk_config,
+            describe(self.chunk_config),
         )
 
     def check_integrity(self) -> None:
@@ -169,7 +169,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         plan = make_plan(
             opts=state.options,
             default_method=self._args.method,
-            default_ratio=self._ratio_that_hides(lookups, num_keys=len(req.origin_input_ids)),
+            default_ratio=self._args.ratio
+            if state.options.names_method
+            else self._ratio_that_hides(lookups, num_keys=len(req.origin_input_ids)),
             prompt_len=len(req.origin_input_ids) + len(req.output_ids),
             prefix_len=prefix_len,
             max_prefix_len=max_prefix_len,
@@ -486,7 +488,9 @@ class ChunkRadixCache(UnifiedRadixCache):
                 generation = max(generation, 1 + chunk.generation)
             if not chunk.is_to_remember or chunk.end > up_to:
                 continue
-            if generation <= self.chunk_config.max_generation and self._is_new(state, i, generation):
+            if generation > self.chunk_config.max_generation:
+                self.chunk_metrics.count_not_remembered("generation_limit")
+            elif self._is_new(state, i, generation):
                 self._remember_node(req, state, i, generation)
 
     def _promote_used(self, state: DocChunkRequest) -> None:
@@ -547,7 +551,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         )
         self._write_down(variant)
         if variant is not None and generation:
-            self.maintenance.note_derived(variant, req.origin_input_ids, i, state)
+            self.maintenance.note_derived(variant, req, i, state)
 
     # Release.
 

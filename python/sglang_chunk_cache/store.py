@@ -6,8 +6,9 @@ its own), `remove_node` (such a node gives its slots back).
 
 Promises: the tree owns every slot; nothing here outlives an eviction. A node id that the index remembers is only a
 hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
-fall back to matching the tokens, so an evicted variant is simply a shorter match. `resolve` changes nothing in the
-tree: it neither splits a node nor counts as a use.
+fall back to matching the tokens, so an evicted variant is simply a shorter match. Beside the hint stands how much of
+the node's path is the variant's: what is found by matching may be another prompt's node that only begins alike.
+`resolve` changes nothing in the tree: it neither splits a node nor counts as a use.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class VariantStore:
             self._cache.touch_prefix(self._radix_key(variant))
             return
         # Inserting what is there stores nothing and raises priorities; by `prev_prefix_len` nothing is freed either.
-        end = _start_in_path(variant) + variant.length
+        end = _start_in_path(variant) + self.resolve(variant)
         slots = self._cache.path_device_indices(variant.holder.node_id)[:end]
         key = self._radix_key(variant, len(slots))
         self._cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(slots), priority=priority))
@@ -134,11 +135,14 @@ class VariantStore:
         return num_freed
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
-        available = self._len_of_node(variant.holder.node_id)
-        if available is not None and available >= wanted:
-            return available
-        available, node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
-        variant.holder.node_id = node_id
+        holder = variant.holder
+        available = self._len_of_node(holder.node_id)
+        if available is not None:
+            shared = available if holder.node_shares is None else min(available, holder.node_shares)
+            if shared >= wanted:
+                return shared
+        available, holder.node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
+        holder.node_shares = available
         return available
 
     def _len_of_node(self, node_id: int) -> int | None:

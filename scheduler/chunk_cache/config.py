@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 from chunk_cache.methods.options import ALPHA, layer_numbers
-from chunk_cache.tier_config import TierConfig, parse_tiers
+from chunk_cache.tier_config import TierConfig, parse_tiers, shown_url
 from chunk_cache.victims import AGEING, EVICTIONS
 
 FLAG = "--chunk-cache-config"
@@ -59,6 +59,16 @@ class Config:
         if self.statistics_layers == "sampled":
             return tuple(sorted({num_layers // 3, 2 * num_layers // 3}))
         return tuple(layer for layer in self.statistics_layers if isinstance(layer, int) and layer < num_layers)
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """All keys and values, for logs and replies: without the user, password and settings of a store."""
+    found = asdict(config)
+    remote = None if config.tiers is None else config.tiers.remote
+    if remote is not None:
+        settings = {name: "..." for name, _ in remote.settings}
+        found["tiers"]["remote"] |= {"url": remote.url and shown_url(remote.url), "settings": settings}
+    return found
 
 
 _MINIMUM = {

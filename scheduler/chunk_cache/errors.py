@@ -36,6 +36,15 @@ def user_error(kind: type[ErrorT], path: str, problem: str, remedy: str) -> Erro
     return kind(f"{path}: {problem}; {remedy}")
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text from outside can be tokenized: JSON may hold half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def show(value: object) -> str:
     """`repr` of a value from outside, cut so that a message stays one readable sentence."""
     return _SHORT.repr(value)

@@ -300,10 +300,19 @@ def make_plan(
         row_positions=chosen.row_positions,
         num_recomputed=chosen.num_recomputed,
         num_reused=num_reused,
-        fallback_reason={"off": "off", "exact": "exact_mode"}.get(opts.mode),
+        fallback_reason=_fallback_reason(opts.mode, chunks, num_reused),
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
     )
+
+
+def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) -> str | None:
+    """The client's own choice, or why the first of the stored chunks was not used, where none was."""
+    if mode in ("off", "exact"):
+        return "off" if mode == "off" else "exact_mode"
+    if num_reused:
+        return None
+    return next((chunk.reason for chunk in chunks if chunk.status is Status.SKIPPED), None)
 
 
 def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:

@@ -18,6 +18,8 @@ from chunk_cache.types import Span
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
 MODES = ("auto", "exact", "off")
 MAX_POSITION = 2**31 - 1
+MAX_CHUNKS = 1024
+"""In one prompt: what is kept and compared for each grows with the number of those in front of it."""
 KEYS = ("spans", "mode", "method", "ratio", "options", "explain")
 
 
@@ -115,6 +117,8 @@ def loads(text: str) -> RequestOptions:
 def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span, ...]:
     if not isinstance(value, (list, tuple)):
         raise _error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
+    if len(value) > MAX_CHUNKS:
+        raise _error(path, f"{len(value)} chunks, and {MAX_CHUNKS} is the limit", "mark longer chunks")
     spans = []
     previous_end = 0
     for i, item in enumerate(value):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 
@@ -27,6 +28,16 @@ class DiskConfig:
     path: str
     max_bytes: int | None = None
     """None = as much as the file system takes."""
+
+
+def shown_url(url: str) -> str:
+    """The url for messages: without user, password and options."""
+    parts = urlsplit(url)
+    try:
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        port = ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ class PathTokens:
     """The tokens of one exactly computed prompt, shared by the variants in it; compared by identity.
 
     `tokens` must not change once a variant with this path is in an index. `node_id` is the owner's hint where in the
-    tree the path was last seen; the index never reads it.
+    tree the path was last seen, `node_shares` how many of the tokens up to that node's end are `tokens` (None = all).
+    The index reads neither.
     """
 
     tokens: array[int]
     partition: Partition
     node_id: int = -1
+    node_shares: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,13 +51,14 @@ class PathHome:
 class NodeHome:
     """A tree node of the chunk's own; compared by identity.
 
-    `node_key` holds the chunk's tokens, padded by the owner where pages ask for it. `node_id` is the owner's hint.
-    `variant_id` is the index's: who lives here, -1 = nobody.
+    `node_key` holds the chunk's tokens, padded by the owner where pages ask for it. `node_id` and `node_shares` are the
+    owner's hint, as those of `PathTokens`. `variant_id` is the index's: who lives here, -1 = nobody.
     """
 
     node_key: array[int]
     namespace: str
     node_id: int = -1
+    node_shares: int | None = None
     variant_id: int = -1
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from chunk_cache.keys import Partition, chunk_key
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
@@ -64,6 +65,29 @@ def case_partly_evicted_path(s: Session) -> list[int]:
         prompt = s.prompt([second, s.tokens(7), first])
         (reply,) = s.send(prompt, ratio=0.15, options={"explain": True}, max_new_tokens=1)
         reused.append(reply.info["chunks"][-1]["reused_tokens"])
+    return reused
+
+
+def case_another_prompt_that_begins_alike(s: Session) -> list[list[int]]:
+    """A path was evicted; another prompt begins with its first chunk, and goes on with other tokens for as long."""
+    cache = s.local.cache
+    reused = []
+    for same_len in (40, 40 + 25):  # all of the first chunk, and more than half of the second
+        a, b, c = s.chunks(40, 40, 40)
+        s.send(s.prompt([]), max_new_tokens=1)  # so that the system prompt stays when the path goes
+        s.send(s.prompt([a, b, c]), max_new_tokens=1)
+        (variant,) = cache._index.variants_of(chunk_key(Partition(), b))
+        cache.evict_leaf(variant.holder.node_id)  # unseen by the index, as after a small eviction
+        alike = (a + b)[:same_len] + s.tokens(130 - same_len)
+        s.send(Prompt().text(s.system).text(alike), marked=False, max_new_tokens=1)
+        # The second chunk is looked up first; what was found there is a hint for the third.
+        prompt = s.prompt([s.tokens(7), b, c])
+        (reply,) = s.send(prompt, ratio=0.0, options={"explain": True}, max_new_tokens=1)
+        cache.check_integrity()
+        reused.append([chunk.get("reused_tokens", 0) for chunk in reply.info["chunks"][1:]])
+        # What was computed for want of it is remembered, and used by the next.
+        (reply,) = s.send(s.prompt([s.tokens(3), b, c]), ratio=0.0, options={"explain": True}, max_new_tokens=1)
+        reused.append([chunk.get("reused_tokens", 0) for chunk in reply.info["chunks"][1:]])
     return reused
 
 

@@ -44,3 +44,10 @@ def test_a_chunk_inside_the_last_page_is_remembered() -> None:
 @pytest.mark.slow
 def test_a_partly_evicted_chunk_is_remembered_again() -> None:
     assert outcome(Config(), "partly_evicted_path")[-1] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eviction", ["lru", "frequency-reuse"])
+def test_kv_of_another_prompt_that_begins_alike_is_no_hit(eviction: str) -> None:
+    found = outcome(Config(options=(("eviction", eviction),)), "another_prompt_that_begins_alike")
+    assert found == [[0, 0], [40, 40], [25, 0], [25, 40]]

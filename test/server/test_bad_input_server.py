@@ -286,3 +286,18 @@ def test_beam_search(server, stream):
 def test_a_route_that_does_not_mark_chunks(server, model_dir, stream):
     body = {"model": str(model_dir), "input": marked(["one", "two"]).text, "max_output_tokens": 4, "stream": stream}
     assert "/v1/chat/completions" in message(send(server, "/v1/responses", body))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_routes_of_ollama_do_not_mark_chunks(server, stream):
+    text = marked(["one", "two"]).text
+    bodies = {
+        "/api/chat": ("messages[1].content: ", {"messages": [{"role": "user", "content": c} for c in ("hi", text)]}),
+        "/api/generate": ("prompt: ", {"prompt": text}),
+    }
+    for route, (path, body) in bodies.items():
+        refused = message(send(server, route, {"model": "m", **body, "stream": stream}))
+        assert refused.startswith(path), refused
+        assert "use /v1/chat/completions" in refused
+    plain = {"model": "m", "prompt": "hi", "stream": stream, "options": {"num_predict": 2}}
+    assert send(server, "/api/generate", plain).status_code == 200

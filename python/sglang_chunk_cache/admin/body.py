@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import ChunkCacheRequestError, is_unicode, show, user_error
 from chunk_cache.keys import KEY_LEN
 
 MAX_ITEMS = 4096
@@ -170,7 +170,7 @@ def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:
         raise _error("body", f"{show(value)} is not an object", f"give an object with {', '.join(known)}")
     for name in value:
         if name not in known:
-            raise _error(str(name)[:40], "unknown field", f"known fields: {', '.join(known)}")
+            raise _error(show(name), "unknown field", f"known fields: {', '.join(known)}")
     return value
 
 
@@ -184,6 +184,8 @@ def _chunk_text(value: object, path: str) -> str:
 def _text(value: object, path: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _error(path, f"{show(value)} is not a string", "give a string")
+    if value is not None and not is_unicode(value):
+        raise _error(path, "has half of a surrogate pair, which is no character", "cut the text between characters")
     return value
 
 

@@ -14,13 +14,14 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import psutil
 from fastapi.encoders import jsonable_encoder
 
+from chunk_cache.config import describe
 from chunk_cache.errors import ChunkCacheRequestError, user_error
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache import server_args as options
@@ -87,7 +88,7 @@ class Admin:
                 "method": args.method,
                 "ratio": args.ratio,
                 "separator": args.separator,
-                **jsonable_encoder(asdict(args.parsed_config)),
+                **jsonable_encoder(describe(args.parsed_config)),
             },
             "host": {
                 "total_bytes": memory.total,

@@ -117,7 +117,15 @@ class Warming:
                 task.cancel()
 
     async def _compute(self, ids: tuple[int, ...]) -> str | None:
-        """Computes one chunk; returns what went wrong, or None."""
+        """Computes one chunk, on every replica of the server; returns what went wrong, or None."""
+        num_replicas = self._admin.manager.server_args.dp_size
+        for replica in range(num_replicas) if num_replicas > 1 else (None,):
+            problem = await self._compute_on(replica, ids)
+            if problem is not None:
+                return problem
+        return None
+
+    async def _compute_on(self, replica: int | None, ids: tuple[int, ...]) -> str | None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         start = len(self._prefix)
@@ -136,6 +144,7 @@ class Warming:
                 },
                 extra_key=self._partition.extra_key,
                 cache_salt=self._partition.cache_salt,
+                routed_dp_rank=replica,
             )
             is_answered = False
             try:

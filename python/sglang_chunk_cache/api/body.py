@@ -25,9 +25,24 @@ def top_level_error(body: Any, remedy: str = "sampling_params.custom_params.chun
     return None
 
 
+def misplaced_error(body: Any, outer: str | None, inner: str, remedy: str) -> str | None:
+    """The message for options that stand where another route reads them, and this one would drop them; or None.
+
+    Args:
+        outer, inner: names of the fields around `chunk_cache`; None = no outer one.
+    """
+    holder = body if outer is None else body.get(outer) if isinstance(body, Mapping) else None
+    found = holder.get(inner) if isinstance(holder, Mapping) else None
+    if not isinstance(found, Mapping) or "chunk_cache" not in found:
+        return None
+    path = ".".join(name for name in (outer, inner, "chunk_cache") if name)
+    return f"{path}: this route does not read it there; put it into {remedy}"
+
+
 def generate_contract_error(original: Callable[[Any], str | None], body: Any) -> str | None:
     """AROUND `api_contract.generate_contract_error`."""
-    return top_level_error(body) or original(body)
+    remedy = "sampling_params.custom_params.chunk_cache"
+    return top_level_error(body) or misplaced_error(body, None, "custom_params", remedy) or original(body)
 
 
 async def serve_generate_request(original: Callable[..., Any], obj: Any, request: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.request import MAX_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
         path: the JSON path of the field, for messages.
 
     Raises:
-        ChunkCacheRequestError: one separator alone, or a chunk without visible text.
+        ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
     """
     if separator not in text:
         return None
@@ -53,6 +54,11 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
     if len(pieces) == 2:
         raise ChunkCacheRequestError(
             f"{path}: only one separator {separator!r}; put one before and one after each chunk, or remove it"
+        )
+    if len(pieces) - 2 > MAX_CHUNKS:
+        raise ChunkCacheRequestError(
+            f"{path}: {len(pieces) - 2} chunks between separators {separator!r}, and {MAX_CHUNKS} is the limit; mark "
+            "longer chunks"
         )
     for index, piece in enumerate(pieces[1:-1]):
         if not piece.strip():

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sglang_chunk_cache import server_args as options
-from sglang_chunk_cache.api.body import top_level_error
+from sglang_chunk_cache.api.body import misplaced_error, top_level_error
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, KEY, parse_items, prepare
 from sglang_chunk_cache.server_args import ChunkCacheArgs
@@ -30,7 +30,8 @@ async def handle_request(original: Callable[..., Any], serving: Any, request: An
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
     if raw_request is not None and isinstance(request, (ChatCompletionRequest, CompletionRequest)):
-        error = top_level_error(await raw_request.json(), "custom_params.chunk_cache")
+        body, remedy = await raw_request.json(), "custom_params.chunk_cache"
+        error = top_level_error(body, remedy) or misplaced_error(body, "sampling_params", "custom_params", remedy)
         if error is not None:
             return serving.create_error_response(error)
     return await original(serving, request, raw_request)

@@ -12,7 +12,7 @@ every transport of SGLang can carry.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,8 @@ def parse_items(
     """
     prompts, is_batch = _prompts(text, input_ids)
     per_prompt = isinstance(sampling_params, (list, tuple))
+    if isinstance(sampling_params, (list, tuple)):
+        _check_number(prompts, is_batch, sampling_params, args, names)
     items = []
     for index, prompt in enumerate(prompts):
         params: object = sampling_params
@@ -106,6 +108,25 @@ def parse_items(
             )
         )
     return items
+
+
+def _check_number(
+    prompts: list[object], is_batch: bool, params: Sequence[object], args: ChunkCacheArgs, names: Names
+) -> None:
+    """A list of sampling parameters has one entry per prompt; plain requests are left to SGLang, which has its own say.
+
+    Raises:
+        ChunkCacheRequestError: it has not, and a prompt is marked or an entry has options.
+    """
+    if is_batch and len(params) == len(prompts):
+        return
+    has_marks = any(isinstance(prompt, str) and args.separator in prompt for prompt in prompts)
+    if has_marks or any(_raw_options(one) is not _ABSENT for one in params):
+        expected = f"{len(prompts)} prompts" if is_batch else "one prompt that is no list"
+        raise ChunkCacheRequestError(
+            f"{names.sampling_params}: a list of {len(params)} for {expected}; give one object for all prompts, or a "
+            "list with one for each prompt of a list"
+        )
 
 
 def _prompts(text: object, input_ids: object) -> tuple[list[object], bool]:

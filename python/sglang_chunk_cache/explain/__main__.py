@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from sglang_chunk_cache.explain.summary import print_tables, unranked
 from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
 
 PROG = "python -m sglang_chunk_cache.explain"
+KEY_ENV = "CHUNK_CACHE_API_KEY"
 EXTRA_PACKAGES = ("matplotlib", "rich", "httpx")
 ENDINGS = (".png", ".svg", ".html")
 
@@ -47,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:30000", help="a server with --chunk-cache (default: %(default)s)")
+    add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
     add("--prompt", metavar="FILE", help="a text with separators around its chunks; - reads the standard input")
     add(
         *("--method", "-m"),
@@ -141,7 +144,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     marked = read_prompt(args.prompt, args.separator)
     # What earlier requests left behind would give the methods a prompt that is known already.
     extra_key = uuid.uuid4().hex if args.prime and args.extra_key is None else args.extra_key
-    with Client(args.url, args.separator, extra_key) as client:
+    with Client(args.url, args.separator, extra_key, args.api_key) as client:
         tokenizer = load_tokenizer(args.model_path or client.tokenizer_path())
         tokens = tokenize(tokenizer, marked, f"--prompt {args.prompt}")
         if args.prime:

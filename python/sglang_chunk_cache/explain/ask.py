@@ -8,6 +8,7 @@ becomes one sentence that names the flag and the remedy.
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
@@ -25,17 +26,19 @@ _KEY = "chunk_cache"
 class Client:
     """A context manager around one connection."""
 
-    def __init__(self, url: str, separator: str, extra_key: str | None = None) -> None:
+    def __init__(self, url: str, separator: str, extra_key: str | None = None, api_key: str | None = None) -> None:
         """Sends nothing yet.
 
         Args:
             url: of the server, without a path.
             separator: that marks chunks on this server.
             extra_key: partition of the cache for all requests; None = that of requests without one.
+            api_key: of the server, where it has one.
 
         Raises:
             ChunkCacheRequestError: the URL is malformed.
         """
+        self._url = url
         self._where = f"--url {url}"
         self._separator = separator
         self._extra_key = extra_key
@@ -43,6 +46,8 @@ class Client:
             self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
         except httpx.InvalidURL as error:
             raise self._error(f"not a URL ({error})", "give one such as http://127.0.0.1:30000") from None
+        if api_key is not None:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
 
     def __enter__(self) -> Client:
         return self
@@ -112,6 +117,10 @@ class Client:
             raise self._error(f"no answer within {TIMEOUT_S:.0f} s", "look into the server's log") from None
         except httpx.TransportError as error:
             raise self._error(f"no server answers ({error})", f"{_START}, or name its address") from None
+        if response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise user_error(
+                ChunkCacheRequestError, "--api-key", f"{self._url} does not accept it", "give the server's API key"
+            )
         if response.is_error:
             problem = f"{path} was answered with {response.status_code} ({_message(response)})"
             raise self._error(problem, "change what the message names")

@@ -2,6 +2,7 @@
 
 Fingerprint       the value; its `digest` names the folder or the key space that an entry lies in
 weights_digest    which weights a model folder holds, without reading all of them
+adapter_settings  the same for LoRA adapters
 rotary_digest     how keys were turned
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -119,9 +120,10 @@ def rotary_digest(spec: RotarySpec) -> str:
 def weights_digest(model_path: str, revision: str | None = None) -> str:
     """Hex of 16 bytes that tells the weights of one model folder from those of another.
 
-    Hashed are config.json and, of every file of weights, its name, its size, its first and last MiB and 64 blocks of
-    4 KiB between; of a safetensors file also its header and three blocks of 4 KiB of every tensor, so that a
-    fine-tune of the same shape differs even where it changed one tensor only. Read are 2 MiB and some blocks per file.
+    Hashed are config.json (of an adapter adapter_config.json) and, of every file of weights, its name, its size, its
+    first and last MiB and 64 blocks of 4 KiB between; of a safetensors file also its header and three blocks of 4 KiB
+    of every tensor, so that a fine-tune of the same shape differs even where it changed one tensor only. Read are 2 MiB
+    and some blocks per file.
 
     Limits: an edit of a few values between the blocks is not seen. The files are read, not what the server made of
     them: quantization at load, or weights that were replaced while it runs, belong into `Fingerprint.settings`.
@@ -143,9 +145,10 @@ def weights_digest(model_path: str, revision: str | None = None) -> str:
         path = snapshot
     hasher = hashlib.blake2b(digest_size=16)
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
-    config = path / "config.json"
-    if config.is_file():
-        hasher.update(b"config" + _framed(config.read_bytes()))
+    for name, tag in (("config.json", b"config"), ("adapter_config.json", b"adapter")):
+        config = path / name
+        if config.is_file():
+            hasher.update(tag + _framed(config.read_bytes()))
     for file in files:
         hasher.update(_framed(file.name.encode()))
         with file.open("rb", buffering=0) as raw:
@@ -155,6 +158,18 @@ def weights_digest(model_path: str, revision: str | None = None) -> str:
                 raw.seek(offset)
                 hasher.update(_framed(raw.read(length)))
     return hasher.hexdigest()
+
+
+def adapter_settings(adapters: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """What tells the LoRA adapters of `--lora-paths` from others that once had their names and paths.
+
+    SGLang names such an adapter by its name and path alone, so its chunks have the same keys when it was trained anew.
+    An adapter that is loaded later has a name that never comes again.
+
+    Args:
+        adapters: SGLang's `LoRARef`s.
+    """
+    return tuple(sorted((f"adapter {one.lora_id}", weights_digest(one.lora_path)) for one in adapters))
 
 
 def _samples(raw: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[int, int]]:

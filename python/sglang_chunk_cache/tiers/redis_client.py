@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from chunk_cache.tier_config import shown_url
 from sglang_chunk_cache.tiers.base import TierError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def connect(url: str, timeout_s: float) -> Redis:
         from redis.retry import Retry
     except ImportError as error:
         remedy = "pip install 'sglang-chunk-cache[remote]', or pip install 'redis>=5'"
-        raise ImportError(f"the remote tier at {shown(url)} needs the Redis client: {remedy}") from error
+        raise ImportError(f"the remote tier at {shown_url(url)} needs the Redis client: {remedy}") from error
     client = redis.Redis.from_url(
         url,
         socket_timeout=timeout_s,
@@ -64,13 +64,3 @@ def told(where: str) -> Iterator[None]:
         raise TierError("unreadable", where, str(error), "check the server's log and version") from error
     except (e.RedisError, OSError) as error:
         raise TierError("unavailable", where, str(error), "start the server, or check the url") from error
-
-
-def shown(url: str) -> str:
-    """The url for messages: without user, password and options."""
-    parts = urlsplit(url)
-    try:
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        port = ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"

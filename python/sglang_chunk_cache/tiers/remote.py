@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from chunk_cache.errors import show
+from chunk_cache.tier_config import shown_url
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
@@ -44,7 +45,7 @@ from sglang_chunk_cache.tiers.record import (
     layer_bytes,
     missing,
 )
-from sglang_chunk_cache.tiers.redis_client import connect, shown, told
+from sglang_chunk_cache.tiers.redis_client import connect, told
 
 UNNAMED_S = 600
 """A payload that no description names is kept for so long; a write may not take longer."""
@@ -78,7 +79,7 @@ class RemoteMedium(LayerwiseMedium):
         on_problem: OnProblem | None = None,
     ) -> None:
         super().__init__(fingerprint, on_problem)
-        self._where = shown(url)
+        self._where = shown_url(url)
         self._client: Any = connect(url, timeout_s)  # typed for the asynchronous client too
         self._ttl_s = ttl_s
         self._prefix = f"chunk_cache:{fingerprint.digest}:"

@@ -13,7 +13,7 @@ import argparse
 import sys
 from typing import Any
 
-from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
+from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused, attached
 from sglang_chunk_cache.verify.measure import MeasureError, verify_model
 from sglang_chunk_cache.verify.verdict import Thresholds, judge, table
 from sglang_chunk_cache.verify.workload import Case, CasesError, generate_cases, read_cases
@@ -75,7 +75,11 @@ def main(argv: list[str] | None = None) -> int:
         except CasesError as error:
             print(error, file=sys.stderr)
             return 2
-    engine, options = start_engine(args.model_path, server_flags)
+    try:
+        engine, options = start_engine(args.model_path, server_flags)
+    except StartRefused as refused:
+        print(refused, file=sys.stderr)
+        return 2  # nothing was checked; 1 is for checks that do not hold
     try:
         cases = make_cases(args, engine, options.separator)
         findings = verify_model(engine, cases)
@@ -85,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         engine.shutdown()
-    tolerance = args.tolerance or (TOLERANCE_FP32 if is_fp32 else TOLERANCE_16_BIT)
+    default = TOLERANCE_FP32 if is_fp32 else TOLERANCE_16_BIT
+    tolerance = default if args.tolerance is None else args.tolerance
     source = args.prompts or "random token ids, which say little about quality; give --prompts"
     print(f"{args.model_path}: {len(cases)} prompts ({source}), first token against a full prefill\n")
     print("\n".join(table(findings, f"{options.method}, ratio {options.ratio:g}")))

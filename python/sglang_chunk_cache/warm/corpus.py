@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunk_cache.errors import show
+from chunk_cache.errors import is_unicode, show
 
 _BLOCK_LEN = 1 << 20
 
@@ -69,6 +69,8 @@ class Corpus:
         text = value[self.field]
         if not isinstance(text, str):
             return Line(number, end, None, f"{self.field}: {show(text)} is not a string")
+        if not is_unicode(text):
+            return Line(number, end, None, f"{self.field}: half of a surrogate pair, which is no character")
         return Line(number, end, text) if text.strip() else Line(number, end, None, f"{self.field}: the text is empty")
 
 

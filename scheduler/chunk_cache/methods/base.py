@@ -128,9 +128,11 @@ class Method:
         """
         if ALPHA not in self.own_options:
             return None
-        alpha = self.option(options, ALPHA.name)
-        assert isinstance(alpha, float)
-        return alpha or (default if ratio is None else None) or None
+        given = dict(options).get(ALPHA.name)  # 0 says by ratio, whatever the server's is
+        if given is None:
+            return (default if ratio is None else None) or None
+        assert isinstance(given, float)
+        return given or None
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
         """Whether a model of `num_layers` can be served with these options; `path` is where method and options stand.

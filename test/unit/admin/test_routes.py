@@ -46,7 +46,7 @@ def schedulers() -> Schedulers:
 
 @pytest.fixture
 def admin(schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch) -> Admin:
-    server_args = SimpleNamespace()
+    server_args = SimpleNamespace(dp_size=1)
     options.attach(server_args, ChunkCacheArgs())
     manager = SimpleNamespace(
         server_args=server_args,

@@ -266,3 +266,11 @@ def test_lines_from_the_middle(tmp_path):
     assert corpus.num_lines == 4
     assert [(line.number, line.text) for line in lines] == [(1, "ä"), (3, "b"), (4, "c")]
     assert list(corpus.lines(lines[1].number, lines[1].end)) == lines[2:]
+
+
+def test_half_of_a_surrogate_pair_is_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "cut \\ud83d"}\n')
+    good, bad = open_corpus(path, "text").lines()
+    assert (good.text, good.problem) == ("good", None)
+    assert (bad.text, bad.problem) == (None, "text: half of a surrogate pair, which is no character")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
 
+from chunk_cache.config import parse_config
 from sglang_chunk_cache import compat
 from sglang_chunk_cache.server_args import StartRefused
 
@@ -277,3 +278,11 @@ def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word)
         compat.check_flashinfer(config)
     assert 'kernel: "flashinfer"' in str(refused.value.code)
     assert word in str(refused.value.code)
+
+
+def test_statistics_of_layers_that_the_model_does_not_have_are_refused():
+    config = parse_config({"statistics_layers": [3, 99]})
+    with pytest.raises(StartRefused, match=r"statistics_layers: layer 99, but the model has layers 0 to 11; name"):
+        compat._check_layers(config, 12)
+    compat._check_layers(parse_config({"statistics_layers": [3, 11]}), 12)
+    compat._check_layers(parse_config({"statistics_layers": "all"}), 2)

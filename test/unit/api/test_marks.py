@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.request import MAX_CHUNKS
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.tokens import encode_marked
 from tiny_models import make_tokenizer
@@ -94,3 +95,11 @@ def test_separator_that_is_a_special_token_is_never_tokenized():
     assert marked is not None
     encoded = encode_marked(tokenizer, marked, "text")
     assert tokenizer.convert_tokens_to_ids(separator) not in encoded.ids
+
+
+def test_the_number_of_chunks_is_bounded():
+    marked = split_marked(SEP.join(["", *["a"] * MAX_CHUNKS, ""]), SEP, "text")
+    assert marked is not None
+    assert len(marked.chunks) == MAX_CHUNKS
+    with pytest.raises(ChunkCacheRequestError, match=rf"^text: {MAX_CHUNKS + 1} chunks .*; mark longer chunks"):
+        split_marked(SEP.join(["", *["a"] * (MAX_CHUNKS + 1), ""]), SEP, "text")

@@ -401,3 +401,46 @@ def test_a_prompt_longer_than_the_context_is_refused(service, seen):
     assert response.status_code == 400
     assert "context length" in response.text
     assert seen == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body", "path"),
+    [
+        ("/generate", {"input_ids": [1, 2], "custom_params": {"chunk_cache": {}}}, "custom_params.chunk_cache"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "sampling_params": {"custom_params": {"chunk_cache": {"mode": "off"}}}},
+            "sampling_params.custom_params.chunk_cache",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "sampling_params": {"custom_params": {"chunk_cache": {"mode": "off"}}},
+            },
+            "sampling_params.custom_params.chunk_cache",
+        ),
+    ],
+)
+def test_options_where_another_route_has_them(service, seen, route, body, path, stream):
+    response = service.post(route, {"model": "default", **body, "stream": stream})
+    assert response.status_code == 400, response.text
+    assert f"{path}: this route does not read it there; put it into " in response.text
+    assert not seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_are_not_one_per_prompt(service, seen, stream):
+    text = marked("S", "A", "B")
+    bodies = (
+        {"text": text, "sampling_params": [params({})]},
+        {"text": [text, text], "sampling_params": [params({})]},
+        {"text": ["plain", "plain"], "sampling_params": [{}, {}, params({"method": "best"})]},
+    )
+    for body in bodies:
+        response = service.post("/generate", {**body, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert "sampling_params: a list of " in response.text
+        assert "; give one object for all prompts" in response.text
+    assert not seen

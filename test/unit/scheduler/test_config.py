@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from chunk_cache.config import Config, parse_config
+from chunk_cache.config import Config, describe, parse_config
 from chunk_cache.errors import ChunkCacheConfigError
 
 
@@ -90,3 +90,15 @@ def test_layers_with_statistics() -> None:
         assert sampled == Config().layers_with_statistics(num_layers)
         assert 0 < len(sampled) <= 2
         assert set(sampled) <= set(range(num_layers))
+
+
+def test_what_is_shown_of_a_store_has_no_secret() -> None:
+    url = parse_config({"tiers": {"remote": "redis://me:secret@host:6379/0?password=other"}})
+    found = describe(url)
+    assert found["tiers"]["remote"]["url"] == "redis://host:6379/0"
+    settings = {"access_key": "secret", "bucket": "b"}
+    store = describe(parse_config({"tiers": {"remote": {"hicache": "mooncake", "settings": settings}}}))
+    assert store["tiers"]["remote"]["settings"] == {"access_key": "...", "bucket": "..."}
+    assert "secret" not in str((found, store))
+    assert found["max_variants"] == Config().max_variants
+    assert describe(Config())["tiers"] is None

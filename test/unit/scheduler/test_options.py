@@ -207,3 +207,13 @@ def test_options_that_all_methods_share(name: str, options: dict[str, object], m
 )
 def test_grouping_focus_and_shift_go_with_any_method(name: str, options: dict[str, object]) -> None:
     assert METHODS[name].check_options(options, "p") == tuple(sorted(options.items()))
+
+
+@pytest.mark.parametrize("name", ["epic", "cache-craft", "random", "h2o"])
+def test_a_request_overrules_the_alpha_of_the_server(name: str) -> None:
+    method = METHODS[name]
+    assert method.alpha_of((), None, 1.0) == 1.0
+    assert method.alpha_of((("alpha", 0.5),), None, 1.0) == 0.5
+    assert method.alpha_of((("alpha", 0.0),), None, 1.0) is None
+    assert method.alpha_of((), 0.2, 1.0) is None
+    assert method.alpha_of((), None, None) is None

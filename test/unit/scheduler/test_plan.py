@@ -225,3 +225,14 @@ def test_misuse_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="unknown reason"):
         ChunkPlan(0, 1, Status.MISS, "because")
     assert all(sentence.endswith(".") for sentence in REASONS.values())
+
+
+def test_why_nothing_was_brought_in_is_the_reason_of_the_first_stored_chunk() -> None:
+    spans = [(0, 10), (10, 20), (20, 30)]
+    nothing = plan_of(spans, [NOT_STORED, Lookup(None, 0, "generation_limit"), NOT_STORED])
+    assert nothing.fallback_reason == "generation_limit"
+    logprobs = plan_of(spans, [hit(10)] * 3, max_prefix_len=0, limit_reason="logprobs")
+    assert (logprobs.num_reused, logprobs.fallback_reason) == (0, "logprobs")
+    assert plan_of(spans, [NOT_STORED] * 3).fallback_reason is None
+    some = plan_of(spans, [hit(10), Lookup(None, 0, "generation_limit"), NOT_STORED])
+    assert (some.num_reused, some.fallback_reason) == (10, None)

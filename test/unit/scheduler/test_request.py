@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
-from chunk_cache.request import DEFAULT_PATH, KEYS, MODES, RequestOptions, dumps, loads, parse_request
+from chunk_cache.request import DEFAULT_PATH, KEYS, MAX_CHUNKS, MODES, RequestOptions, dumps, loads, parse_request
 from unit.scheduler.method_suite import given_options
 
 
@@ -218,3 +218,12 @@ def test_anything_is_either_legal_or_one_kind_of_error(value: object) -> None:
 def test_loads_refuses_what_dumps_did_not_write(text: str) -> None:
     with pytest.raises(ChunkCacheRequestError):
         loads(text)
+
+
+def test_the_number_of_chunks_is_bounded() -> None:
+    spans = [[i, i + 1] for i in range(MAX_CHUNKS + 1)]
+    assert len(parse_request({"spans": spans[1:]}).spans) == MAX_CHUNKS
+    with pytest.raises(
+        ChunkCacheRequestError, match=rf"\.spans: {MAX_CHUNKS + 1} chunks, and {MAX_CHUNKS} is the limit;"
+    ):
+        parse_request({"spans": spans})

@@ -20,13 +20,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.lora.lora_registry import LoRARef
 
 from chunk_cache.index import ChunkIndex
 from chunk_cache.reusability import share_to_fix, use_weight
 from chunk_cache.variant import NodeHome
 from sgl_kernel_ext.rotary import RotarySpec
 from sglang_chunk_cache.tiers.base import TIER_REASONS, TierError
-from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, rotary_digest, weights_digest
+from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, adapter_settings, rotary_digest, weights_digest
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.record import ALIGNMENT, MAGIC, PREFIX, decode, encode
 from sglang_chunk_cache.tiers.throttled import Throttled
@@ -98,6 +99,28 @@ class TestFingerprint:
             RotarySpec(6, True, spec.inv_freq[:3]),
         ]
         assert len({rotary_digest(each) for each in (spec, replace(spec), *others)}) == 5
+
+
+class TestAdapters:
+    def test_one_that_was_trained_anew_under_its_name_is_another(self, tmp_path: Path) -> None:
+        """SGLang names an adapter of --lora-paths by name and path alone."""
+        refs = []
+        for name in ("a", "b"):
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+            write_safetensors(folder / "adapter_model.safetensors", {"layer": 4000})
+            path = str(folder)
+            refs.append(LoRARef(lora_id=LoRARef.deterministic_id(name, path), lora_name=name, lora_path=path))
+        before = adapter_settings(refs)
+        assert before == adapter_settings(refs[::-1])
+        assert len(dict(before)) == 2
+        write_safetensors(tmp_path / "a" / "adapter_model.safetensors", {"layer": 4000})
+        trained = adapter_settings(refs)
+        (tmp_path / "a" / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
+        assert len({before, trained, adapter_settings(refs)}) == 3
+        digests = {replace(FINGERPRINT, settings=settings).digest for settings in (before, trained, ())}
+        assert len(digests) == 3
 
 
 class TestWeightsDigest:
