@@ -31,7 +31,7 @@ BAD_SELECTIONS: list[tuple[Any, str]] = [
     ({"keys": [7]}, "keys[0]: "),
     ({"keys": [KEY], "extra_key": "a"}, "extra_key: "),
     ({"texts": ["a"], "cache_salt": 1}, "cache_salt: "),
-    ({"texts": ["a"], "spam": 1}, "'spam': unknown field"),
+    ({"texts": ["a"], "spam": 1}, "spam: unknown field"),
     ({"texts": ["a"], "\ud800": 1}, "'\\ud800': unknown field"),
     ({"texts": ["a", "cut \ud83d"]}, "texts[1]: has half of a surrogate pair"),
     ({"texts": ["a"], "extra_key": "\udc00"}, "extra_key: has half of a surrogate pair"),
