@@ -133,10 +133,11 @@ class ChunkRadixCache(UnifiedRadixCache):
         """Recomputes the index from scratch.
 
         Raises:
-            AssertionError: it does not fit itself, or a request that is gone left something behind.
+            AssertionError: it does not fit itself or the tree, or a request that is gone left something behind.
         """
         assert self._index is not None
         self._index.check_integrity(self._store.resolve)
+        self._store.check_integrity(self._index)
         self.admin.check_integrity()
 
     @property

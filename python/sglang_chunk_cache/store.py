@@ -134,6 +134,17 @@ class VariantStore:
             num_freed += self._cache.evict_leaf(node.node_id)
         return num_freed
 
+    def check_integrity(self, variants: Iterable[Variant]) -> None:
+        """Compares what `resolve` says with a match of the tokens, which no hint shortens.
+
+        Raises:
+            AssertionError: tokens of another prompt would be taken for a chunk's.
+        """
+        for variant in variants:
+            matched, _, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
+            covered_len = self.resolve(variant)
+            assert covered_len <= max(0, matched - _start_in_path(variant)), (variant, covered_len, matched)
+
     def _available_len(self, variant: Variant, wanted: int) -> int:
         holder = variant.holder
         available = self._len_of_node(holder.node_id)

@@ -117,8 +117,6 @@ def loads(text: str) -> RequestOptions:
 def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span, ...]:
     if not isinstance(value, (list, tuple)):
         raise _error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
-    if len(value) > MAX_CHUNKS:
-        raise _error(path, f"{len(value)} chunks, and {MAX_CHUNKS} is the limit", "mark longer chunks")
     spans = []
     previous_end = 0
     for i, item in enumerate(value):
@@ -131,6 +129,8 @@ def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span
             raise _error(f"{path}[{i}][1]", problem, "end the span within the prompt")
         previous_end = span[1]
         spans.append(span)
+    if len(spans) > MAX_CHUNKS:
+        raise _error(path, f"{len(spans)} chunks, and {MAX_CHUNKS} is the limit", "mark longer chunks")
     return tuple(spans)
 
 

@@ -170,7 +170,8 @@ def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:
         raise _error("body", f"{show(value)} is not an object", f"give an object with {', '.join(known)}")
     for name in value:
         if name not in known:
-            raise _error(str(name)[:40] if is_unicode(str(name)) else show(name), "unknown field", f"known fields: {', '.join(known)}")
+            shown = str(name)[:40] if is_unicode(str(name)) else show(name)
+            raise _error(shown, "unknown field", f"known fields: {', '.join(known)}")
     return value
 
 
