@@ -141,7 +141,10 @@ class VariantStore:
             AssertionError: tokens of another prompt would be taken for a chunk's.
         """
         for variant in variants:
-            matched, _, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
+            key, page_size = self._radix_key(variant), self._cache.page_size
+            matched, _, _ = self._cache.tree_core.match_full_device_prefix(key)
+            if matched == len(key) // page_size * page_size:
+                matched = len(key)  # the hint also knows the rest of the last page
             covered_len = self.resolve(variant)
             assert covered_len <= max(0, matched - _start_in_path(variant)), (variant, covered_len, matched)
 

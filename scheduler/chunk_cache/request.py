@@ -130,7 +130,8 @@ def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span
         previous_end = span[1]
         spans.append(span)
     if len(spans) > MAX_CHUNKS:
-        raise _error(path, f"{len(spans)} chunks, and {MAX_CHUNKS} is the limit", "mark longer chunks")
+        problem = f"one of {len(spans)} chunks, and {MAX_CHUNKS} is the limit"
+        raise _error(f"{path}[{MAX_CHUNKS}]", problem, "mark longer chunks")
     return tuple(spans)
 
 
