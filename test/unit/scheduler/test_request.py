@@ -223,7 +223,5 @@ def test_loads_refuses_what_dumps_did_not_write(text: str) -> None:
 def test_the_number_of_chunks_is_bounded() -> None:
     spans = [[i, i + 1] for i in range(MAX_CHUNKS + 1)]
     assert len(parse_request({"spans": spans[1:]}).spans) == MAX_CHUNKS
-    with pytest.raises(
-        ChunkCacheRequestError, match=rf"\.spans: {MAX_CHUNKS + 1} chunks, and {MAX_CHUNKS} is the limit;"
-    ):
+    with pytest.raises(ChunkCacheRequestError, match=r"\.spans\[1024\]: one of 1025 chunks, and 1024 is the limit;"):
         parse_request({"spans": spans})
