@@ -56,7 +56,7 @@ _FUSIONRAG_SETUP = (
     "an engine that batches continuously"
 )
 _CACHECLIP_SETUP = (
-    "trained Qwen2.5-14B on a single NVIDIA L20; the auxiliary SmolLM2-135M on the host's CPU, named 6554S "
+    "trained Qwen2.5-14B on a single NVIDIA L20; the auxiliary SmolLM2-135M on the host's CPU, named 6554S"
 )
 _A3_SETUP = "trained LLaMA3-8B-Instruct in FP16 on NVIDIA 3090, Hugging Face transformers with FlashInfer"
 
@@ -66,9 +66,9 @@ _CACHEBLEND_FIGURES = (
         figure="figure 12 (section 7.2)",
         axes="mean TTFT against mean F1 or Rouge-L, one point per method, for three models and four datasets",
         setup=(
-            f"{_CACHEBLEND_SETUP}; 6 retrieved chunks of 512 tokens, SAMSum's own chunks of 200-400 tokens "
-            "; derived: about 3,072 tokens and the question; device of the KV, batch size and share of chunks "
-            "found: not stated in the text for this figure (figure 17 varies the device, l. 192)"
+            f"{_CACHEBLEND_SETUP}; 6 retrieved chunks of 512 tokens, SAMSum's own chunks of 200-400 tokens; "
+            "derived: about 3,072 tokens and the question; device of the KV, batch size and share of chunks "
+            "found: not stated in the text for this figure (figure 17 varies the device)"
         ),
         stated=(
             "TTFT 2.2-3.3x lower than full recompute, over 3 models and 4 datasets",
@@ -165,8 +165,8 @@ _CACHE_CRAFT_FIGURES = (
         axes="speed-up of throughput and of response latency against load, in queries per minute",
         setup=(
             f"{_CACHE_CRAFT_SETUP}; continuous batching by ORCA, at most 150k tokens in a batch; "
-            "production workload Sys-X, 5 chunks of varying length, prompts of 1k-20k tokens, median 3.3k "
-            "; arrivals after public traces based on Twitter's and traces of Sys-X"
+            "production workload Sys-X, 5 chunks of varying length, prompts of 1k-20k tokens, median 3.3k; "
+            "arrivals after public traces based on Twitter's and traces of Sys-X"
         ),
         stated=(
             "heavy load: 240 queries a minute for 8B, 120 for 70B",
@@ -190,8 +190,8 @@ _CACHE_CRAFT_FIGURES = (
         figure="figure 23a (section 5.4.1)",
         axes="TTFT against prompt length, Cache-Craft and prefix cache",
         setup=(
-            f"{_CACHE_CRAFT_SETUP}; LLaMA-3-8B on requests of Sys-X, 600-20,000 tokens, about 5,000 on average "
-            "; batch size: not stated in the text"
+            f"{_CACHE_CRAFT_SETUP}; LLaMA-3-8B on requests of Sys-X, 600-20,000 tokens, about 5,000 on average; "
+            "batch size: not stated in the text"
         ),
         stated=(
             "about 2.5x lower TTFT than prefix cache with 39 % of the tokens recomputed, at 90 % of the full quality ",
@@ -333,8 +333,8 @@ _FUSIONRAG_FIGURES = (
             "length of the times: not stated in the text"
         ),
         stated=(
-            "full attention 2.189 s; sparse attention at 15 % takes 73.3 % off, asynchronous loading a further 11 % "
-            "; 11 % of what: not stated in the text",
+            "full attention 2.189 s; sparse attention at 15 % takes 73.3 % off, asynchronous loading a further 11 %; "
+            "11 % of what: not stated in the text",
             "derived: 73.3 % less is 0.584 s, 3.7x",
             "F1: full reuse 0.722, full attention 0.869; selection by the question alone 0.822, 72 % recovered; with "
             "similar chunks at preparation 99 %",

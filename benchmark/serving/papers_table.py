@@ -60,7 +60,13 @@ def papers_markdown(figures: Sequence[PaperFigure], ours: Mapping[str, Sequence[
 
 
 def _by_ratio(closed: Mapping[str, Row], trained: Row | None) -> list[str]:
-    header = ("system", "rows computed", "TTFT p50, s", "against stock", "right answers of the trained model")
+    header = (
+        "system",
+        "rows computed",
+        "TTFT p50, s",
+        "against stock",
+        "right answers of the trained model, on its own trace",
+    )
     right = {row["system"]: f"{100 * row['right']:.1f} %" for row in trained["rows"]} if trained else {}
     stock = closed[STOCK]["ttft_p50_s"]
     cells = [
@@ -110,4 +116,13 @@ def _at_load(closed: Mapping[str, Row]) -> list[str]:
 def _attention(kernel: Row | None) -> list[str]:
     if kernel is None:
         return ["not measured"]
-    return ["See [sparse_extend](../../benchmark/results/kernel/sparse_extend.md)."]
+    header = ("rows", "share of the tokens", "time of a full prefill's attention against it", "taken off")
+    cells = [
+        (row["rows"], f"{row['share']:g}", f"{row['x full']:.1f}x", f"{100 - 100 / row['x full']:.0f} %")
+        for row in kernel["results"]
+    ]
+    about = (
+        f"The operation alone, one layer, {kernel['shape']} ([all numbers](../../benchmark/results/kernel/"
+        "sparse_extend.md)):"
+    )
+    return [about, "", *markdown_table(header, cells)]
