@@ -33,8 +33,6 @@ BEGIN, END = "<!-- serving: written by benchmark/serving/publish.py -->", "<!-- 
 PROFILES = {
     "profile": "# Where the time of a request goes",
     "profile-before": "## Before the two largest avoidable costs were removed",
-    "profile-fresh": "## Where no chunk is ever repeated",
-    "profile-fresh-before": "## The same before statistics of a request's chunks were one call",
     "profile-trained": "## Questions to the trained model of a million parameters",
 }
 """Headings of the page of profiles, by name of the result file."""
