@@ -322,7 +322,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Any]:
 def describe_trace(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Prompts, different chunks, chunks per prompt, and lengths in tokens, or in characters where prompts are text."""
     chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
-    lengths = sorted(len(chunk.content) for chunk in chunks)
+    lengths = sorted(len(chunk.content) for chunk in chunks) or [0]  # a log may have prompts without passages only
     whole = [len(p.head) + sum(len(chunk.content) for chunk in p.chunks) + len(p.tail) for p in prompts]
     return {
         "unit": "characters" if isinstance(prompts[0].head, str) else "tokens",
