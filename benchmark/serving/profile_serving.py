@@ -8,8 +8,8 @@
     python benchmark/serving/profile_serving.py --source ../before --systems epic@0.15 --name profile-before
 
 py-spy (a dependency of SGLang) samples the processes of the server 50 times a second while clients work in a closed
-loop: once for the table, once more for the flame graph. Sampling slows the server down, so no speed is reported. Stages
-are those of `stacks.py`. Linux lets py-spy read another process where it belongs to the same user and
+loop: once for the table, once more for the flame graph. The server is not stopped for a sample, so a few are lost that
+were read while it moved on; sampling takes time all the same, so no speed is reported. Stages are those of `stacks.py`. Linux lets py-spy read another process where it belongs to the same user and
 `kernel.yama.ptrace_scope` is 0, or as root. Results: `benchmark/results/serving/profile.{json,md}` and
 `profile-SYSTEM.svg`.
 """
@@ -141,7 +141,7 @@ class _Sampling:
         self._path = path
         self._command = [
             *(found, "record", "--subprocesses", "--pid", str(pid), "--rate", str(RATE)),
-            *("--duration", "3600", "--format", kind, "--output", str(path)),
+            *("--duration", "3600", "--format", kind, "--output", str(path), "--nonblocking"),
         ]
 
     def __enter__(self) -> None:
