@@ -9,9 +9,9 @@
 
 py-spy (a dependency of SGLang) samples the processes of the server 50 times a second while clients work in a closed
 loop: once for the table, once more for the flame graph. The server is not stopped for a sample, so a few are lost that
-were read while it moved on; sampling takes time all the same, so no speed is reported. Stages are those of `stacks.py`. Linux lets py-spy read another process where it belongs to the same user and
-`kernel.yama.ptrace_scope` is 0, or as root. Results: `benchmark/results/serving/profile.{json,md}` and
-`profile-SYSTEM.svg`.
+were read while it moved on; sampling takes time all the same, so no speed is reported. Stages are those of `stacks.py`.
+Linux lets py-spy read another process where it belongs to the same user and `kernel.yama.ptrace_scope` is 0, or as
+root. Results: `benchmark/results/serving/profile.{json,md}` and `profile-SYSTEM.svg`.
 """
 
 from __future__ import annotations
