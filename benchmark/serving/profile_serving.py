@@ -127,7 +127,7 @@ def _prompts(args: argparse.Namespace, num: int) -> list[Prompt]:
     plan = PLANS[args.plan]
     new_share = plan.spec.new_share if args.new_share is None else args.new_share
     spec = dataclasses.replace(plan.spec, num_requests=max(num, plan.spec.num_requests), new_share=new_share)
-    return traces.generated(spec, VOCAB, plan.output_len)
+    return traces.generated(spec, VOCAB, plan.output_len)[:num]
 
 
 class _Sampling:
