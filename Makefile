@@ -3,7 +3,7 @@
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
-# make bench     stock SGLang, the reordering baseline and reuse under load, side by side (half an hour)
+# make bench     stock SGLang, the reordering baseline and reuse under load, side by side (17 to 30 minutes on two cores)
 # make bench-ttft, make bench-index   the measurements behind the README's figures
 # make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)

@@ -1,6 +1,6 @@
 """Stock SGLang, the exact baseline that reorders, and the chunk cache, side by side under load: one trace, one machine.
 
-    python benchmark/serving/bench_serving.py                     # half an hour on two cores (make bench)
+    python benchmark/serving/bench_serving.py                     # 17 to 30 minutes on two cores (make bench)
     python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
     python benchmark/serving/bench_serving.py --plan quick        # to see that it works
     python benchmark/serving/bench_serving.py --parts serve --systems stock,epic@0.15 --log MY.jsonl --model DIR
