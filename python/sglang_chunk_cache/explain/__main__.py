@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods import METHODS
 from chunk_cache.types import Span
+from sglang_chunk_cache.asking import add_server_flags
 from sglang_chunk_cache.explain import replies
 from sglang_chunk_cache.explain.prompt import PromptTokens, load_tokenizer, read_prompt, tokenize
 from sglang_chunk_cache.explain.specs import MethodSpec, make_specs, parse_options
@@ -25,7 +25,6 @@ from sglang_chunk_cache.explain.summary import print_tables, unranked
 from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
 
 PROG = "python -m sglang_chunk_cache.explain"
-KEY_ENV = "CHUNK_CACHE_API_KEY"
 EXTRA_PACKAGES = ("matplotlib", "rich", "httpx")
 ENDINGS = (".png", ".svg", ".html")
 
@@ -48,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="docs/explain.md",
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:30000", help="a server with --chunk-cache (default: %(default)s)")
-    add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
+    add_server_flags(parser)
     add("--prompt", metavar="FILE", help="a text with separators around its chunks; - reads the standard input")
     add(
         *("--method", "-m"),

@@ -10,7 +10,6 @@ something failed or the server stayed away, 2 a mistake in the command, 130 inte
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sglang_chunk_cache.asking import add_server_flags
 from sglang_chunk_cache.warm.corpus import Corpus, Line, open_corpus
 from sglang_chunk_cache.warm.server import ServerGone, WarmRefused, WarmServer
 from sglang_chunk_cache.warm.state import WarmState, load
 
 PROG = "python -m sglang_chunk_cache.warm"
-KEY_ENV = "CHUNK_CACHE_API_KEY"
 LINES_PER_REQUEST = 256
 MAX_BATCH = 64
 MAX_WAIT_S = 10.0
@@ -54,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("corpus", type=Path, metavar="FILE.jsonl", help="one JSON object per line")
     add("--field", default="text", help="the field with the chunk (default: %(default)s)")
-    add("--url", default="http://127.0.0.1:30000", help="a server with --chunk-cache (default: %(default)s)")
-    add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
+    add_server_flags(parser)
     add("--batch", type=int, default=8, metavar="NUM", help="chunks that are computed at a time (default: %(default)s)")
     add("--prefix", default=None, metavar="TEXT", help="system prompt in front of every chunk")
     add("--extra-key", default=None, metavar="KEY", help="partition of the cache")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_chunk_cache.asking import KEY_ENV
 from sglang_chunk_cache.warm import __main__ as command
 from sglang_chunk_cache.warm.corpus import open_corpus
 from sglang_chunk_cache.warm.state import WarmState, load
@@ -234,7 +235,7 @@ def test_the_key_is_sent(corpus, fake, capsys, monkeypatch):
     assert run(corpus, fake) == 2
     assert "--api-key" in capsys.readouterr().err
     assert run(corpus, fake, "--api-key", "k") == 0
-    monkeypatch.setenv(command.KEY_ENV, "k")
+    monkeypatch.setenv(KEY_ENV, "k")
     assert run(corpus, fake) == 0
 
 
