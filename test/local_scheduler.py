@@ -113,7 +113,7 @@ class LocalScheduler:
 
         params = None
         if request.chunk_cache is not None:
-            from chunk_cache.request import dumps, parse_request
+            from chunk_cache.request_options import dumps, parse_request
 
             params = {"chunk_cache": dumps(parse_request(request.chunk_cache, num_tokens=len(request.ids)))}
         sampling = SamplingParams(

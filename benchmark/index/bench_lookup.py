@@ -26,13 +26,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.plan import make_plan
-from chunk_cache.request import RequestOptions
+from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
-from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.victims import EVICTIONS
 

@@ -24,8 +24,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.reusability import context_impact
-from chunk_cache.statistics import ChunkStatistics
 
 INSIDE = 0.4
 OUTSIDE = 0.06

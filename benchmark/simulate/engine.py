@@ -2,7 +2,7 @@
 
     simulate(trace, settings) -> Outcome
 
-One request at a time, as the server handles it (`sglang_chunk_cache.radix_cache`): match the exact prefix; look up
+One request at a time, as the server handles it (`sglang_chunk_cache.host.radix_cache`): match the exact prefix; look up
 every chunk behind it with its new context; `make_plan`; make room; count the uses. Then remember: the chunks of a
 prompt that brought nothing in are spans of its path, exact; of a fused prompt
 
@@ -33,7 +33,7 @@ from benchmark.simulate.trace import Request, Trace
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
-from chunk_cache.request import RequestOptions
+from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
 from chunk_cache.types import Span, Status
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant

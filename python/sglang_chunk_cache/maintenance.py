@@ -25,10 +25,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from chunk_cache.index import ChunkIndex
 from chunk_cache.keys import Partition
-from chunk_cache.request import RequestOptions, dumps
+from chunk_cache.request_options import RequestOptions, dumps
 from chunk_cache.types import Span
 from chunk_cache.variant import PathTokens, Variant
-from sglang_chunk_cache.request import PARAM_NAME, DocChunkRequest
+from sglang_chunk_cache.request_state import PARAM_NAME, DocChunkRequest
 
 if TYPE_CHECKING:
     from array import array
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from chunk_cache.config import Config
-    from sglang_chunk_cache.assemble import KVAssembler
+    from sglang_chunk_cache.kv.assembler import KVAssembler
+    from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.metrics import ChunkMetrics
-    from sglang_chunk_cache.store import VariantStore
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache import compat, hooks
 from sglang_chunk_cache import server_args as options
+from sglang_chunk_cache.host import hooks, refusals
 from sglang_chunk_cache.server_args import RADIX_CACHE_BACKEND, ChunkCacheArgs, refuse
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
         refuse(f"--radix-cache-backend {server_args.radix_cache_backend} cannot be combined with --chunk-cache.")
     server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     options.attach(server_args, args)
-    compat.check_flags(server_args)
-    compat.prepare_flags(server_args, args.parsed_config)
+    refusals.check_flags(server_args)
+    refusals.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()
     _add_admin_routes()
@@ -116,7 +116,7 @@ def resolve_once(original: Callable[..., None], server_args: Any) -> None:
     resolved_before = getattr(server_args, "_resolution_finished", False)
     original(server_args)
     if not resolved_before and options.attached(server_args) is not None:
-        compat.check_resolved(server_args)
+        refusals.check_resolved(server_args)
 
 
 def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.paths import PathLedger
 from chunk_cache.reusability import first_places, unit_cfo
-from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.types import REASONS
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant, holder_of
 from chunk_cache.victims import AGEING, victim_order

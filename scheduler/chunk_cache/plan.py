@@ -28,10 +28,10 @@ import numpy as np
 from chunk_cache.index import Lookup
 from chunk_cache.methods import METHODS, Ranking, Rows, Stage
 from chunk_cache.methods.options import SHIFT
-from chunk_cache.request import RequestOptions
+from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import share_to_fix
 from chunk_cache.rows import choose_rows
-from chunk_cache.selection import Selection
+from chunk_cache.selection_plan import Selection
 from chunk_cache.types import REASONS, Span, Status
 
 Reply: TypeAlias = dict[str, object]

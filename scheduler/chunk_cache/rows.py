@@ -15,8 +15,8 @@ import numpy.typing as npt
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.options import GROUP_SIZE, GROUP_THRESHOLD
-from chunk_cache.request import RequestOptions
-from chunk_cache.selection import Selection, is_selecting, question_start
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.selection_plan import Selection, is_selecting, question_start
 
 if TYPE_CHECKING:
     from chunk_cache.plan import ChunkPlan

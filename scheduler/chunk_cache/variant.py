@@ -14,8 +14,8 @@ from array import array
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition
-from chunk_cache.statistics import ChunkStatistics
 
 
 @dataclass(eq=False, slots=True)

@@ -18,7 +18,7 @@ from chunk_cache.variant import NodeHome, PathTokens, Variant
 
 if TYPE_CHECKING:
     from chunk_cache.index import ChunkIndex
-    from sglang_chunk_cache.store import VariantStore
+    from sglang_chunk_cache.kv.store import VariantStore
 
 
 @dataclass(slots=True)

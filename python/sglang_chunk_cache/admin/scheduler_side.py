@@ -23,7 +23,7 @@ from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
     from chunk_cache.index import ChunkIndex
-    from sglang_chunk_cache.store import VariantStore
+    from sglang_chunk_cache.kv.store import VariantStore
 
 Result: TypeAlias = dict[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request import MAX_CHUNKS
+from chunk_cache.request_options import MAX_CHUNKS
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ Verbs: `parse_items` (checks, cheap, changes nothing), `prepare` (rewrites a `Ge
 
 Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
 the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
-leaves this process is `custom_params["chunk_cache"]` = one JSON string of `chunk_cache.request.dumps`, a type that
-every transport of SGLang can carry.
+leaves this process is `custom_params["chunk_cache"]` = one JSON string of `chunk_cache.request_options.dumps`, a type
+that every transport of SGLang can carry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request import RequestOptions, dumps, parse_request
+from chunk_cache.request_options import RequestOptions, dumps, parse_request
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.served import check_served

@@ -11,8 +11,8 @@ from typing import Any
 from chunk_cache.config import Config
 from chunk_cache.errors import ChunkCacheRequestError, user_error
 from chunk_cache.methods import METHODS, Options
-from chunk_cache.request import RequestOptions
-from chunk_cache.selection import is_selecting
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.selection_plan import is_selecting
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
 
 

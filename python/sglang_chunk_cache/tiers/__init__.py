@@ -9,6 +9,6 @@
     hicache       a storage backend of SGLang's HiCache; `hicache_backend` talks to it
     throttled     any of these, slowed down
 
-A medium only moves bytes: what is stored and evicted is decided by `chunk_cache.tier`. A new medium is one file here
+A medium only moves bytes: `chunk_cache.tier_ledger` decides what is stored and evicted. A new medium is one file here
 and one class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
 """

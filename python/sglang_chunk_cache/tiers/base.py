@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from chunk_cache.statistics import ChunkStatistics
+from chunk_cache.chunk_statistics import ChunkStatistics
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
 __all__ = [

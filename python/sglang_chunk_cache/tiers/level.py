@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from chunk_cache.cost import Throughput
-from chunk_cache.tier import TierLedger
+from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import Variant
 from sglang_chunk_cache.tiers.base import Medium, StoredVariant, VariantInfo
 
 if TYPE_CHECKING:
     from chunk_cache.keys import Partition
-    from sglang_chunk_cache.assemble import HostKV
+    from sglang_chunk_cache.kv.assembler import HostKV
     from sglang_chunk_cache.tiers.stream import LayerStream
 
 HOST = "host"

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from chunk_cache.cost import PrefillCost, Throughput, hidden_ratio, placement
-from chunk_cache.tier import TierLedger
+from chunk_cache.tier_ledger import TierLedger
 from sglang_chunk_cache.tiers.base import Medium, TierError, VariantInfo
 from sglang_chunk_cache.tiers.clock import ForwardClock
 from sglang_chunk_cache.tiers.disk import DiskMedium

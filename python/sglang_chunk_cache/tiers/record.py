@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import KEY_LEN
-from chunk_cache.statistics import ChunkStatistics
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
 

@@ -54,7 +54,7 @@ class Method:
     stage: ClassVar[Stage] = Stage.BEFORE
     own_options: ClassVar[tuple[Option, ...]] = ()
     statistic: ClassVar[str | None] = None
-    """The statistic of a stored chunk that it ranks by; one of `chunk_cache.statistics.STATISTICS`."""
+    """The statistic of a stored chunk that it ranks by; one of `chunk_cache.chunk_statistics.STATISTICS`."""
 
     @property
     def options_schema(self) -> tuple[Option, ...]:

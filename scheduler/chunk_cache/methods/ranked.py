@@ -1,4 +1,4 @@
-"""Methods that rank a chunk's tokens by a statistic taken when the chunk was computed (`chunk_cache.statistics`)."""
+"""Methods that rank a chunk's tokens by a statistic (`chunk_cache.chunk_statistics`) taken as it was computed."""
 
 from __future__ import annotations
 

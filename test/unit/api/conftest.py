@@ -124,7 +124,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from sglang.srt.runtime_context import publish, restore_context, snapshot_context
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from sglang_chunk_cache import hooks
+    from sglang_chunk_cache.host import hooks
     from tiny_models import make_model
 
     args = ChunkCacheArgs()

@@ -7,8 +7,8 @@ import pkgutil
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_chunk_cache import hooks
-from sglang_chunk_cache.hooks import FLAG_HOOKS, HOOKS, Hook
+from sglang_chunk_cache.host import hooks
+from sglang_chunk_cache.host.hooks import FLAG_HOOKS, HOOKS, Hook
 from sglang_chunk_cache.server_args import StartRefused
 
 ALL = FLAG_HOOKS + HOOKS

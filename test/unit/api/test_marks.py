@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request import MAX_CHUNKS
+from chunk_cache.request_options import MAX_CHUNKS
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.tokens import encode_marked
 from tiny_models import make_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.request import loads
+from chunk_cache.request_options import loads
 
 SEP = "<|chunk|>"
 REPLY = {"prefix_tokens": 1, "reused_tokens": 2, "computed_tokens": 3, "chunks": []}

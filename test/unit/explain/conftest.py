@@ -10,7 +10,7 @@ import pytest
 
 from chunk_cache.index import Lookup
 from chunk_cache.plan import make_plan
-from chunk_cache.request import RequestOptions
+from chunk_cache.request_options import RequestOptions
 from chunk_cache.types import Span
 from chunk_cache.variant import NodeHome, Variant
 from sglang_chunk_cache.explain.prompt import PromptTokens, tokenize

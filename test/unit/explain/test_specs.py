@@ -4,7 +4,7 @@ import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
-from chunk_cache.request import parse_request
+from chunk_cache.request_options import parse_request
 from sglang_chunk_cache.explain.specs import make_specs, parse_options, parse_spec
 
 

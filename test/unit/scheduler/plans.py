@@ -8,7 +8,7 @@ from typing import Any
 
 from chunk_cache.index import Lookup
 from chunk_cache.plan import RecomputePlan, make_plan
-from chunk_cache.request import RequestOptions
+from chunk_cache.request_options import RequestOptions
 from chunk_cache.types import Span
 from chunk_cache.variant import NodeHome, Variant
 

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.keys import Partition
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
-from chunk_cache.statistics import ChunkStatistics
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.victims import AGEING, EVICTIONS
 

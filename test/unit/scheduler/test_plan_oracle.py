@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from chunk_cache.index import Lookup
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
 from chunk_cache.plan import RecomputePlan, make_plan, replan_without_load
-from chunk_cache.request import MODES, RequestOptions
-from chunk_cache.selection import Selection
+from chunk_cache.request_options import MODES, RequestOptions
+from chunk_cache.selection_plan import Selection
 from chunk_cache.types import REASONS, Span, Status
 from chunk_cache.variant import NodeHome, Variant
 from unit.scheduler.method_suite import given_options

@@ -10,8 +10,8 @@ import pytest
 
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.plan import RecomputePlan, replan_without_load
-from chunk_cache.request import parse_request
-from chunk_cache.selection import Selection, is_selecting, question_start
+from chunk_cache.request_options import parse_request
+from chunk_cache.selection_plan import Selection, is_selecting, question_start
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 
 SPANS = [(4, 24), (30, 50), (50, 60)]

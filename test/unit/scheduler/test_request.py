@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
-from chunk_cache.request import DEFAULT_PATH, KEYS, MAX_CHUNKS, MODES, RequestOptions, dumps, loads, parse_request
+from chunk_cache.request_options import (
+    DEFAULT_PATH,
+    KEYS,
+    MAX_CHUNKS,
+    MODES,
+    RequestOptions,
+    dumps,
+    loads,
+    parse_request,
+)
 from unit.scheduler.method_suite import given_options
 
 

@@ -7,9 +7,9 @@ from array import array
 import numpy as np
 import pytest
 
+from chunk_cache.chunk_statistics import STATISTICS, ChunkStatistics
 from chunk_cache.index import ChunkIndex
 from chunk_cache.methods import METHODS
-from chunk_cache.statistics import STATISTICS, ChunkStatistics
 from chunk_cache.variant import NodeHome, Variant
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunk_cache.tier import TierLedger
+from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.victims import AGEING
 
 

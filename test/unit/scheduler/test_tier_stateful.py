@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunk_cache.tier import COUNTERS, REFUSALS, TierLedger
+from chunk_cache.tier_ledger import COUNTERS, REFUSALS, TierLedger
 from chunk_cache.victims import EVICTIONS
 
 IDS = tuple(f"{key}-{name}" for key in ("aa", "bb", "cc") for name in ("0", "1-x"))

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from chunk_cache.statistics import ChunkStatistics
+from chunk_cache.chunk_statistics import ChunkStatistics
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, TierError, VariantInfo
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(100, 116))

@@ -20,9 +20,9 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope
 
 from chunk_cache.cost import Throughput
 from chunk_cache.index import ChunkIndex
-from chunk_cache.tier import TierLedger
+from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
-from sglang_chunk_cache.assemble import KVAssembler
+from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
 from sglang_chunk_cache.tiers.level import Level

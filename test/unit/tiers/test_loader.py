@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.statistics import ChunkStatistics
+from chunk_cache.chunk_statistics import ChunkStatistics
+from sglang_chunk_cache.host.scheduler import _merge
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION
 from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from sglang_chunk_cache.tiers.search import Found
-from sglang_chunk_cache.tiers.waiting import _merge
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
 from unit.tiers.tier_harness import PATIENCE_S, SIZE, Ranks, Tiers, open_tiers, stored, variant, wanted

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache.hooks import SCHEDULER_HOOKS
-from sglang_chunk_cache.tiers import waiting
+from sglang_chunk_cache.host import scheduler as waiting
+from sglang_chunk_cache.host.hooks import SCHEDULER_HOOKS
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_chunk_cache.tiers.search import TierSearch
@@ -235,7 +235,7 @@ def test_who_waits_while_the_weights_change_waits_no_longer(open_chunk_tiers):
 def test_every_way_to_change_the_weights_is_known():
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-    handler = "sglang_chunk_cache.tiers.waiting:weights_changed"
+    handler = "sglang_chunk_cache.host.scheduler:weights_changed"
     hooked = {hook.target.rpartition(".")[2] for hook in SCHEDULER_HOOKS if hook.handler == handler}
     ways = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights_")}
     assert hooked == {*ways, "begin_weight_update"}

@@ -20,10 +20,10 @@ import torch
 
 from chunk_cache.cost import PrefillCost, Throughput
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.tier import TierLedger
 from chunk_cache.tier_config import TierConfig
+from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import PathTokens, Variant
-from sglang_chunk_cache.assemble import HostKV
+from sglang_chunk_cache.kv.assembler import HostKV
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium

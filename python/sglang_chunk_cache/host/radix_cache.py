@@ -32,15 +32,15 @@ from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan, replan_without
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import PathHome, PathTokens, Variant
 from sgl_kernel_ext.backend import resolve_backend
-from sglang_chunk_cache import hooks
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
-from sglang_chunk_cache.admission import complete_report, correct_report
-from sglang_chunk_cache.assemble import HostKV, KVAssembler
+from sglang_chunk_cache.host import hooks
+from sglang_chunk_cache.host.prefill_adder import complete_report, correct_report
+from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
+from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.maintenance import Maintenance
 from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
-from sglang_chunk_cache.store import VariantStore
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError
 from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache.request import state_of
+from sglang_chunk_cache.request_state import state_of
 from sglang_chunk_cache.tiers.loader import Wanted
 
 if TYPE_CHECKING:

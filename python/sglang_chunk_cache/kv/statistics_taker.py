@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from chunk_cache.statistics import ChunkStatistics
+from chunk_cache.chunk_statistics import ChunkStatistics
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
-from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.base import sum_over_ranks
 from sglang_chunk_cache.selection.choose import chunk_of, keep_where
 

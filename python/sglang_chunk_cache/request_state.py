@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition, chunk_keys
-from chunk_cache.request import RequestOptions, loads
+from chunk_cache.request_options import RequestOptions, loads
 
 if TYPE_CHECKING:
     import torch
 
     from chunk_cache.plan import RecomputePlan
+    from sglang_chunk_cache.kv.statistics_taker import ChunkSums
     from sglang_chunk_cache.selection.report import SelectionReport
-    from sglang_chunk_cache.statistics import ChunkSums
     from sglang_chunk_cache.tiers.landing import LayerCopy
     from sglang_chunk_cache.tiers.search import Outcome
 

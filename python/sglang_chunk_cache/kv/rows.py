@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_chunk_cache.statistics import StatisticsTaker
+    from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
     from sglang_chunk_cache.tiers.landing import LayerLoads
 
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache import compat
+from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.server_args import StartRefused
 
 FLAGS: list[tuple[str, Any, str]] = [
@@ -69,17 +69,17 @@ FLAGS: list[tuple[str, Any, str]] = [
 
 
 def test_every_rule_has_a_case():
-    rules = {rule.name for rule in compat.FLAG_RULES + compat.BACKEND_RULES}
+    rules = {rule.name for rule in refusals.FLAG_RULES + refusals.BACKEND_RULES}
     assert rules == {name for name, _, _ in FLAGS}
 
 
 def test_defaults_are_served():
-    compat.check_flags(ServerArgs(model_path="none"))
+    refusals.check_flags(ServerArgs(model_path="none"))
 
 
-@pytest.mark.parametrize("backend", compat.ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", refusals.ATTENTION_BACKENDS)
 def test_supported_attention_backends(backend):
-    compat.check_flags(ServerArgs(model_path="none", attention_backend=backend))
+    refusals.check_flags(ServerArgs(model_path="none", attention_backend=backend))
 
 
 @pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])
@@ -87,7 +87,7 @@ def test_flag_is_refused_with_one_sentence(name, value, word):
     server_args = ServerArgs(model_path="none")
     setattr(server_args, name, value)
     with pytest.raises(StartRefused) as refused:
-        compat.check_flags(server_args)
+        refusals.check_flags(server_args)
     assert word in str(refused.value.code)
     assert "--chunk-cache" in str(refused.value.code)
     assert "\n" not in str(refused.value.code)
@@ -97,7 +97,7 @@ def test_flag_is_refused_with_one_sentence(name, value, word):
 def test_server_chosen_by_a_variable_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(StartRefused, match=name):
-        compat.check_flags(ServerArgs(model_path="none"))
+        refusals.check_flags(ServerArgs(model_path="none"))
 
 
 def test_another_radix_cache_is_refused():
@@ -163,7 +163,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_model_is_served(tmp_path, name):
     model_type, architecture, extra = SERVED[name]
-    compat.check_model(model_config(tmp_path, model_type, architecture, **extra))
+    refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
 
 
 MLA = {
@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 def test_model_is_refused_with_one_sentence(tmp_path, name):
     model_type, architecture, extra, word = REFUSED[name]
     with pytest.raises(StartRefused) as refused:
-        compat.check_model(model_config(tmp_path, model_type, architecture, **extra))
+        refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
     assert word in str(refused.value.code)
     assert "\n" not in str(refused.value.code)
 
@@ -243,7 +243,7 @@ def test_multimodal_model_is_refused(tmp_path):
     from sglang.srt.configs.model_config import ModelConfig
 
     with pytest.raises(StartRefused, match="multimodal model"):
-        compat.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
+        refusals.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_multimodal_model_is_refused(tmp_path):
     ],
 )
 def test_checkpoint_with_a_quantized_kv_cache_is_noticed(settings, quantized):
-    assert compat.quantizes_kv_cache(settings) is quantized
+    assert refusals.quantizes_kv_cache(settings) is quantized
 
 
 @pytest.mark.parametrize(
@@ -272,10 +272,10 @@ def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word)
     config = model_config(tmp_path, *LLAMA, **extra)
     config.dtype = getattr(torch, dtype)
     if word is None:
-        compat.check_flashinfer(config)
+        refusals.check_flashinfer(config)
         return
     with pytest.raises(StartRefused) as refused:
-        compat.check_flashinfer(config)
+        refusals.check_flashinfer(config)
     assert 'kernel: "flashinfer"' in str(refused.value.code)
     assert word in str(refused.value.code)
 
@@ -283,6 +283,6 @@ def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word)
 def test_statistics_of_layers_that_the_model_does_not_have_are_refused():
     config = parse_config({"statistics_layers": [3, 99]})
     with pytest.raises(StartRefused, match=r"statistics_layers: layer 99, but the model has layers 0 to 11; name"):
-        compat._check_layers(config, 12)
-    compat._check_layers(parse_config({"statistics_layers": [3, 11]}), 12)
-    compat._check_layers(parse_config({"statistics_layers": "all"}), 2)
+        refusals._check_layers(config, 12)
+    refusals._check_layers(parse_config({"statistics_layers": [3, 11]}), 12)
+    refusals._check_layers(parse_config({"statistics_layers": "all"}), 2)

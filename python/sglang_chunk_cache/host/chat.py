@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request import RequestOptions, parse_request
+from chunk_cache.request_options import RequestOptions, parse_request
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, mark_prepared, prepare, with_options

@@ -17,9 +17,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sglang_chunk_cache import server_args as options
-from sglang_chunk_cache.api.body import misplaced_error, top_level_error
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, KEY, parse_items, prepare
+from sglang_chunk_cache.host.generate import misplaced_error, top_level_error
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
 _DONE = "data: [DONE]\n\n"

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from sglang_chunk_cache.attention.rows import Attention, FusedRows, attending
-from sglang_chunk_cache.request import DocChunkRequest, state_of
+from sglang_chunk_cache.kv.rows import Attention, FusedRows, attending
+from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
+from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
 from sglang_chunk_cache.server_args import get_args
-from sglang_chunk_cache.statistics import StatisticsTaker
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:

@@ -82,13 +82,13 @@ API_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.entrypoints.api_contract.generate_contract_error",
         HookType.AROUND,
-        "sglang_chunk_cache.api.body:generate_contract_error",
+        "sglang_chunk_cache.host.generate:generate_contract_error",
         "a top-level chunk_cache field on /generate is a 400",
     ),
     Hook(
         "sglang.srt.entrypoints.http_server.serve_generate_request",
         HookType.AROUND,
-        "sglang_chunk_cache.api.body:serve_generate_request",
+        "sglang_chunk_cache.host.generate:serve_generate_request",
         "bad marks and options on /generate are a 400, also with stream",
     ),
     Hook(
@@ -118,73 +118,73 @@ API_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:handle_request",
+        "sglang_chunk_cache.host.completions:handle_request",
         "a top-level chunk_cache field is a 400",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:convert_completion",
+        "sglang_chunk_cache.host.completions:convert_completion",
         "marks in prompts; the echo has no separators",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
         HookType.AROUND,
-        "sglang_chunk_cache.api.chat:convert_chat",
+        "sglang_chunk_cache.host.chat:convert_chat",
         "marks in message contents",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._apply_conversation_template",
         HookType.AROUND,
-        "sglang_chunk_cache.api.chat:apply_conversation_template",
+        "sglang_chunk_cache.host.chat:apply_conversation_template",
         "marks with a built-in chat template",
     ),
     Hook(
         "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_chat",
         HookType.AROUND,
-        "sglang_chunk_cache.api.ollama:handle",
+        "sglang_chunk_cache.host.ollama:handle",
         "marked text is a 400: this route tokenizes by itself",
     ),
     Hook(
         "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_generate",
         HookType.AROUND,
-        "sglang_chunk_cache.api.ollama:handle",
+        "sglang_chunk_cache.host.ollama:handle",
         "marked text is a 400: this route tokenizes by itself",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.parallel_prompt_encode.parallel_prompt_encode",
         HookType.AROUND,
-        "sglang_chunk_cache.api.chat:parallel_prompt_encode",
+        "sglang_chunk_cache.host.chat:parallel_prompt_encode",
         "tokenizes the pieces of a rendered chat prompt one by one",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.parallel_prompt_encode.encode_prompt_segments",
         HookType.AROUND,
-        "sglang_chunk_cache.api.chat:encode_prompt_segments",
+        "sglang_chunk_cache.host.chat:encode_prompt_segments",
         "the same for a template written in Python",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._build_completion_response",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:build_response",
+        "sglang_chunk_cache.host.completions:build_response",
         "sglext.chunk_cache",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:build_response",
+        "sglang_chunk_cache.host.completions:build_response",
         "sglext.chunk_cache",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:completion_stream",
+        "sglang_chunk_cache.host.completions:completion_stream",
         "sglext.chunk_cache in the last chunk of a stream",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
         HookType.AROUND,
-        "sglang_chunk_cache.api.openai:chat_stream",
+        "sglang_chunk_cache.host.completions:chat_stream",
         "sglext.chunk_cache in the last chunk of a stream",
     ),
 )
@@ -195,25 +195,25 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len",
         HookType.AROUND,
-        "sglang_chunk_cache.admission:replay_len",
+        "sglang_chunk_cache.host.prefill_adder:replay_len",
         "the prefill budget counts the rows in the loaded range",
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
         HookType.AROUND,
-        "sglang_chunk_cache.admission:select_prefill_admission",
+        "sglang_chunk_cache.host.prefill_adder:select_prefill_admission",
         "more rows than one step may compute: alone, whole",
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder._commit_prefill_admission",
         HookType.AROUND,
-        "sglang_chunk_cache.admission:commit_prefill_admission",
+        "sglang_chunk_cache.host.prefill_adder:commit_prefill_admission",
         "a load is no cache hit in the statistics; the reply is fixed here",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         HookType.AROUND,
-        "sglang_chunk_cache.admission:prepare_for_extend",
+        "sglang_chunk_cache.host.prefill_adder:prepare_for_extend",
         "cached_tokens counts exact tokens only",
     ),
     Hook(
@@ -225,26 +225,26 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         HookType.AFTER,
-        "sglang_chunk_cache.tiers.waiting:add_request_to_queue",
+        "sglang_chunk_cache.host.scheduler:add_request_to_queue",
         "chunks that lie below the KV pool are loaded while their request waits",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
         HookType.AROUND,
-        "sglang_chunk_cache.tiers.waiting:get_new_batch_prefill_raw",
+        "sglang_chunk_cache.host.scheduler:get_new_batch_prefill_raw",
         "a request whose loads run is passed over, and nobody waits for it",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
         HookType.AROUND,
-        "sglang_chunk_cache.tiers.waiting:init_next_round_input",
+        "sglang_chunk_cache.host.scheduler:init_next_round_input",
         "what was loaded goes into the KV pool just before the request is matched",
     ),
     *(
         Hook(
             f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
             HookType.AFTER,
-            "sglang_chunk_cache.tiers.waiting:weights_changed",
+            "sglang_chunk_cache.host.scheduler:weights_changed",
             "KV of other weights must not come up again",
         )
         for name in (
@@ -264,19 +264,19 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         HookType.AROUND,
-        "sglang_chunk_cache.prefill:init_forward_batch",
+        "sglang_chunk_cache.host.forward:init_forward_batch",
         "adds the chosen rows to the batch that the model sees",
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
         HookType.AROUND,
-        "sglang_chunk_cache.prefill:forward",
+        "sglang_chunk_cache.host.forward:forward",
         "announces the rows to the attention; no captured graph",
     ),
     Hook(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         HookType.AROUND,
-        "sglang_chunk_cache.attention.rows:backend_forward",
+        "sglang_chunk_cache.kv.rows:backend_forward",
         "fused batches attend by row positions",
     ),
     Hook(
@@ -368,6 +368,6 @@ def register_radix_cache() -> None:
 
 
 def _create_radix_cache(ctx: object) -> object:
-    from sglang_chunk_cache.radix_cache import create
+    from sglang_chunk_cache.host.radix_cache import create
 
     return create(ctx)

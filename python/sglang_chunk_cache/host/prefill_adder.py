@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_chunk_cache.maintenance import is_refresh
-from sglang_chunk_cache.request import PARAM_NAME, DocChunkRequest, state_of
+from sglang_chunk_cache.request_state import PARAM_NAME, DocChunkRequest, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -1,1 +1,0 @@
-"""Attention of fused batches; every other batch keeps the backend that SGLang chose."""
