@@ -71,7 +71,6 @@ class LocalScheduler:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -87,6 +86,8 @@ class LocalScheduler:
         server_args.resolve_once()
         port_args = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=tp_rank))
+        from sglang.srt.managers.scheduler import Scheduler  # ours where the chunk cache was enabled
+
         self.scheduler = Scheduler(server_args, port_args)
         self.scheduler.idle_sleeper = None  # it would wait for a socket
         self.cache = self.scheduler.tree_cache

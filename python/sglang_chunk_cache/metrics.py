@@ -64,13 +64,15 @@ class ChunkMetrics:
         """Counts the chunks and tokens of an admitted request."""
         if not self._counters:
             return
-        reply = plan.reply()
-        for chunk in reply["chunks"]:
-            self._counters["chunks"].labels(chunk["status"], chunk["reason"] or "none").inc()
-        for kind in ("prefix", "reused", "computed", "recomputed"):
-            self._counters["tokens"].labels(kind).inc(reply[f"{kind}_tokens"])
-        if reply["fallback_reason"] is not None:
-            self._counters["fallbacks"].labels(reply["fallback_reason"]).inc()
+        for chunk in plan.chunks:
+            self._counters["chunks"].labels(chunk.status, chunk.reason or "none").inc()
+        tokens = self._counters["tokens"]
+        tokens.labels("prefix").inc(plan.prefix_len)
+        tokens.labels("reused").inc(plan.num_reused)
+        tokens.labels("computed").inc(plan.num_computed)
+        tokens.labels("recomputed").inc(plan.num_recomputed)
+        if plan.fallback_reason is not None:
+            self._counters["fallbacks"].labels(plan.fallback_reason).inc()
 
     def count_fallback(self, reason: str) -> None:
         """Counts one request whose plan failed after its admission."""

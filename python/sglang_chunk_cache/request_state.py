@@ -16,10 +16,11 @@ loaded range; `RecomputePlan.row_positions` lists them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition, chunk_keys
+from chunk_cache.manager import ChunkPrompt
 from chunk_cache.request_options import RequestOptions, loads
 
 if TYPE_CHECKING:
@@ -40,33 +41,50 @@ class DocChunkRequest:
     """State of one request; owned by the scheduler process, dies with the request.
 
     Attributes:
-        options: what the client asked for.
+        prompt: its marked chunks and options, as the manager knows them.
         partition: namespace of the request; chunks of another one are never found.
-        keys: one key per marked chunk.
+        unsupported: it uses a feature that reuse does not support, so it is served exactly.
         plan: newest plan; replaced at every match until the request is admitted.
         reported: the plan of the first admission; the reply speaks of this one.
+        is_replied: the reply was sent.
         private_indices: `[load_end - prefix_len]` int64 slots of the loaded range, on the device; its own.
         sums: statistics of the chunks that were computed so far.
         selection_report: what the forward chose, where the client asked to explain it.
         fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
         remembered: the chunks of this (exact) request are in the index already.
         layer_copies: what the load brings in layer by layer, during the forward.
-        tiers: what became of the chunks that the KV pool did not have when the request came, by key.
+        tiers: what became of the chunks that the KV pool did not have when the request came, by key; None = there are
+            no tiers below it.
     """
 
-    options: RequestOptions
+    prompt: ChunkPrompt
     partition: Partition
-    keys: tuple[bytes, ...]
     unsupported: bool = False
     plan: RecomputePlan | None = None
     reported: RecomputePlan | None = None
+    is_replied: bool = False
     private_indices: torch.Tensor | None = None
     fused: bool = False
     remembered: bool = False
     selection_report: SelectionReport | None = None
     sums: ChunkSums | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
-    tiers: Mapping[bytes, Outcome] = field(default_factory=dict)
+    tiers: Mapping[bytes, Outcome] | None = None
+
+    @property
+    def options(self) -> RequestOptions:
+        """What the client asked for."""
+        return self.prompt.options
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """One key per marked chunk."""
+        return self.prompt.keys
+
+    @property
+    def missing_reasons(self) -> dict[bytes, str]:
+        """Why chunks could not be brought up from the tiers, by key."""
+        return {key: found.reason for key, found in (self.tiers or {}).items() if found.reason is not None}
 
     @property
     def load_due(self) -> bool:
@@ -78,10 +96,11 @@ class DocChunkRequest:
         """Tokens that the current plan loads into private slots."""
         return 0 if self.plan is None else self.plan.load_end - self.plan.load_start
 
-    def admit(self, private_indices: torch.Tensor) -> None:
+    def admit(self, private_indices: torch.Tensor, layer_copies: tuple[LayerCopy, ...]) -> None:
         """The loaded range is in `private_indices`; the rows of the plan are due from now on."""
         assert len(private_indices) == self.load_len > 0
         self.private_indices = private_indices
+        self.layer_copies = layer_copies
         self.fused = True
 
     def complete_rows(self) -> None:
@@ -119,8 +138,8 @@ def _create(req: Any) -> DocChunkRequest | None:
     fits = all(end <= len(ids) for _, end in options.spans)
     if not fits:
         options = replace(options, spans=())
-    keys = tuple(chunk_keys(partition, ids, options.spans))
-    return DocChunkRequest(options, partition, keys, unsupported=not (fits and _is_supported(req)))
+    prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)))
+    return DocChunkRequest(prompt, partition, unsupported=not (fits and _is_supported(req)))
 
 
 def _is_supported(req: Any) -> bool:

@@ -116,6 +116,8 @@ class ChunkIndex:
         self._gone_keys: dict[bytes, None] = {}
         self._next_id = 0
         self._clock = 0
+        self.version = 0
+        """Changes whenever a lookup may find something else."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -191,6 +193,7 @@ class ChunkIndex:
             self._refresh(same)
             if statistics is not None:
                 same.statistics = statistics.filled_from(same.statistics)
+            self.version += 1
             self.counters.num_refreshed += 1
             return same
         for peer in [p for p in peers if p.generation and p.context == context and (p is same or not generation)]:
@@ -214,6 +217,11 @@ class ChunkIndex:
         self._insert(variant)
         self.counters.num_added += 1
         return variant
+
+    def stored_len(self, key: bytes, resolve: Resolve, *, max_generation: int) -> int:
+        """The most leading tokens of a chunk that one variant has; counts no lookup and forgets nothing."""
+        peers = self._by_key.get(key, ())
+        return max((resolve(peer) for peer in peers if peer.generation <= max_generation), default=0)
 
     def lookup(
         self,
@@ -346,6 +354,7 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget everything (a flushed cache); counters, clock and ids go on."""
+        self.version += 1
         self.counters.num_discarded += len(self)
         for variant in self:
             if isinstance(variant.holder, NodeHome):
@@ -434,6 +443,7 @@ class ChunkIndex:
     def _move(self, variant: Variant, home: Home) -> None:
         if holder_of(home) is variant.holder:
             return
+        self.version += 1
         self._leave_home(variant)
         variant.holder = holder_of(home)
         self._enter_home(variant)
@@ -461,6 +471,7 @@ class ChunkIndex:
                 self._remove(variant)
 
     def _insert(self, variant: Variant) -> None:
+        self.version += 1
         self._by_key.setdefault(variant.key, []).append(variant)
         self._clock += 1
         variant.last_use = self._clock
@@ -471,6 +482,7 @@ class ChunkIndex:
         self._turns.append(variant.variant_id)
 
     def _remove(self, variant: Variant, *, is_victim: bool = False) -> None:
+        self.version += 1
         peers = self._by_key[variant.key]
         peers.remove(variant)
         if not peers:

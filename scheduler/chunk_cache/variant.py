@@ -22,21 +22,19 @@ from chunk_cache.keys import Partition
 class PathTokens:
     """The tokens of one exactly computed prompt, shared by the variants in it; compared by identity.
 
-    `tokens` must not change once a variant with this path is in an index. `node_id` is the owner's hint where in the
-    tree the path was last seen, `node_shares` how many of the tokens up to that node's end are `tokens` (None = all).
-    The index reads neither.
+    `tokens` must not change once a variant with this path is in an index. `seen` is the store's own note of where it
+    last saw the path; nobody else reads or writes it.
     """
 
     tokens: array[int]
     partition: Partition
-    node_id: int = -1
-    node_shares: int | None = None
+    seen: object = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"PathTokens({len(self.tokens)} tokens, {self.partition}, node_id={self.node_id})"
+        return f"PathTokens({len(self.tokens)} tokens, {self.partition})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,17 @@ class PathHome:
 class NodeHome:
     """A tree node of the chunk's own; compared by identity.
 
-    `node_key` holds the chunk's tokens, padded by the owner where pages ask for it. `node_id` and `node_shares` are the
-    owner's hint, as those of `PathTokens`. `variant_id` is the index's: who lives here, -1 = nobody.
+    `node_key` holds the chunk's tokens, padded by the store where pages ask for it. `seen` is the store's, as that of
+    `PathTokens`. `variant_id` is the index's: who lives here, -1 = nobody.
     """
 
     node_key: array[int]
     namespace: str
-    node_id: int = -1
-    node_shares: int | None = None
+    seen: object = None
     variant_id: int = -1
 
     def __repr__(self) -> str:
-        return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r}, node_id={self.node_id})"
+        return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r})"
 
 
 Home: TypeAlias = PathHome | NodeHome

@@ -76,14 +76,15 @@ def case_another_prompt_that_begins_alike(s: Session) -> list[list[int]]:
         a, b, c = s.chunks(40, 40, 40)
         s.send(s.prompt([]), max_new_tokens=1)  # so that the system prompt stays when the path goes
         s.send(s.prompt([a, b, c]), max_new_tokens=1)
-        (variant,) = cache._index.variants_of(chunk_key(Partition(), b))
-        cache.evict_leaf(variant.holder.node_id)  # unseen by the index, as after a small eviction
+        (variant,) = cache.chunks.manager.index.variants_of(chunk_key(Partition(), b))
+        # Unseen by the index, as after a small eviction.
+        cache._evict_device_leaf(cache.chunks.store.node_id(variant), dict.fromkeys(cache.tree_components, 0))
         alike = (a + b)[:same_len] + s.tokens(130 - same_len)
         s.send(Prompt().text(s.system).text(alike), marked=False, max_new_tokens=1)
         # The second chunk is looked up first; what was found there is a hint for the third.
         prompt = s.prompt([s.tokens(7), b, c])
         (reply,) = s.send(prompt, ratio=0.0, options={"explain": True}, max_new_tokens=1)
-        cache.check_integrity()
+        cache.chunks.check_integrity()
         reused.append([chunk.get("reused_tokens", 0) for chunk in reply.info["chunks"][1:]])
         # What was computed for want of it is remembered, and used by the next.
         (reply,) = s.send(s.prompt([s.tokens(3), b, c]), ratio=0.0, options={"explain": True}, max_new_tokens=1)

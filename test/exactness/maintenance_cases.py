@@ -15,7 +15,7 @@ __all__ = ["CASES", "Session"]
 
 def variants_of(s: Session, chunk: list[int]) -> list[Any]:
     key = chunk_key(Partition(), chunk)
-    return [variant for variant in s.local.cache._index if variant.key == key]
+    return [variant for variant in s.local.cache.chunks.manager.index if variant.key == key]
 
 
 def use(s: Session, chunk: list[int], **fields: Any) -> Reply:
@@ -40,7 +40,7 @@ def case_promotion(s: Session) -> dict[str, Any]:
     return {
         "homes": [home is NodeHome for home in homes],
         "replies": replies,
-        "left_of_path": [s.local.cache._store.resolve(v) for chunk in cold for v in variants_of(s, chunk)],
+        "left_of_path": [s.local.cache.chunks.store.resolve(v) for chunk in cold for v in variants_of(s, chunk)],
         "variant": variant.variant_id,
     }
 

@@ -127,7 +127,7 @@ def _run_case(cases: Any, name: str, local: Any, is_ours: bool) -> Any:
     try:
         value = cases.CASES[name](session)
         if is_ours:
-            local.cache.check_integrity()
+            local.cache.chunks.check_integrity()
         assert local.flush(), "the cache could not be flushed: a request left something behind"
     except Exception:  # noqa: BLE001 - whatever it is, it is reported for this case and the next one runs
         return traceback.format_exc()

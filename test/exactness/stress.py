@@ -47,7 +47,7 @@ def case_random_requests(s: Session, total: int = 300) -> dict[str, int]:
     def on_step(step: int) -> list[Any] | None:
         nonlocal sent
         counts["steps"] = step
-        s.local.cache.check_integrity()
+        s.local.cache.chunks.check_integrity()
         if sent == total:
             return None
         messages: list[Any] = []

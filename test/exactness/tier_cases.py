@@ -22,7 +22,7 @@ __all__ = ["CASES", "Session"]
 
 def settle(s: Session) -> None:
     """Until everything is written down."""
-    tiers = s.local.cache.tiers
+    tiers = s.local.cache.chunks.tiers
     while tiers._workers.num_running:
         tiers.wait(1.0)
         tiers.poll(())
@@ -41,7 +41,7 @@ def only_on_disk(s: Session) -> None:
 
 
 def files(s: Session) -> int:
-    root = Path(s.local.cache.chunk_config.tiers.disk.path)
+    root = Path(s.local.cache.chunks.config.tiers.disk.path)
     return len(list(root.glob("*/*/*/*.kv")))
 
 
@@ -91,7 +91,7 @@ def land(s: Session, chunk: list[int]) -> None:
 
     cache = s.local.cache
     wanted = Wanted(chunk_key(Partition(), chunk), array("q", chunk), Partition())
-    found = cache.tiers._loader._search.find(wanted, 1)
+    found = cache.chunks.tiers._loader._search.find(wanted, 1)
     assert cache.bring_in(found.stored, Partition(), found.stream)
 
 
@@ -104,7 +104,7 @@ def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
 
     def with_a_full_pool(load: Callable[[Any], Any], params: Any) -> Any:
         land(s, other)
-        allocator, landings = s.local.cache.token_to_kv_pool_allocator, s.local.cache.landings
+        allocator, landings = s.local.cache.token_to_kv_pool_allocator, s.local.cache.chunks.landings
         num_open.append(len(landings._open))
         held = allocator.alloc(allocator.available_size() - 1)
         result = load(params)
@@ -130,9 +130,9 @@ def case_room_is_needed_between_admission_and_forward(s: Session) -> dict[str, A
 
     def then_evict_everything(load: Callable[[Any], Any], params: Any) -> Any:
         result = load(params)
-        num_open.append(len(cache.landings._open))
+        num_open.append(len(cache.chunks.landings._open))
         cache.evict(EvictParams(num_tokens=cache.token_to_kv_pool_allocator.size))
-        num_open.append(len(cache.landings._open))
+        num_open.append(len(cache.chunks.landings._open))
         return result
 
     with around_loads(s, then_evict_everything):
@@ -159,7 +159,12 @@ def case_weights(s: Session) -> dict[str, Any]:
     replies = s.send(probe)
     replies += s.send(probe, options={"mode": "off"})
     settle(s)
-    return {"old": old, "replies": replies, "disabled": cache.tiers.stats()["disabled"], "written": files(s) - before}
+    return {
+        "old": old,
+        "replies": replies,
+        "disabled": cache.chunks.tiers.stats()["disabled"],
+        "written": files(s) - before,
+    }
 
 
 CASES: dict[str, Callable[[Session], Any]] = {

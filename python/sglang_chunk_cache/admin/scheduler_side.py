@@ -1,7 +1,7 @@
 """ChunkAdmin: administration in one scheduler process.
 
 Verbs: `ChunkAdmin.answer` (one request of `messages`), `before_eviction` and `after_reset` (called by the radix cache),
-`init_request_dispatcher` (handler of the hook that brings the requests here).
+`answer` (the reply of all ranks).
 
 Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it
 from equal state, so all do the same; what they answered is compared. Nothing here waits for a clock, a file or a
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
@@ -22,8 +21,9 @@ from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
-    from chunk_cache.index import ChunkIndex
+    from chunk_cache.manager import ChunkManager
     from sglang_chunk_cache.kv.store import VariantStore
+    from sglang_chunk_cache.tiers.manager import ChunkTiers
 
 Result: TypeAlias = dict[str, Any]
 
@@ -36,12 +36,15 @@ class ChunkAdmin:
 
     Args:
         cache: the radix cache of this process; for its sizes.
+        tiers: below the KV pool; None = there are none.
     """
 
-    def __init__(self, cache: Any, index: ChunkIndex, store: VariantStore) -> None:
+    def __init__(self, cache: Any, manager: ChunkManager, store: VariantStore, tiers: ChunkTiers | None) -> None:
         self.cache = cache
-        self.index = index
+        self.manager = manager
+        self.index = index = manager.index
         self.store = store
+        self._tiers = tiers
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -68,7 +71,7 @@ class ChunkAdmin:
         self.pins.check_integrity()
 
     def _stats(self, _request: messages.ChunkCacheStatsReq) -> Result:
-        below = self.cache.tiers.stats() if self.cache.tiers is not None else {"tiers": {}}
+        below = self._tiers.stats() if self._tiers is not None else {"tiers": {}}
         return {
             "index": self.index.stats(),
             **below,
@@ -98,7 +101,7 @@ class ChunkAdmin:
             "where": {
                 "tier": "pool",
                 "home": "path" if is_path else "node",
-                "node_id": variant.holder.node_id if stored_tokens else None,
+                "node_id": self.store.node_id(variant) if stored_tokens else None,
             },
             "stored_tokens": stored_tokens,
             "pinned_until": self.pins.until(variant),
@@ -110,8 +113,8 @@ class ChunkAdmin:
             num_tokens = max(self.store.resolve(variant) for variant in variants)
             if num_tokens:
                 stored[key] = num_tokens
-        if self.cache.tiers is not None:
-            stored |= self.cache.tiers.stored_lens([key for key in request.keys if key not in stored])
+        if self._tiers is not None:
+            stored |= self._tiers.stored_lens([key for key in request.keys if key not in stored])
         return {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
@@ -129,7 +132,7 @@ class ChunkAdmin:
 
     def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
-        below = {} if self.cache.tiers is None else self.cache.tiers.evict(request.keys)
+        below = {} if self._tiers is None else self._tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
             variants, tiers = self.index.variants_of(key), below.get(key, {})
@@ -175,28 +178,16 @@ def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
         "free_tokens": allocator.available_size(),
         "evictable_tokens": admin.cache.evictable_size(),
         "protected_tokens": admin.cache.protected_size(),
-        "kept_tokens": admin.cache.num_kept_tokens,
+        "kept_tokens": admin.manager.num_kept_tokens(allocator.size),
     }
     return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers
 
 
-# Handler of the hook.
-
-
-def init_request_dispatcher(_result: None, scheduler: Any) -> None:
-    """AFTER `Scheduler.init_request_dispatcher`."""
-    from sglang.utils import TypeBasedDispatcher
-
-    scheduler._request_dispatcher += TypeBasedDispatcher(
-        [(kind, partial(_answer, scheduler)) for kind in messages.REQUESTS]
-    )
-
-
-def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
+def answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     """Runs on every rank; only rank 0 has a socket to send the reply on."""
     from sglang.srt.distributed import get_tp_group
 
-    result = scheduler.tree_cache.admin.answer(request)
+    result = scheduler.tree_cache.chunks.admin.answer(request)
     group = get_tp_group()
     if isinstance(request, messages.ChunkCacheStatsReq):
         memory = psutil.Process().memory_info()

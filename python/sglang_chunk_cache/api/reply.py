@@ -16,11 +16,6 @@ from sglang_chunk_cache.api.prepare import KEY
 _REPLY = "chunk_cache_reply"
 
 
-def is_request_level_customized_info_key(original: Callable[..., bool], streamer: Any, key: str) -> bool:
-    """AROUND `SchedulerOutputStreamer.is_request_level_customized_info_key`."""
-    return key == KEY or original(streamer, key)
-
-
 def update_request_meta_info(
     original: Callable[..., None],
     manager: Any,

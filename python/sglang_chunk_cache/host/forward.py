@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +23,24 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from sglang_chunk_cache.kv.rows import Attention, FusedRows, attending
+from chunk_cache.plan import RecomputePlan, replan_without_load
+from sglang_chunk_cache.host.attention_backend import Attention, attending
+from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
-from sglang_chunk_cache.server_args import get_args
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from chunk_cache.plan import RecomputePlan
     from sglang_chunk_cache.tiers.landing import LayerCopy
+
+logger = logging.getLogger(__name__)
 
 _EXTRAS = "chunk_cache_extras"
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -83,38 +87,51 @@ class Extras:
     loads: LayerLoads | None = None
     again: Callable[[str], ForwardBatch] | None = None
 
+    @property
+    def changes_anything(self) -> bool:
+        """Whether the forward is not simply SGLang's."""
+        return self.attention is not None or self.taker is not None or self.timing is not None
+
 
 def init_forward_batch(
     original: Callable[..., ForwardBatch], cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **kwargs: Any
 ) -> ForwardBatch:
     """AROUND `ForwardBatch.init_new`."""
-    if batch.forward_mode.is_decode_or_idle():
+    chunks = runtime_of(batch.tree_cache)
+    if chunks is None or batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
-    taker = StatisticsTaker.plan(batch, _statistics_layers(model_runner), model_runner.token_to_kv_pool)
     due = _take_due_rows(batch)
+    taker = StatisticsTaker.plan(
+        batch,
+        chunks.statistics_layers,
+        model_runner.token_to_kv_pool,
+        chunks.kernel,
+        None if due is None else [None if one.plan is None else one.plan.load_start for one in due],
+    )
     if due is None:
+        extras = Extras(None, taker, _timing(chunks, batch, ()))
         forward_batch = original(cls, batch, model_runner, **kwargs)
-        attention = None
     else:
-        forward_batch, attention = _init_fused(original, cls, batch, due, model_runner, kwargs)
-    copies = [copy for one in due or () for copy in one.layer_copies]
-    # A forward that waits for layers says nothing of what computing takes.
-    extras = Extras(attention, taker, None if copies else _timing(batch, due))
-    if copies:
-        again = partial(_without_loads, original, cls, batch, due, model_runner, kwargs, taker)
-        extras = replace(extras, loads=batch.tree_cache.landings.loads(copies), again=again)
-    if attention is not None or taker is not None or extras.timing is not None:
+        build = partial(_init_fused, original, cls, batch, model_runner, chunks, kwargs)
+        forward_batch, attention = build(due)
+        copies = [copy for one in due for copy in one.layer_copies]
+        if copies:
+            # A forward that waits for layers says nothing of what computing takes.
+            assert chunks.landings is not None
+            again = partial(_without_loads, build, chunks, batch, due, taker)
+            extras = Extras(attention, taker, None, chunks.landings.loads(copies), again)
+        else:
+            extras = Extras(attention, taker, _timing(chunks, batch, due))
+    if extras.changes_anything:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
 
 
 def _without_loads(
-    original: Callable[..., ForwardBatch],
-    cls: type,
+    build: Callable[[list[DueRows]], tuple[ForwardBatch, Attention]],
+    chunks: ChunkRuntime,
     batch: ScheduleBatch,
     due: list[DueRows],
-    model_runner: ModelRunner,
-    kwargs: dict[str, Any],
     taker: StatisticsTaker | None,
     reason: str,
 ) -> ForwardBatch:
@@ -122,36 +139,49 @@ def _without_loads(
     everything = list(due)
     for i, one in enumerate(due):
         if one.layer_copies:
-            assert one.state is not None
-            plan = one.state.plan
-            assert plan is not None
+            assert one.plan is not None
             # The slots of the load stay the request's own; all that they hold is computed now.
-            everything[i] = DueRows(np.arange(plan.load_start, plan.load_end))
-            batch.tree_cache.note_load_failed(batch.reqs[i], one.state, one.layer_copies, reason)
-    forward_batch, attention = _init_fused(original, cls, batch, everything, model_runner, kwargs)
+            everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end))
+            _note_load_failed(chunks, batch.reqs[i], one, reason)
+    forward_batch, attention = build(everything)
     setattr(forward_batch, _EXTRAS, Extras(attention, None if taker is None else taker.again(), None))
     return forward_batch
 
 
-def _timing(batch: ScheduleBatch, due: list[DueRows] | None) -> contextlib.AbstractContextManager[None] | None:
-    tiers = batch.tree_cache.tiers
-    if tiers is None:
+def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str) -> None:
+    """KV that was to arrive during the forward did not, so all of the request is computed: the reply says so."""
+    state = due.state
+    assert state is not None
+    assert state.plan is not None
+    assert chunks.landings is not None
+    for layer_copy in due.layer_copies:
+        chunks.landings.fail(layer_copy.landing)
+    logger.warning("Chunk cache: %s is computed in full, a chunk did not arrive (%s)", req.rid, reason)
+    state.reported = state.plan = replan_without_load(state.plan, reason)
+    state.selection_report = None
+    chunks.metrics.count_fallback(reason)
+
+
+def _timing(
+    chunks: ChunkRuntime, batch: ScheduleBatch, due: Sequence[DueRows]
+) -> contextlib.AbstractContextManager[None] | None:
+    if chunks.tiers is None:
         return None
-    num_due = sum(len(one.positions) for one in due or ())
-    return tiers.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
+    num_due = sum(len(one.positions) for one in due)
+    return chunks.tiers.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
 
 
 def _init_fused(
     original: Callable[..., ForwardBatch],
     cls: type,
     batch: ScheduleBatch,
-    due: list[DueRows],
     model_runner: ModelRunner,
+    chunks: ChunkRuntime,
     kwargs: dict[str, Any],
+    due: list[DueRows],
 ) -> tuple[ForwardBatch, Attention]:
     device = model_runner.device
-    kernel = batch.tree_cache.kernel
-    batch.tree_cache.chunk_metrics.count_fused_batch(kernel)
+    chunks.metrics.count_fused_batch(chunks.kernel)
     fused_batch, positions = _with_rows(batch, due, device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = positions.to(forward_batch.positions.dtype)
@@ -162,7 +192,7 @@ def _init_fused(
         row_lens=fused_batch.extend_lens,
         row_positions=positions,
         kv_pool=model_runner.token_to_kv_pool,
-        kernel=kernel,
+        kernel=chunks.kernel,
     )
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     return forward_batch, _layerwise(batch, due, rows, model_runner) if is_layerwise else rows
@@ -208,13 +238,6 @@ def _forward_with(
     if extras.taker is not None:
         extras.taker.finish()
     return output
-
-
-def _statistics_layers(model_runner: ModelRunner) -> tuple[int, ...]:
-    args = get_args()
-    if args is None:
-        return ()
-    return args.parsed_config.layers_with_statistics(model_runner.model_config.num_hidden_layers)
 
 
 def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
@@ -274,7 +297,8 @@ def _layerwise(
             tp_size=tp_size,
             explain=one.state.options.explain,
         )
-        one.state.selection_report = progress.report
+        if one.plan is one.state.reported:  # a retracted request's reply speaks of its first forward
+            one.state.selection_report = progress.report
         requests.append(progress)
     return LayerwiseForward(rows, requests, late, tp_size)
 

@@ -193,58 +193,28 @@ API_HOOKS: tuple[Hook, ...] = (
 # is missing stops the start there, with a sentence, before a child exists.
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len",
-        HookType.AROUND,
-        "sglang_chunk_cache.host.prefill_adder:replay_len",
-        "the prefill budget counts the rows in the loaded range",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
-        HookType.AROUND,
-        "sglang_chunk_cache.host.prefill_adder:select_prefill_admission",
-        "more rows than one step may compute: alone, whole",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder._commit_prefill_admission",
-        HookType.AROUND,
-        "sglang_chunk_cache.host.prefill_adder:commit_prefill_admission",
-        "a load is no cache hit in the statistics; the reply is fixed here",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-        HookType.AROUND,
-        "sglang_chunk_cache.host.prefill_adder:prepare_for_extend",
-        "cached_tokens counts exact tokens only",
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-        HookType.AFTER,
-        "sglang_chunk_cache.admin.scheduler_side:init_request_dispatcher",
-        "requests of /chunk_cache/... reach every scheduler process",
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
-        HookType.AFTER,
-        "sglang_chunk_cache.host.scheduler:add_request_to_queue",
-        "chunks that lie below the KV pool are loaded while their request waits",
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
-        HookType.AROUND,
-        "sglang_chunk_cache.host.scheduler:get_new_batch_prefill_raw",
-        "a request whose loads run is passed over, and nobody waits for it",
+        "sglang.srt.managers.scheduler.Scheduler",
+        HookType.REPLACE,
+        "sglang_chunk_cache.host.scheduler:ChunkScheduler",
+        "requests wait for their chunks, are charged their rows and get a reply; /chunk_cache/... is heard",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
         HookType.AROUND,
-        "sglang_chunk_cache.host.scheduler:init_next_round_input",
+        "sglang_chunk_cache.host.schedule_batch:init_next_round_input",
         "what was loaded goes into the KV pool just before the request is matched",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        HookType.AROUND,
+        "sglang_chunk_cache.host.schedule_batch:prepare_for_extend",
+        "cached_tokens counts exact tokens only",
     ),
     *(
         Hook(
             f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
             HookType.AFTER,
-            "sglang_chunk_cache.host.scheduler:weights_changed",
+            "sglang_chunk_cache.host.weight_updater:weights_changed",
             "KV of other weights must not come up again",
         )
         for name in (
@@ -254,12 +224,6 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
             "update_weights_from_ipc",
             "begin_weight_update",
         )
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle",
-        HookType.AFTER,
-        "sglang_chunk_cache.maintenance:on_idle",
-        "derived variants are computed exactly while nothing else is to do",
     ),
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -276,15 +240,8 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         HookType.AROUND,
-        "sglang_chunk_cache.kv.rows:backend_forward",
+        "sglang_chunk_cache.host.attention_backend:forward",
         "fused batches attend by row positions",
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler_components.output_streamer."
-        "SchedulerOutputStreamer.is_request_level_customized_info_key",
-        HookType.AROUND,
-        "sglang_chunk_cache.api.reply:is_request_level_customized_info_key",
-        "the reply is sent once per request and not cut by token",
     ),
 )
 

@@ -22,8 +22,8 @@ from sglang.srt.distributed import get_tp_group
 from chunk_cache.chunk_statistics import ChunkStatistics
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
+from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
-from sglang_chunk_cache.selection.base import sum_over_ranks
 from sglang_chunk_cache.selection.choose import chunk_of, keep_where
 
 if TYPE_CHECKING:
@@ -151,9 +151,20 @@ class StatisticsTaker:
         return StatisticsTaker(self._jobs, sorted(self._layers), self._kv_pool, self._kernel)
 
     @classmethod
-    def plan(cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any) -> StatisticsTaker | None:
-        """None where no chunk that will be remembered is computed in this forward of `batch`."""
-        if not layers or batch.forward_mode.is_decode_or_idle():
+    def plan(
+        cls,
+        batch: ScheduleBatch,
+        layers: Sequence[int],
+        kv_pool: Any,
+        kernel: str,
+        load_starts: Sequence[int | None] | None = None,
+    ) -> StatisticsTaker | None:
+        """None where no chunk that will be remembered is computed in this forward of `batch`.
+
+        Args:
+            load_starts: per request, where the loaded range begins whose rows this forward adds; None = it adds none.
+        """
+        if not layers:
             return None
         pool_indices = batch.req_pool_indices_cpu.tolist()
         req_to_token = batch.req_to_token_pool.req_to_token
@@ -163,14 +174,16 @@ class StatisticsTaker:
             if state is None or state.unsupported or not state.options.remembers or not state.keys:
                 continue
             begin = batch.prefix_lens[i]
-            ranges = _computed_ranges(state, begin, begin + batch.extend_lens[i])
+            load_start = None if load_starts is None else load_starts[i]
+            first = begin if load_start is None else load_start
+            ranges = _computed_ranges(state, first, begin + batch.extend_lens[i])
             if not ranges:
                 continue
             if state.sums is None:
                 state.sums = ChunkSums(state.options.spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
             jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
-        return cls(jobs, layers, kv_pool, batch.tree_cache.kernel) if jobs else None
+        return cls(jobs, layers, kv_pool, kernel) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
         """Whether statistics are taken at this layer."""
@@ -242,20 +255,16 @@ class StatisticsTaker:
 
 
 def _computed_ranges(state: DocChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """(chunk, first position, end) of what an extend over [begin, end) computes of the chunks to remember.
+    """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
 
     Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they
     lie in the load.
     """
     ranges = []
-    load_start = begin
-    if state.fused and state.load_due:
-        assert state.plan is not None
-        load_start = state.plan.load_start
     for chunk, span in enumerate(state.options.spans):
         if state.fused and (state.plan is None or not state.plan.chunks[chunk].is_to_remember):
             continue
-        first, last = max(span[0], load_start), min(span[1], end)
+        first, last = max(span[0], begin), min(span[1], end)
         if first < last:
             ranges.append((chunk, first, last))
     return ranges

@@ -1,10 +1,10 @@
 """VariantStore: where the KV of a variant lies in the radix tree, found again at every use.
 
 Verbs: `resolve` (how much of a variant is still there), `slots` (its KV slots), `lock` / `unlock` (keep it while it is
-read), `lock_chunk`, `locked_len`, `is_locked` (pins), `touch` (it was used), `insert_node` (a chunk becomes a node of
-its own), `remove_node` (such a node gives its slots back).
+read), `lock_chunk`, `locked_len`, `is_locked` (pins), `touch` (it was used), `path` (an exact prompt in the tree),
+`insert_node` (a chunk becomes a node of its own), `remove_node` (such a node gives its slots back).
 
-Promises: the tree owns every slot; nothing here outlives an eviction. A node id that the index remembers is only a
+Promises: the tree owns every slot; nothing here outlives an eviction. Where a path or node was last seen is only a
 hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
 fall back to matching the tokens, so an evicted variant is simply a shorter match. Beside the hint stands how much of
 the node's path is the variant's: what is found by matching may be another prompt's node that only begins alike.
@@ -16,10 +16,12 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.keys import Partition
 from chunk_cache.variant import NodeHome, PathTokens, Variant
@@ -30,14 +32,37 @@ if TYPE_CHECKING:
 _PADDING_TOKEN = 0
 
 
-class VariantStore:
-    """View of one radix tree as a store of chunk variants."""
+@dataclass(slots=True)
+class _Seen:
+    """Where a path or node was last seen.
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    Attributes:
+        node_id: the tree node that it ends in, or once did.
+        num_shared: tokens up to that node's end that are its own; None = all.
+    """
+
+    node_id: int
+    num_shared: int | None = None
+
+
+class VariantStore:
+    """View of one radix tree as a store of chunk variants.
+
+    Args:
+        tree: SGLang's cache; what we override in it is called as SGLang has it, so nothing here calls us back.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
         self._num_namespaces = 0
+        self.version = 0
+        """A number that changes whenever an answer of `resolve` may have changed."""
+
+    def note_change(self) -> None:
+        """The tree has gained or lost tokens."""
+        self.version += 1
 
     def resolve(self, variant: Variant) -> int:
         """Leading tokens of the chunk whose KV is still in the tree; 0 when less than half of it is left.
@@ -50,41 +75,45 @@ class VariantStore:
         covered_len = max(0, min(available - start, variant.length))
         return covered_len if 2 * covered_len >= variant.length else 0
 
+    def node_id(self, variant: Variant) -> int:
+        """The node where a variant was last seen."""
+        return _seen(variant).node_id
+
     def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
         """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""
         start = _start_in_path(variant) + offset
-        path = self._cache.path_device_indices(variant.holder.node_id)
+        path = self._tree.path_device_indices(self.node_id(variant))
         assert start + length <= len(path), (start, length, len(path))
         return path[start : start + length]
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
-        return self._cache.lock(variant.holder.node_id)
+        return self._tree.lock(self.node_id(variant))
 
     def unlock(self, lock: Any) -> None:
-        self._cache.unlock(lock)
+        self._tree.unlock(lock)
 
     def lock_chunk(self, variant: Variant) -> Any:
         """As `lock`, but what lies behind the chunk in its path can still go, in whole pages; `resolve` came before."""
         end = _start_in_path(variant) + self.resolve(variant)
-        page_size = self._cache.page_size
-        match = self._cache.match_prefix(
-            MatchPrefixParams(key=self._radix_key(variant, -(-end // page_size) * page_size))
+        page_size = self._tree.page_size
+        match = UnifiedRadixCache.match_prefix(
+            self._tree, MatchPrefixParams(key=self._radix_key(variant, -(-end // page_size) * page_size))
         )
         found_all = match.device_prefix_len >= end
-        return self._cache.lock(match.last_device_node if found_all else variant.holder.node_id)
+        return self._tree.lock(match.last_device_node if found_all else self.node_id(variant))
 
     def locked_len(self, locks: Iterable[Any]) -> int:
         """Tokens of the pool that these locks keep, each counted once."""
-        paths = self._cache.tree_core.collect_path_info([lock.node for lock in locks])
+        paths = self._tree.tree_core.collect_path_info([lock.node for lock in locks])
         return sum({node.node_id: node.path_end - node.path_start for path in paths for node in path}.values())
 
     def is_locked(self, node_id: int) -> bool:
-        """Whether anybody keeps this node from eviction."""
-        before = self._cache.protected_size()
-        lock = self._cache.lock(node_id)
-        after = self._cache.protected_size()
-        self._cache.unlock(lock)
+        """Whether anybody keeps this node from eviction; neither of SGLang's two tree cores has a question for it."""
+        before = self._tree.protected_size()
+        lock = self._tree.lock(node_id)
+        after = self._tree.protected_size()
+        self._tree.unlock(lock)
         return bool(after == before)
 
     def touch(self, variant: Variant, priority: int | None = None) -> None:
@@ -94,29 +123,35 @@ class VariantStore:
             priority: raises the eviction priority of its nodes, and of those in front of them, to this; None = not.
         """
         if priority is None:
-            self._cache.touch_prefix(self._radix_key(variant))
+            self._tree.touch_prefix(self._radix_key(variant))
             return
         # Inserting what is there stores nothing and raises priorities; by `prev_prefix_len` nothing is freed either.
         end = _start_in_path(variant) + self.resolve(variant)
-        slots = self._cache.path_device_indices(variant.holder.node_id)[:end]
+        slots = self._tree.path_device_indices(self.node_id(variant))[:end]
         key = self._radix_key(variant, len(slots))
-        self._cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(slots), priority=priority))
+        UnifiedRadixCache.insert(
+            self._tree, InsertParams(key=key, value=slots, prev_prefix_len=len(slots), priority=priority)
+        )
+
+    def path(self, token_ids: array[int], partition: Partition, node_id: int) -> PathTokens:
+        """An exact prompt whose tokens end in a node of the tree."""
+        return PathTokens(token_ids, partition, _Seen(node_id))
 
     def insert_node(self, partition: Partition, token_ids: array[int], slots: torch.Tensor, priority: int) -> NodeHome:
         """Hands `slots` (int64, whole pages) to the tree as a node of its own.
 
         Args:
             token_ids: the chunk; padded here to the length of `slots`.
-            priority: eviction priority of the request that computed it.
+            priority: for eviction.
         """
         node_key = token_ids + array("q", [_PADDING_TOKEN]) * (len(slots) - len(token_ids))
         self._num_namespaces += 1
         namespace = f"{partition.extra_key or ''}\x1f{self._secret}\x1f{self._num_namespaces}"
-        result = self._cache.insert(
-            InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority)
+        result = UnifiedRadixCache.insert(
+            self._tree, InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority)
         )
         assert result.prefix_len == 0, "a namespace of ours is never used twice"
-        return NodeHome(node_key, namespace, result.last_device_node)
+        return NodeHome(node_key, namespace, _Seen(result.last_device_node))
 
     def remove_node(self, home: NodeHome) -> int:
         """Gives back the slots of a node of its own that no variant needs any more.
@@ -125,14 +160,15 @@ class VariantStore:
             Tokens that came free; 0 where the node is gone already, and fewer than it had where somebody reads it.
         """
         key = RadixKey(home.node_key, extra_key=home.namespace)
-        _, node_id, _ = self._cache.tree_core.match_full_device_prefix(key)
-        (path,) = self._cache.tree_core.collect_path_info([node_id])
-        num_freed = 0
+        _, node_id, _ = self._tree.tree_core.match_full_device_prefix(key)
+        (path,) = self._tree.tree_core.collect_path_info([node_id])
+        freed = dict.fromkeys(self._tree.tree_components, 0)
         for node in reversed(path):  # more than one where it was split
             if self.is_locked(node.node_id):
                 break
-            num_freed += self._cache.evict_leaf(node.node_id)
-        return num_freed
+            self._tree._evict_device_leaf(node.node_id, freed)
+        self.note_change()
+        return sum(freed.values())
 
     def check_integrity(self, variants: Iterable[Variant]) -> None:
         """Compares what `resolve` says with a match of the tokens, which no hint shortens.
@@ -141,27 +177,27 @@ class VariantStore:
             AssertionError: tokens of another prompt would be taken for a chunk's.
         """
         for variant in variants:
-            key, page_size = self._radix_key(variant), self._cache.page_size
-            matched, _, _ = self._cache.tree_core.match_full_device_prefix(key)
+            key, page_size = self._radix_key(variant), self._tree.page_size
+            matched, _, _ = self._tree.tree_core.match_full_device_prefix(key)
             if matched == len(key) // page_size * page_size:
                 matched = len(key)  # the hint also knows the rest of the last page
             covered_len = self.resolve(variant)
             assert covered_len <= max(0, matched - _start_in_path(variant)), (variant, covered_len, matched)
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
-        holder = variant.holder
-        available = self._len_of_node(holder.node_id)
+        seen = _seen(variant)
+        available = self._len_of_node(seen.node_id)
         if available is not None:
-            shared = available if holder.node_shares is None else min(available, holder.node_shares)
+            shared = available if seen.num_shared is None else min(available, seen.num_shared)
             if shared >= wanted:
                 return shared
-        available, holder.node_id, _ = self._cache.tree_core.match_full_device_prefix(self._radix_key(variant))
-        holder.node_shares = available
+        available, seen.node_id, _ = self._tree.tree_core.match_full_device_prefix(self._radix_key(variant))
+        seen.num_shared = available
         return available
 
     def _len_of_node(self, node_id: int) -> int | None:
         try:
-            (path,) = self._cache.tree_core.collect_path_info([node_id])
+            (path,) = self._tree.tree_core.collect_path_info([node_id])
         except KeyError:
             return None  # evicted
         if not path or path[-1].full_value_len is None:
@@ -175,6 +211,12 @@ class VariantStore:
             tokens = holder.tokens[:length]
             return RadixKey(tokens, extra_key=partition.extra_key, cache_salt=partition.cache_salt)
         return RadixKey(holder.node_key[:length], extra_key=holder.namespace)
+
+
+def _seen(variant: Variant) -> _Seen:
+    seen = variant.holder.seen
+    assert isinstance(seen, _Seen), f"{variant} is not in this store"
+    return seen
 
 
 def _start_in_path(variant: Variant) -> int:

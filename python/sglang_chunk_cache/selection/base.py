@@ -92,12 +92,3 @@ def scorer_of(method: str) -> Scorer:
         ImportError, AttributeError: there is none.
     """
     return pkgutil.resolve_name(f"{__package__}.{method.replace('-', '_')}:score")
-
-
-def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
-    """`values` summed over the tensor-parallel ranks, the same on each."""
-    if tp_size == 1:
-        return values
-    from sglang.srt.distributed import tensor_model_parallel_all_reduce
-
-    return tensor_model_parallel_all_reduce(values)

@@ -10,7 +10,8 @@ import torch
 from chunk_cache.methods import METHODS, Stage
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
-from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of, sum_over_ranks
+from sglang_chunk_cache.kv.ranks import sum_over_ranks
+from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
 
 KV_LEN, NUM_SLOTS = 40, 64
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 16

@@ -1,0 +1,149 @@
+"""ChunkRuntime: the parts of the chunk cache in one scheduler process, put together once."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunk_cache.config import Config, describe
+from chunk_cache.manager import ChunkManager
+from chunk_cache.refresh import RefreshQueue
+from sgl_kernel_ext.backend import resolve_backend
+from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.ranks import max_over_ranks
+from sglang_chunk_cache.kv.store import VariantStore
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+from sglang_chunk_cache.tiers.base import TierError
+from sglang_chunk_cache.tiers.landing import Landings
+from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRuntime:
+    """The parts, each the only one of its process.
+
+    Attributes:
+        ratio: the server's.
+        manager: decides.
+        store, assembler, pool, keeper: find, move, bring in and keep KV.
+        tiers, landings: below the KV pool; None = there are none.
+        kernel: backend of the operations.
+        statistics_layers: of the model, at which statistics are taken.
+    """
+
+    config: Config
+    ratio: float
+    manager: ChunkManager
+    store: VariantStore
+    assembler: KVAssembler
+    pool: ChunkPool
+    keeper: ChunkKeeper
+    refresh: RefreshQueue
+    tiers: ChunkTiers | None
+    landings: Landings | None
+    admin: ChunkAdmin
+    metrics: ChunkMetrics
+    kernel: str
+    statistics_layers: tuple[int, ...]
+
+    def check_integrity(self) -> None:
+        """Recomputes index and pins from scratch.
+
+        Raises:
+            AssertionError: they do not fit themselves or the tree, or a request that is gone left something behind.
+        """
+        self.manager.check_integrity()
+        self.store.check_integrity(self.manager.index)
+        self.admin.check_integrity()
+
+
+def runtime_of(tree_cache: Any) -> ChunkRuntime | None:
+    """The parts that belong to a radix cache; None where it is not ours."""
+    return getattr(tree_cache, "chunks", None)
+
+
+def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> ChunkRuntime:
+    """Puts the parts of a radix cache together.
+
+    Raises:
+        StartRefused: the model's rotation is not supported, or a tier cannot be opened.
+    """
+    config = args.parsed_config
+    model_runner = ctx.tp_worker.model_runner
+    allocator = cache.token_to_kv_pool_allocator
+    kernel = resolve_backend(config.kernel, torch.device(model_runner.device), has_flashinfer=True)
+    assembler = KVAssembler(model_runner, allocator.get_kvcache(), kernel)
+    store = VariantStore(cache)
+    manager = ChunkManager(config, store, method=args.method, ratio=args.ratio, page_size=cache.page_size)
+    refresh = RefreshQueue(manager.index, config.refresh_uses)
+    is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
+    metrics = ChunkMetrics(enabled=is_counting)
+    tp_group = ctx.tp_group.cpu_group if ctx.tp_size > 1 else None
+    landings = None
+    if config.tiers is not None:
+        timeout_s, reduce_max = config.tiers.timeout_s, max_over_ranks(tp_group)
+        landings = Landings(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
+    pool = ChunkPool(cache, manager, store, assembler, landings)
+    tiers = None
+    if config.tiers is not None:
+        try:
+            tiers = create_tiers(
+                config,
+                assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size),
+                pool=pool,
+                ratio=args.ratio,
+                tp_group=tp_group,
+                device=torch.device(allocator.get_kvcache().device),
+                is_counting=is_counting,
+            )
+        except (TierError, ImportError, ValueError) as error:
+            refuse(f"--chunk-cache-config: tiers: {error}")
+        assert tiers is not None
+        atexit.register(tiers.close)
+    keeper = ChunkKeeper(
+        cache,
+        manager,
+        store,
+        pool,
+        assembler,
+        refresh=refresh,
+        metrics=metrics,
+        note_stored=None if tiers is None else tiers.note_stored,
+    )
+    logger.info(
+        "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
+        args.method,
+        args.ratio,
+        args.separator,
+        kernel,
+        describe(config),
+    )
+    return ChunkRuntime(
+        config=config,
+        ratio=args.ratio,
+        manager=manager,
+        store=store,
+        assembler=assembler,
+        pool=pool,
+        keeper=keeper,
+        refresh=refresh,
+        tiers=tiers,
+        landings=landings,
+        admin=ChunkAdmin(cache, manager, store, tiers),
+        metrics=metrics,
+        kernel=kernel,
+        statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
+    )

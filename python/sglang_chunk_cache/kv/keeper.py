@@ -1,0 +1,170 @@
+"""ChunkKeeper: carries out what the manager decides to keep of a prompt that was computed.
+
+Verbs: `remember` (the chunks of a prompt that SGLang checkpoints, and promotions), `left_of` (what of a request's slots
+is still its own), `release`.
+
+Promises: KV of a fused request is never inserted under its exact prefix; its private slots are freed with it, or change
+owner to a node of their own, never both. A promotion copies KV bit by bit at the position that it was computed at, or
+does nothing where there is no room.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
+from chunk_cache.refresh import Origin, RefreshQueue
+from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
+from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.store import VariantStore
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.request_state import DocChunkRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+Ranges = list[tuple[int, int]]
+
+
+class ChunkKeeper:
+    """See the head of this file.
+
+    Args:
+        cache: SGLang's radix cache, whose request rows are read.
+        refresh: learns how derived variants can be computed exactly.
+        note_stored: told of each variant that is stored; for the tiers below.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        manager: ChunkManager,
+        store: VariantStore,
+        pool: ChunkPool,
+        assembler: KVAssembler,
+        *,
+        refresh: RefreshQueue,
+        metrics: ChunkMetrics,
+        note_stored: Callable[[Variant], None] | None,
+    ) -> None:
+        self._cache = cache
+        self._manager = manager
+        self._store = store
+        self._pool = pool
+        self._assembler = assembler
+        self._refresh = refresh
+        self._metrics = metrics
+        self._note_stored = note_stored
+        self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
+
+    def remember(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
+        """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree."""
+        if not state.fused:
+            self._remember_exact(req, state, up_to)
+        elif req.finished():
+            assert state.plan is not None
+            for action in self._manager.remember_fused(state.prompt, state.plan, up_to=up_to):
+                if isinstance(action, Forgo):
+                    self._metrics.count_not_remembered(action.reason)
+                else:
+                    self._keep(req, state, action, self._own_home(req, state, action))
+            for promotion in self._manager.promote(state.plan):
+                self._promote(promotion)
+
+    def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
+        if state.remembered or not state.keys or not state.options.remembers or state.unsupported:
+            return
+        in_tree = min(up_to, req.kv.cache_protected_len)
+        last_end = state.options.spans[-1][1]
+        state.remembered = in_tree >= last_end
+        if not (state.remembered or req.finished()):
+            return  # the rest of the prompt is still to come
+        path = self._store.path(req.origin_input_ids[:last_end], state.partition, req.last_node)
+        for keep in self._manager.remember_exact(state.prompt, state.plan, in_tree=in_tree, up_to=up_to):
+            in_path = PathHome(path, state.options.spans[keep.chunk][0]) if keep.in_path else None
+            self._keep(req, state, keep, in_path or self._copied_home(req, state, keep))
+
+    def _keep(self, req: Req, state: DocChunkRequest, keep: Keep, home: Home | None) -> None:
+        if home is None:
+            return
+        variant = self._manager.complete(state.prompt, keep, home, _statistics(state, keep.chunk))
+        if variant is None:
+            return
+        if self._note_stored is not None:
+            self._note_stored(variant)
+        # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
+        if keep.generation and req.lora_id is None:
+            spans = state.options.spans[: keep.chunk + 1]
+            self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.partition))
+
+    def _own_home(self, req: Req, state: DocChunkRequest, keep: Keep) -> NodeHome | None:
+        start, end = state.options.spans[keep.chunk]
+        if self._cache.page_size > 1 or start < req.kv.cache_protected_len:
+            return self._copied_home(req, state, keep)
+        # Slots change owner: they are the request's own and a page holds one token.
+        row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        self._handed_over.setdefault(req.kv.req_pool_idx, []).append((start, end))
+        return self._insert(req, state, keep, row.to(torch.int64, copy=True))
+
+    def _copied_home(self, req: Req, state: DocChunkRequest, keep: Keep) -> NodeHome | None:
+        start, end = state.options.spans[keep.chunk]
+        slots = self._pool.allocate(end - start)
+        if slots is None:
+            logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
+            self._metrics.count_not_remembered("memory")
+            return None
+        row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].to(torch.int64)
+        self._assembler.copy(row, slots[: end - start], torch.zeros_like(row))
+        return self._insert(req, state, keep, slots)
+
+    def _insert(self, req: Req, state: DocChunkRequest, keep: Keep, slots: torch.Tensor) -> NodeHome:
+        start, end = state.options.spans[keep.chunk]
+        priority = self._manager.new_priority(req.priority or 0)
+        return self._store.insert_node(state.partition, req.origin_input_ids[start:end], slots, priority)
+
+    def _promote(self, promotion: Promote) -> None:
+        variant, path = promotion.variant, promotion.variant.holder
+        assert isinstance(path, PathTokens)
+        slots = self._pool.allocate(variant.length, [variant])
+        if slots is None:
+            return
+        source = self._store.slots(variant, 0, variant.length)
+        self._assembler.copy(source, slots[: variant.length], torch.zeros_like(source))
+        home = self._store.insert_node(path.partition, variant.token_ids, slots, promotion.priority)
+        self._manager.index.move(variant, home)
+        self._metrics.count_maintenance("promoted")
+
+    def left_of(self, request_row: int, ranges: Ranges) -> Ranges:
+        """What of ascending, disjoint ranges of a request's tokens did not become a node."""
+        return subtract_ranges(ranges, self._handed_over.get(request_row, ()))
+
+    def release(self, request_row: int) -> None:
+        """The row is about to belong to another request."""
+        self._handed_over.pop(request_row, None)
+
+
+def _statistics(state: DocChunkRequest, chunk: int) -> ChunkStatistics | None:
+    return None if state.sums is None else state.sums.statistics(chunk)
+
+
+def subtract_ranges(ranges: Ranges, taken: Ranges | tuple[()]) -> Ranges:
+    """Ascending, disjoint, half-open `ranges` without the ascending, disjoint `taken`."""
+    left: Ranges = []
+    for start, end in ranges:
+        for taken_start, taken_end in taken:
+            if taken_end <= start or end <= taken_start:
+                continue
+            if start < taken_start:
+                left.append((start, taken_start))
+            start = max(start, taken_end)
+        if start < end:
+            left.append((start, end))
+    return left

@@ -1,0 +1,152 @@
+"""ChunkPool: the KV pool as a place that chunks are brought into.
+
+Verbs: `allocate` (slots, by eviction where there are too few), `load` (fills private slots of a request by its plan),
+`has`, `kv_of`, `bring_in` (what the tiers below ask).
+
+Promises: a load brings all it promised or nothing. Its sources are protected from eviction while it allocates, and only
+then: the copy is enqueued before `load` returns, and whoever gets a source slot next writes to it on the same stream,
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from chunk_cache.keys import Partition
+from chunk_cache.manager import ChunkManager
+from chunk_cache.plan import RecomputePlan
+from chunk_cache.variant import Variant
+from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
+from sglang_chunk_cache.kv.store import VariantStore
+from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
+
+if TYPE_CHECKING:
+    from sglang_chunk_cache.tiers.base import StoredVariant
+    from sglang_chunk_cache.tiers.stream import LayerStream
+
+
+class ChunkPool:
+    """See the head of this file.
+
+    Args:
+        cache: SGLang's radix cache, which evicts.
+        landings: chunks of which not all layers are there; None = there never are any.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        manager: ChunkManager,
+        store: VariantStore,
+        assembler: KVAssembler,
+        landings: Landings | None,
+    ) -> None:
+        self._cache = cache
+        self._manager = manager
+        self._store = store
+        self._assembler = assembler
+        self._landings = landings
+
+    def allocate(self, num_tokens: int, sources: Sequence[Variant] = ()) -> torch.Tensor | None:
+        """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
+
+        Also None where a source was landing and gave way: it is locked, but its KV will never be whole.
+        """
+        page_size, allocator = self._cache.page_size, self._cache.token_to_kv_pool_allocator
+        num_slots = -(-num_tokens // page_size) * page_size
+        # Most of the time there is room, and then nobody needs protection.
+        locks = [self._store.lock(variant) for variant in sources] if allocator.available_size() < num_slots else []
+        try:
+            evict_from_tree_cache(self._cache, num_slots)
+            slots: torch.Tensor | None = allocator.alloc(num_slots)
+        finally:
+            for lock in locks:
+                self._store.unlock(lock)
+        if slots is not None and any(self._manager.index.get(variant.variant_id) is None for variant in sources):
+            allocator.free(slots)
+            return None
+        return slots
+
+    def load(self, plan: RecomputePlan) -> tuple[torch.Tensor, tuple[LayerCopy, ...]] | None:
+        """Brings in the hits of a plan; None where there is no room.
+
+        Returns:
+            `[load_len]` int64 slots, on the device, and what is still on its way, to be copied during the forward.
+        """
+        sources = self._manager.sources(plan)
+        slots = self.allocate(plan.load_len, [variant for _, variant in sources])
+        if slots is None:
+            return None
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        shifts: list[tuple[int, int]] = []
+        layer_copies = []
+        for chunk, variant in sources:
+            first = chunk.dst_start - plan.load_start
+            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
+            target = slots[first : first + chunk.num_reused]
+            landing = None if self._landings is None else self._landings.of(variant)
+            if landing is None:
+                copies.append((source, target))
+                shifts.append((chunk.shift, chunk.num_reused))
+            else:
+                delta = torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device)
+                layer_copies.append(LayerCopy(landing, source, target, delta))
+        if copies:
+            source, target = (torch.cat(parts) for parts in zip(*copies, strict=True))
+            self._assembler.copy(source, target, _by_token(shifts, slots.device))
+        self._manager.use(sources)
+        for _, variant in sources:
+            self._store.touch(variant, self._manager.priority(variant))
+        return slots, tuple(layer_copies)
+
+    # What the tiers below ask.
+
+    def has(self, key: bytes) -> bool:
+        """Whether a usable variant of a chunk is in the pool."""
+        return self._manager.has(key)
+
+    def kv_of(self, variant: Variant) -> HostKV | None:
+        """K and V of a variant in host memory; None where it is not stored in full."""
+        if self._store.resolve(variant) < variant.length or (self._landings and self._landings.of(variant)):
+            return None
+        return self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))
+
+    def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:
+        """Makes a variant, in a node of its own, of what a tier had; False where the pool has no room for it.
+
+        Args:
+            stream: brings the KV that is not there yet; None = all is.
+        """
+        info, index = stored.info, self._manager.index
+        if not index.wants(info.key, start=info.start, generation=info.generation, context=info.context):
+            return True
+        length = len(info.token_ids)
+        slots = self.allocate(length)
+        if slots is None:
+            return False
+        if stream is None:
+            self._assembler.fill(slots[:length].to(torch.int64), stored.k, stored.v)
+        variant = index.add(
+            info.key,
+            length=length,
+            start=info.start,
+            generation=info.generation,
+            context=info.context,
+            home=self._store.insert_node(partition, info.token_ids, slots, self._manager.new_priority(0)),
+            statistics=info.statistics,
+        )
+        assert variant is not None, "the index wanted it"
+        if stream is not None:
+            assert self._landings is not None
+            self._landings.open(variant, slots[:length].to(torch.int64), stream)
+        return True
+
+
+def _by_token(shifts: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """`[num_tokens]` int64: each shift as often as it has tokens."""
+    values, counts = torch.tensor(shifts, dtype=torch.int64).unbind(1)
+    return values.repeat_interleave(counts).to(device, non_blocking=True)

@@ -1,0 +1,31 @@
+"""What tensor-parallel ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+Votes: TypeAlias = npt.NDArray[np.int64]
+
+
+def max_over_ranks(group: torch.distributed.ProcessGroup | None) -> Callable[[Votes], Votes] | None:
+    """The element-wise maximum of votes over the ranks of a group on the CPU; None where there is one rank."""
+    if group is None:
+        return None
+
+    def reduce(votes: Votes) -> Votes:
+        tensor = torch.from_numpy(votes)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
+        return votes
+
+    return reduce
+
+
+def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
+    """`values` summed over the tensor-parallel ranks, the same on each."""
+    return values if tp_size == 1 else tensor_model_parallel_all_reduce(values)

@@ -1,0 +1,338 @@
+"""ChunkManager: the one place that decides what a prompt reuses and what is kept of it. It moves no KV.
+
+    plan        what happens to every token of a prompt
+    sources     the variants that a plan brings in
+    use         they were brought in
+    remember_exact, remember_fused   what to keep of a prompt that was computed
+    promote     which of the variants just used deserve a home of their own
+    complete    what was to be kept lies in its home now
+    evicted     the store has made room
+
+Decisions are frozen actions: whoever moves KV carries one out, reports it with `complete`, and asks for the next, so
+each is made on the newest state. The manager asks its `Store` one question, how much of a variant is still there; the
+server's radix tree and the simulator's pool both answer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
+
+from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.config import Config
+from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.methods import METHODS, Ranking
+from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.reusability import use_weight
+from chunk_cache.variant import Home, Variant
+
+ROOM_PER_REUSED = 4
+"""Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
+
+REMEMBER = ("missed", "contexts")
+"""What a fused prompt leaves: chunks it had to compute, or also those it brought in and fixed (Cache-Craft 3.3)."""
+
+_NO_REASONS: Mapping[bytes, str] = MappingProxyType({})
+
+
+class Store(Protocol):
+    """Where KV lies."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever an answer of `resolve` may have changed."""
+
+    def resolve(self, variant: Variant) -> int:
+        """Leading tokens of the variant that are still stored; 0 = gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A chunk of a prompt to remember: where it lies in its path, or in a home of its own."""
+
+    chunk: int
+    generation: int
+    in_path: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forgo:
+    """A chunk that was computed and is not remembered, and why."""
+
+    chunk: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """A variant at the end of a cold path to copy to a home of its own."""
+
+    variant: Variant
+    priority: int
+    """Eviction priority of the home."""
+
+
+_Version: TypeAlias = tuple[int, int]
+
+
+@dataclass(eq=False, slots=True)
+class ChunkPrompt:
+    """The marked chunks of one prompt.
+
+    The private fields are the manager's: what it found and planned last, and at which state of index and store.
+    """
+
+    options: RequestOptions
+    keys: tuple[bytes, ...]
+    """One per span of the options."""
+    _lookups: dict[int, Lookup] = field(default_factory=dict)
+    _version: _Version = (-1, -1)
+    _plan: RecomputePlan | None = None
+    _plan_of: object = None
+
+    def context(self, chunk: int) -> tuple[bytes, ...]:
+        """Keys of the chunks in front of a chunk."""
+        return self.keys[:chunk]
+
+    def length(self, chunk: int) -> int:
+        start, end = self.options.spans[chunk]
+        return end - start
+
+
+class ChunkManager:
+    """See the head of this file.
+
+    Args:
+        method, ratio: the server's, for prompts that name none.
+        page_size: tokens per page of the store.
+        remember: one of `REMEMBER`.
+    """
+
+    def __init__(
+        self, config: Config, store: Store, *, method: str, ratio: float, page_size: int = 1, remember: str = "missed"
+    ) -> None:
+        assert remember in REMEMBER, f"unknown remember {remember!r}"
+        self.config = config
+        self.store = store
+        self.index = ChunkIndex(
+            max_variants=config.max_variants,
+            max_variants_per_chunk=config.max_variants_per_chunk,
+            max_path_tokens=config.max_path_tokens,
+            eviction=config.eviction,
+            ageing=config.ageing,
+        )
+        self._method = method
+        self._ratio = ratio
+        self._page_size = page_size
+        self._remembers_contexts = remember == "contexts"
+        self._is_by_frequency = config.eviction == "frequency-reuse"
+
+    # What a prompt reuses.
+
+    def look_up(self, prompt: ChunkPrompt, chunk: int) -> Lookup:
+        """What is stored of a chunk behind those in front of it; asked once per state of index and store."""
+        if prompt._version != self._version:
+            prompt._lookups.clear()
+        found = prompt._lookups.get(chunk)
+        if found is None:
+            found = self.index.lookup(
+                prompt.keys[chunk],
+                self.store.resolve,
+                context=prompt.context(chunk),
+                max_generation=self.config.max_generation,
+            )
+            prompt._lookups[chunk] = found
+        prompt._version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
+        return found
+
+    @property
+    def _version(self) -> _Version:
+        return self.index.version, self.store.version
+
+    def has(self, key: bytes) -> bool:
+        """Whether a usable variant of a chunk is stored."""
+        return self._stored_len(key) > 0
+
+    def _stored_len(self, key: bytes) -> int:
+        return self.index.stored_len(key, self.store.resolve, max_generation=self.config.max_generation)
+
+    def plan(
+        self,
+        prompt: ChunkPrompt,
+        *,
+        prompt_len: int,
+        prefix_len: int,
+        max_prefix_len: int,
+        limit_reason: str = "prompt_end",
+        ratio: float | None = None,
+        reasons: Mapping[bytes, str] = _NO_REASONS,
+    ) -> RecomputePlan:
+        """What happens to every token of a prompt; the same plan until index, store or an argument change.
+
+        Args:
+            prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
+            ratio: in the place of the server's.
+            reasons: by key, why a chunk that is not stored could not be brought up from below the store.
+        """
+        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, ratio, reasons
+        if prompt._plan is not None and prompt._plan_of == (self._version, asked):
+            return prompt._plan
+        opts = prompt.options
+        lookups: list[Lookup | None] = [
+            self._look_up_below(prompt, i, reasons) if opts.mode != "off" and end > prefix_len else None
+            for i, (_, end) in enumerate(opts.spans)
+        ]
+        prompt._plan = make_plan(
+            opts=opts,
+            default_method=self._method,
+            default_ratio=self._ratio if ratio is None else ratio,
+            prompt_len=prompt_len,
+            prefix_len=prefix_len,
+            max_prefix_len=max_prefix_len,
+            page_size=self._page_size,
+            lookups=lookups,
+            min_reuse_len=self.config.min_reuse_len,
+            chunk_keys=prompt.keys,
+            rankings=self._rankings(opts, lookups),
+            alpha=self.config.alpha,
+            max_cfo=self.config.max_cfo,
+            limit_reason=limit_reason,
+        )
+        prompt._plan_of = self._version, asked
+        return prompt._plan
+
+    def _look_up_below(self, prompt: ChunkPrompt, chunk: int, reasons: Mapping[bytes, str]) -> Lookup:
+        found = self.look_up(prompt, chunk)
+        reason = None if found.variant is not None else reasons.get(prompt.keys[chunk])
+        return found if reason is None else Lookup(None, 0, reason)
+
+    def _rankings(self, opts: RequestOptions, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:
+        """The statistic that the method ranks by, of each variant that was found."""
+        statistic = METHODS[opts.method or self._method].statistic
+        if statistic is None:
+            return None
+        variants = [None if lookup is None else lookup.variant for lookup in lookups]
+        return [None if v is None or v.statistics is None else v.statistics.of(statistic) for v in variants]
+
+    def sources(self, plan: RecomputePlan) -> list[tuple[ChunkPlan, Variant]]:
+        """The hits of a plan, each with the variant that it brings in; nothing was forgotten since it was made."""
+        found = []
+        for chunk in plan.chunks:
+            if chunk.num_reused:
+                variant = None if chunk.variant_id is None else self.index.get(chunk.variant_id)
+                assert variant is not None, f"{chunk} of a plan that is out of date"
+                found.append((chunk, variant))
+        return found
+
+    def use(self, sources: Sequence[tuple[ChunkPlan, Variant]]) -> None:
+        """Counts the use of variants that were brought in."""
+        for chunk, variant in sources:
+            self.index.touch(variant, 1.0 if chunk.cfo is None else use_weight(chunk.cfo, variant.length))
+
+    def priority(self, variant: Variant) -> int | None:
+        """Eviction priority of what a variant lies in; None where only the last use counts."""
+        return int(self.index.worth(variant)) if self._is_by_frequency else None
+
+    def new_priority(self, priority: int) -> int:
+        """Of what is new: it goes before what was reused lately, not before all that ever was.
+
+        Args:
+            priority: that it was given.
+        """
+        return max(priority, int(self.index.age)) if self._is_by_frequency else priority
+
+    def num_kept_tokens(self, capacity: int) -> int:
+        """Tokens that running requests leave to stored chunks: by how much is reused, at most a share of `capacity`."""
+        return min(int(self.config.keep_share * capacity), ROOM_PER_REUSED * self.index.num_reused_tokens)
+
+    # What is kept of it.
+
+    def remember_exact(
+        self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
+    ) -> Iterator[Keep]:
+        """Every chunk of an exact prompt is a span in its path.
+
+        Args:
+            in_tree: leading tokens of the prompt that its path holds.
+            up_to: leading tokens of the prompt that were computed.
+        """
+        for i, (start, end) in enumerate(prompt.options.spans):
+            covered_len = min(end, in_tree) - start
+            if 2 * covered_len >= end - start:
+                # A path that holds a part of the chunk may hold no more of it than is stored already.
+                if covered_len == end - start or self._stored_len(prompt.keys[i]) < covered_len:
+                    yield Keep(i, generation=0, in_path=True)
+            elif end <= up_to and self._is_new(prompt, i, 0, plan):
+                # The last page of a path is not stored: a short chunk at its end would be lost.
+                yield Keep(i, generation=0, in_path=False)
+
+    def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
+        """Chunks that a fused prompt had to compute become derived variants in homes of their own."""
+        generation = 0
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.generation is not None and plan.ratio < 1.0:
+                generation = max(generation, 1 + chunk.generation)
+            is_fixed = self._remembers_contexts and bool(chunk.cfo)
+            if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
+                continue
+            if generation > self.config.max_generation:
+                yield Forgo(i, "generation_limit")
+            elif self._is_wanted(prompt, i, generation) if is_fixed else self._is_new(prompt, i, generation, plan):
+                yield Keep(i, generation, in_path=False)
+
+    def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
+        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
+
+        A chunk that was computed because its variants do not fit this context is new if none of this context is stored.
+        """
+        found = self.look_up(prompt, chunk)
+        if found.covered_len == prompt.length(chunk):
+            is_costly = plan is not None and plan.chunks[chunk].reason == "high_cfo"
+            if not is_costly or found.unit_cfo == 0.0:
+                return False
+        return self._is_wanted(prompt, chunk, generation)
+
+    def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int) -> bool:
+        start, _ = prompt.options.spans[chunk]
+        return self.index.wants(prompt.keys[chunk], start=start, generation=generation, context=prompt.context(chunk))
+
+    def complete(
+        self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
+    ) -> Variant | None:
+        """What was to be kept lies in `home`; None where the index did not take it after all."""
+        start, end = prompt.options.spans[keep.chunk]
+        return self.index.add(
+            prompt.keys[keep.chunk],
+            length=end - start,
+            start=start,
+            generation=keep.generation,
+            context=prompt.context(keep.chunk),
+            prompt_keys=prompt.keys,
+            home=home,
+            statistics=statistics,
+        )
+
+    def promote(self, plan: RecomputePlan) -> Iterator[Promote]:
+        """Popular variants that this plan used and that keep a cold path alive; `index.move` completes it."""
+        for chunk in plan.chunks:
+            variant = None if chunk.variant_id is None else self.index.get(chunk.variant_id)
+            if variant is None or not self.index.is_worth_promoting(variant, self.config.promote_uses):
+                continue
+            if self.store.resolve(variant) == variant.length:
+                yield Promote(variant, self.new_priority(self.priority(variant) or 0))
+
+    def evicted(self, num_tokens: int, capacity: int) -> None:
+        """The store of `capacity` tokens has evicted so many."""
+        self.index.advance_age(num_tokens / capacity)
+        self.index.sweep(self.store.resolve, num_tokens)
+
+    def check_integrity(self) -> None:
+        """Recomputes the index from scratch.
+
+        Raises:
+            AssertionError: it does not fit itself or the store.
+        """
+        self.index.check_integrity(self.store.resolve)
