@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from benchmark.simulate.store import POLICIES
 
+from chunk_cache.config import Config
+from chunk_cache.manager import REMEMBER
 from chunk_cache.victims import AGEING
-
-REMEMBER = ("missed", "contexts")
 
 
 class SettingsError(ValueError):
@@ -57,6 +57,16 @@ class Settings:
             raise SettingsError(f"ratio: {self.ratio} is not in [0, 1]; give a number from 0 to 1")
 
     @property
-    def index_eviction(self) -> str:
-        """The order of the index itself: it knows two; under lfu and fifo, which order the pool alone, it is lru."""
-        return "frequency-reuse" if self.policy == "frequency-reuse" else "lru"
+    def config(self) -> Config:
+        """The server's; its index knows two orders: under lfu and fifo, which order the pool alone, it is lru."""
+        return Config(
+            max_variants=self.max_variants,
+            max_variants_per_chunk=self.max_variants_per_chunk,
+            max_path_tokens=self.max_path_tokens,
+            max_generation=self.max_generation,
+            alpha=self.alpha,
+            max_cfo=self.max_cfo,
+            promote_uses=self.promote_uses,
+            eviction="frequency-reuse" if self.policy == "frequency-reuse" else "lru",
+            ageing=self.ageing,
+        )

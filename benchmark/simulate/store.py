@@ -93,6 +93,8 @@ class Pool:
         self.num_reserved = 0
         """Tokens of the running request that are in no node."""
         self.num_evicted = 0
+        self.version = 0
+        """A number that changes whenever an answer of `resolve` may have changed."""
         self._root = Node(None, 0, 0, 0)
         self._nodes: dict[int, Node] = {}  # variant id -> its node
         self._heap: list[tuple[Score, int, Node]] = []
@@ -193,6 +195,7 @@ class Pool:
 
     def settle(self, node: Node, variant: Variant) -> None:
         """The variant lives in this node from now on."""
+        self.version += 1
         assert node.is_stored, f"{variant} in {node}, which is gone"
         left = self._nodes.get(variant.variant_id)
         if left is not None and left is not node:
@@ -285,6 +288,7 @@ class Pool:
         self.num_evicted += 1
         self._num_leaves -= 1
         if node.variant is not None:
+            self.version += 1
             del self._nodes[node.variant.variant_id]
         if parent is not self._root and not parent.children:
             self._num_leaves += 1

@@ -103,8 +103,8 @@ class ChunkStatistics:
         ]
         return ChunkStatistics(filled[0], filled[1], fuller.inter, fuller.cci)
 
-    def of(self, name: str) -> Values:
-        """One of `STATISTICS`."""
+    def of(self, name: str) -> Values | None:
+        """One of `STATISTICS`; None where nothing is known of single tokens, as in a simulation."""
         assert name in STATISTICS, f"unknown statistic {name!r}"
         values: Values = getattr(self, name)
-        return values
+        return values if len(values) else None

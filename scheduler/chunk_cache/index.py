@@ -316,18 +316,10 @@ class ChunkIndex:
         """Reuse frequency of a variant of this index, aged; 0 with eviction lru."""
         return self._order.worth(variant)
 
-    def is_worth_promoting(self, variant: Variant, min_uses: int) -> bool:
-        """Whether a node of its own would let more than half of the path go that the variant keeps now.
-
-        Args:
-            min_uses: uses that make a variant popular; 0 = none is.
-        """
-        holder = variant.holder
-        if not min_uses or variant.num_uses < min_uses or not isinstance(holder, PathTokens):
-            return False
-        holders = [self.get(variant_id) for variant_id in self._paths.holders(holder)]
-        popular = sum(v.length for v in holders if v is not None and v.num_uses >= min_uses)
-        return 2 * popular < variant.start + variant.length
+    def popular_len(self, path: PathTokens, min_uses: int) -> int:
+        """Tokens of the variants in a path that were used so often."""
+        holders = [self.get(variant_id) for variant_id in self._paths.holders(path)]
+        return sum(v.length for v in holders if v is not None and v.num_uses >= min_uses)
 
     def move(self, variant: Variant, home: Home) -> None:
         """The KV of a variant of this index lies in `home` from now on."""

@@ -27,7 +27,7 @@ from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
-from chunk_cache.variant import Home, Variant
+from chunk_cache.variant import Home, PathTokens, Variant
 
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
@@ -316,13 +316,25 @@ class ChunkManager:
         )
 
     def promote(self, plan: RecomputePlan) -> Iterator[Promote]:
-        """Popular variants that this plan used and that keep a cold path alive; `index.move` completes it."""
+        """Popular variants that this plan used and that keep a cold path alive; `index.move` completes it.
+
+        A path is cold for a variant where a home of its own would let more than half of it go.
+        """
+        min_uses = self.config.promote_uses
+        popular_lens: dict[PathTokens, int] = {}
         for chunk in plan.chunks:
             variant = None if chunk.variant_id is None else self.index.get(chunk.variant_id)
-            if variant is None or not self.index.is_worth_promoting(variant, self.config.promote_uses):
+            if variant is None or not min_uses or variant.num_uses < min_uses:
                 continue
-            if self.store.resolve(variant) == variant.length:
+            path = variant.holder
+            if not isinstance(path, PathTokens):
+                continue
+            if path not in popular_lens:
+                popular_lens[path] = self.index.popular_len(path, min_uses)
+            is_cold = 2 * popular_lens[path] < variant.start + variant.length
+            if is_cold and self.store.resolve(variant) == variant.length:
                 yield Promote(variant, self.new_priority(self.priority(variant) or 0))
+                del popular_lens[path]
 
     def evicted(self, num_tokens: int, capacity: int) -> None:
         """The store of `capacity` tokens has evicted so many."""

@@ -79,6 +79,7 @@ def case_another_prompt_that_begins_alike(s: Session) -> list[list[int]]:
         (variant,) = cache.chunks.manager.index.variants_of(chunk_key(Partition(), b))
         # Unseen by the index, as after a small eviction.
         cache._evict_device_leaf(cache.chunks.store.node_id(variant), dict.fromkeys(cache.tree_components, 0))
+        cache.chunks.store.note_change()
         alike = (a + b)[:same_len] + s.tokens(130 - same_len)
         s.send(Prompt().text(s.system).text(alike), marked=False, max_new_tokens=1)
         # The second chunk is looked up first; what was found there is a hint for the third.

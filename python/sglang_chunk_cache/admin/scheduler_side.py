@@ -44,7 +44,7 @@ class ChunkAdmin:
         self.manager = manager
         self.index = index = manager.index
         self.store = store
-        self._tiers = tiers
+        self.tiers = tiers
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -71,7 +71,7 @@ class ChunkAdmin:
         self.pins.check_integrity()
 
     def _stats(self, _request: messages.ChunkCacheStatsReq) -> Result:
-        below = self._tiers.stats() if self._tiers is not None else {"tiers": {}}
+        below = self.tiers.stats() if self.tiers is not None else {"tiers": {}}
         return {
             "index": self.index.stats(),
             **below,
@@ -113,8 +113,8 @@ class ChunkAdmin:
             num_tokens = max(self.store.resolve(variant) for variant in variants)
             if num_tokens:
                 stored[key] = num_tokens
-        if self._tiers is not None:
-            stored |= self._tiers.stored_lens([key for key in request.keys if key not in stored])
+        if self.tiers is not None:
+            stored |= self.tiers.stored_lens([key for key in request.keys if key not in stored])
         return {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
@@ -132,7 +132,7 @@ class ChunkAdmin:
 
     def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
-        below = {} if self._tiers is None else self._tiers.evict(request.keys)
+        below = {} if self.tiers is None else self.tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
             variants, tiers = self.index.variants_of(key), below.get(key, {})

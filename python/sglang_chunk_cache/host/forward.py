@@ -304,38 +304,46 @@ def _layerwise(
 
 
 def _with_rows(batch: ScheduleBatch, due: list[DueRows], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
-    """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows."""
-    req_to_token = batch.req_to_token_pool.req_to_token
+    """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows.
+
+    The new tensors are gathered from the old ones and the due rows behind them, by one packed upload: the number of
+    operations does not grow with the batch.
+    """
     pool_indices = batch.req_pool_indices_cpu.tolist()
-    input_ids, out_locs, positions = [], [], []
-    extend_lens, prefix_lens, logprob_starts = [], [], []
-    begin = 0
+    num_added = [len(one.positions) for one in due]
+    positions, order, added_ids, added_rows, added_positions = [], [], [], [], []
+    begin, first_added = 0, sum(batch.extend_lens)
     for i, req in enumerate(batch.reqs):
-        end = begin + batch.extend_lens[i]
-        added = due[i].positions
-        if len(added):
-            token_ids = np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[added]
-            rows = torch.from_numpy(added).to(device, non_blocking=True)
-            input_ids.append(torch.from_numpy(token_ids).to(batch.input_ids.device, batch.input_ids.dtype))
-            out_locs.append(req_to_token[pool_indices[i], rows].to(batch.out_cache_loc.dtype))
-            positions.append(rows)
-        input_ids.append(batch.input_ids[begin:end])
-        out_locs.append(batch.out_cache_loc[begin:end])
-        positions.append(torch.arange(batch.prefix_lens[i], batch.prefix_lens[i] + end - begin, device=device))
-        extend_lens.append(len(added) + end - begin)
-        prefix_lens.append(batch.prefix_lens[i] - len(added))  # only the sum with the extend has a meaning
-        logprob_starts.append(batch.extend_logprob_start_lens[i] + len(added))
-        begin = end
+        if num_added[i]:
+            added = due[i].positions
+            positions.append(added)
+            order.append(np.arange(first_added, first_added + num_added[i]))
+            added_ids.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[added])
+            added_rows.append(np.full(num_added[i], pool_indices[i]))
+            added_positions.append(added)
+            first_added += num_added[i]
+        length, prefix_len = batch.extend_lens[i], batch.prefix_lens[i]
+        positions.append(np.arange(prefix_len, prefix_len + length))
+        order.append(np.arange(begin, begin + length))
+        begin += length
+    total, num_all_added = first_added, sum(num_added)
+    parts = (*positions, *order, *added_ids, *added_rows, *added_positions)
+    packed = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+    row_positions, order_index, ids, rows, at = packed.split([total, total, *[num_all_added] * 3])
+    locs = batch.req_to_token_pool.req_to_token[rows, at]
     fused = copy.copy(batch)
-    fused.input_ids = torch.cat(input_ids)
-    fused.out_cache_loc = torch.cat(out_locs)
-    fused.extend_lens = extend_lens
-    fused.prefix_lens = prefix_lens
-    fused.extend_logprob_start_lens = logprob_starts
-    fused.extend_num_tokens = sum(extend_lens)
+    fused.input_ids = torch.cat([batch.input_ids, ids.to(batch.input_ids)])[order_index.to(batch.input_ids.device)]
+    fused.out_cache_loc = torch.cat([batch.out_cache_loc, locs.to(batch.out_cache_loc.dtype)])[order_index]
+    fused.extend_lens = [length + added for length, added in zip(batch.extend_lens, num_added, strict=True)]
+    # Of these, only the sum with the extend has a meaning.
+    fused.prefix_lens = [length - added for length, added in zip(batch.prefix_lens, num_added, strict=True)]
+    starts = zip(batch.extend_logprob_start_lens, num_added, strict=True)
+    fused.extend_logprob_start_lens = [start + added for start, added in starts]
+    fused.extend_num_tokens = total
     if batch.replace_positions is not None:  # of other requests: embeddings by index into the flattened input ids
-        fused.replace_positions = _moved_indices(batch.extend_lens, extend_lens, device)[batch.replace_positions]
-    return fused, torch.cat(positions)
+        moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
+        fused.replace_positions = moved[batch.replace_positions]
+    return fused, row_positions
 
 
 def _moved_indices(old_lens: list[int], new_lens: list[int], device: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.pool import ChunkPool
@@ -85,7 +86,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
     kernel = resolve_backend(config.kernel, torch.device(model_runner.device), has_flashinfer=True)
-    assembler = KVAssembler(model_runner, allocator.get_kvcache(), kernel)
+    rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
+    assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
     store = VariantStore(cache)
     manager = ChunkManager(config, store, method=args.method, ratio=args.ratio, page_size=cache.page_size)
     refresh = RefreshQueue(manager.index, config.refresh_uses)

@@ -1,11 +1,11 @@
 """KVAssembler: moves the KV of chunks into the slots of a request, at their new positions.
 
 Verbs: `copy` (slots to slots, with the rotary phase of K shifted), `gather` (slots to host memory) and `fill` (back,
-bit by bit), `model_rotary_spec` (what the model's rotation is).
+bit by bit).
 
 Promises: a copy is enqueued behind every forward that was launched before it and before every later one, so its
 sources are complete, and both sources and targets may change hands as soon as `copy` returns. Nothing waits on the
-host. The rotation that is applied was compared with the model's own cosine table when the server started.
+host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ import torch
 from sglang.srt.runtime_context import get_schedule
 
 from sgl_kernel_ext.copy_rotate import copy_rotate
-from sgl_kernel_ext.rotary import (
-    RotaryMismatchError,
-    RotarySpec,
-    UnsupportedRotaryError,
-    spec_from_sglang_rope,
-    verify_spec,
-)
-from sglang_chunk_cache.server_args import refuse
+from sgl_kernel_ext.rotary import RotarySpec
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
@@ -58,15 +51,14 @@ class KVAssembler:
     Args:
         model_runner: owner of the model and of the stream that forwards run on.
         kv_pool: SGLang's multi-head KV pool (`k_buffer` / `v_buffer`, one tensor `[num_slots, heads, dim]` per layer).
+        rotary: of the model's keys.
         kernel: backend of `copy_rotate`.
-
-    Raises:
-        StartRefused: the model's rotation cannot be shifted.
     """
 
-    def __init__(self, model_runner: ModelRunner, kv_pool: Any, kernel: str) -> None:
-        spec = model_rotary_spec(model_runner.model, model_runner.model_config.context_len)
-        self._spec = spec.to(kv_pool.device)  # where a copy that needs it would otherwise wait for the running forward
+    def __init__(self, model_runner: ModelRunner, kv_pool: Any, rotary: RotarySpec, kernel: str) -> None:
+        self._spec = rotary.to(
+            kv_pool.device
+        )  # where a copy that needs it would otherwise wait for the running forward
         self._k_buffers: list[torch.Tensor] = list(kv_pool.k_buffer)
         self._v_buffers: list[torch.Tensor] = list(kv_pool.v_buffer)
         self._kernel = kernel
@@ -178,21 +170,3 @@ class KVAssembler:
         for tensor in given:
             tensor.record_stream(forward_stream)
         # Slots that are freed and handed out again are written by later forwards, which run on the same stream.
-
-
-def model_rotary_spec(model: torch.nn.Module, context_len: int) -> RotarySpec:
-    """The one rotation that all layers of `model` use, checked for positions below `context_len`.
-
-    Raises:
-        StartRefused: no rotary embedding, several different ones, or a type without a fixed frequency per dimension.
-    """
-    modules = {id(m): m for m in model.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "rotary_dim")}
-    if len(modules) != 1:
-        refuse(f"the model has {len(modules)} different rotary embeddings; exactly one is supported.")
-    (rope,) = modules.values()
-    try:
-        spec = spec_from_sglang_rope(rope)
-        verify_spec(spec, rope.cos_sin_cache, torch.arange(min(context_len, len(rope.cos_sin_cache))))
-    except (UnsupportedRotaryError, RotaryMismatchError) as error:
-        refuse(f"the rotary embedding of the model is not supported: {error}")
-    return spec

@@ -84,9 +84,10 @@ class ChunkPool:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         shifts: list[tuple[int, int]] = []
         layer_copies = []
+        paths: dict[int, torch.Tensor] = {}
         for chunk, variant in sources:
             first = chunk.dst_start - plan.load_start
-            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
+            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused, paths)
             target = slots[first : first + chunk.num_reused]
             landing = None if self._landings is None else self._landings.of(variant)
             if landing is None:
@@ -99,9 +100,20 @@ class ChunkPool:
             source, target = (torch.cat(parts) for parts in zip(*copies, strict=True))
             self._assembler.copy(source, target, _by_token(shifts, slots.device))
         self._manager.use(sources)
-        for _, variant in sources:
-            self._store.touch(variant, self._manager.priority(variant))
+        self._touch([variant for _, variant in sources])
         return slots, tuple(layer_copies)
+
+    def _touch(self, variants: Sequence[Variant]) -> None:
+        last_of: dict[object, Variant] = {}
+        for variant in variants:
+            priority = self._manager.priority(variant)
+            if priority is not None:
+                self._store.touch(variant, priority)
+            else:  # all that shares a path is used with it
+                last_of.pop(variant.holder, None)
+                last_of[variant.holder] = variant
+        for variant in last_of.values():
+            self._store.touch(variant)
 
     # What the tiers below ask.
 

@@ -59,10 +59,12 @@ class VariantStore:
         self._num_namespaces = 0
         self.version = 0
         """A number that changes whenever an answer of `resolve` may have changed."""
+        self._lens: dict[int, int | None] = {}  # of paths up to a node, at this version
 
     def note_change(self) -> None:
         """The tree has gained or lost tokens."""
         self.version += 1
+        self._lens.clear()
 
     def resolve(self, variant: Variant) -> int:
         """Leading tokens of the chunk whose KV is still in the tree; 0 when less than half of it is left.
@@ -79,12 +81,20 @@ class VariantStore:
         """The node where a variant was last seen."""
         return _seen(variant).node_id
 
-    def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
-        """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""
-        start = _start_in_path(variant) + offset
-        path = self._tree.path_device_indices(self.node_id(variant))
-        assert start + length <= len(path), (start, length, len(path))
-        return path[start : start + length]
+    def slots(
+        self, variant: Variant, offset: int, length: int, paths: dict[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before.
+
+        Args:
+            paths: shared by calls between which nothing changes; each path of the tree is read once for all of them.
+        """
+        start, node_id = _start_in_path(variant) + offset, self.node_id(variant)
+        paths = {} if paths is None else paths
+        if node_id not in paths:
+            paths[node_id] = self._tree.path_device_indices(node_id)
+        assert start + length <= len(paths[node_id]), (start, length, len(paths[node_id]))
+        return paths[node_id][start : start + length]
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
@@ -196,13 +206,14 @@ class VariantStore:
         return available
 
     def _len_of_node(self, node_id: int) -> int | None:
-        try:
-            (path,) = self._tree.tree_core.collect_path_info([node_id])
-        except KeyError:
-            return None  # evicted
-        if not path or path[-1].full_value_len is None:
-            return None
-        return path[-1].path_end
+        if node_id not in self._lens:
+            try:
+                (path,) = self._tree.tree_core.collect_path_info([node_id])
+            except KeyError:
+                path = ()  # evicted
+            is_stored = bool(path) and path[-1].full_value_len is not None
+            self._lens[node_id] = path[-1].path_end if is_stored else None
+        return self._lens[node_id]
 
     def _radix_key(self, variant: Variant, length: int | None = None) -> RadixKey:
         holder = variant.holder

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_chunk_cache.host.model import decoder_of, keep_residual_rows
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress
@@ -217,10 +218,7 @@ class LayerwiseForward:
             begin += length
         index = torch.cat(pieces)
         lens = [len(piece) for piece in pieces]
-        stream = batch.residual_stream
-        assert stream is not None, "rows leave inside a layer stack"
-        assert stream.pending is None, "rows leave between the two residual updates of a layer"
-        stream.residual = stream.residual[index]
+        keep_residual_rows(batch, index)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
         set_lengths(batch, lens, cut=[old - new for old, new in zip(self.row_lens, lens, strict=True)])
         self._rows, self._is_cut = self._rows.with_rows(self.row_positions[index], lens), True
@@ -251,10 +249,3 @@ def set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> Non
             setattr(batch, name, torch.full_like(value, num_rows))
     if batch.global_num_token_non_padded_cpu is not None:
         batch.global_num_token_non_padded_cpu = num_rows
-
-
-def decoder_of(model: torch.nn.Module) -> Any:
-    """The module whose `layers` are the decoder layers; the supported model classes have it under one name."""
-    decoder = model.model
-    assert isinstance(decoder.layers, torch.nn.ModuleList), f"{type(decoder).__name__} has no list of layers"
-    return decoder

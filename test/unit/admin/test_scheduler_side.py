@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.index import ChunkIndex
+from chunk_cache.config import Config
 from chunk_cache.keys import Partition
+from chunk_cache.manager import ChunkManager
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
@@ -22,6 +23,11 @@ class Store:
 
     def resolve(self, variant: Variant) -> int:
         return variant.length
+
+    version = 0
+
+    def node_id(self, variant: Variant) -> Any:
+        return variant.holder.seen
 
     def locked_len(self, locks: Any) -> int:
         return sum(locks)
@@ -38,8 +44,11 @@ class Store:
 
 @pytest.fixture
 def admin() -> ChunkAdmin:
-    index = ChunkIndex(max_variants=9, max_variants_per_chunk=3, max_path_tokens=1000)
-    path = PathTokens(array("q", range(40)), Partition(), node_id=7)
+    store = Store()
+    config = Config(max_variants=9, max_variants_per_chunk=3, max_path_tokens=1000)
+    manager = ChunkManager(config, store, method="epic", ratio=0.15)
+    index = manager.index
+    path = PathTokens(array("q", range(40)), Partition(), seen=7)
     index.add(key(1), length=10, start=5, generation=0, context=(), home=PathHome(path, 5))
     index.add(key(2), length=10, start=15, generation=0, context=(key(1),), home=PathHome(path, 15))
     index.add(
@@ -48,7 +57,7 @@ def admin() -> ChunkAdmin:
         start=20,
         generation=2,
         context=(key(2),),
-        home=NodeHome(array("q", range(16)), "namespace", node_id=8),
+        home=NodeHome(array("q", range(16)), "namespace", seen=8),
     )
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (np.int64(4160), np.int64(4160)))
     allocator = SimpleNamespace(size=64, page_size=1, available_size=lambda: 24, get_kvcache=lambda: pool)
@@ -56,10 +65,8 @@ def admin() -> ChunkAdmin:
         token_to_kv_pool_allocator=allocator,
         evictable_size=lambda: np.int64(40),
         protected_size=lambda: 0,
-        num_kept_tokens=0,
-        tiers=None,
     )
-    return ChunkAdmin(cache, index, Store())  # type: ignore[arg-type]
+    return ChunkAdmin(cache, manager, store, tiers=None)  # type: ignore[arg-type]
 
 
 def key(i: int) -> bytes:
@@ -101,11 +108,11 @@ def test_pages_are_by_id(admin):
 def test_what_a_tier_has_is_stored_as_well(admin):
     asked = []
     lens = {key(3): 12}
-    admin.cache.tiers = SimpleNamespace(stored_lens=lambda keys: asked.append(keys) or lens)
+    admin.tiers = SimpleNamespace(stored_lens=lambda keys: asked.append(keys) or lens)
     result = admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)]))
     assert result == {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
     assert asked == [[key(3), key(4)]], "what the pool has is not looked for"
-    admin.cache.tiers = None
+    admin.tiers = None
     assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3)])) == {"stored": {key(1).hex(): 10}}
 
 

@@ -22,6 +22,7 @@ from chunk_cache.cost import Throughput
 from chunk_cache.index import ChunkIndex
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
+from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
@@ -60,7 +61,7 @@ class Server:
         self.index = ChunkIndex(16, 8, 1000)
         self.locked: set[int] = set()
         store = SimpleNamespace(lock=self._lock, unlock=self.locked.remove)
-        assembler = KVAssembler(runner, pool, "torch")
+        assembler = KVAssembler(runner, pool, rotary_of(runner.model, NUM_SLOTS), "torch")
         self.landings = Landings(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
         self._num_slots = 0
 

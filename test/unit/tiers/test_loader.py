@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.chunk_statistics import ChunkStatistics
-from sglang_chunk_cache.host.scheduler import _merge
+from sglang_chunk_cache.host.scheduler import merge
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION
@@ -377,7 +377,7 @@ def test_requests_that_are_passed_over_keep_their_place() -> None:
     reqs = {name: SimpleNamespace(rid=name) for name in "abcdefg"}
 
     def merged(before: str, after: str, held: str) -> str:
-        found = _merge([reqs[r] for r in before], [reqs[r] for r in after], {id(reqs[r]) for r in held})  # type: ignore[misc]
+        found = merge([reqs[r] for r in before], [reqs[r] for r in after], {id(reqs[r]) for r in held})  # type: ignore[misc]
         return "".join(req.rid for req in found)
 
     assert merged("abcde", "ace", "bd") == "abcde"
