@@ -32,6 +32,10 @@ class ChosenRows:
     selection: Selection | None = None
 
 
+_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
+_NO_ROWS.setflags(write=False)
+
+
 def choose_rows(
     chunks: Sequence[ChunkPlan],
     keys: Sequence[bytes],
@@ -51,6 +55,8 @@ def choose_rows(
         keys, rankings: one per chunk; rankings of whole chunks.
         budgets: per chunk the share that is recomputed, of a method that chooses before the forward; None = `ratio`.
     """
+    if load_start == load_end:
+        return ChosenRows(_NO_ROWS, 0)
     is_missing: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
     for chunk in chunks:
         is_missing[chunk.dst_start - load_start : chunk.dst_end - load_start] = False
