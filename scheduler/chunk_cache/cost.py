@@ -21,14 +21,15 @@ from typing import TypeAlias
 
 import numpy as np
 
+NUM_ERRORS = 256
 FORGET = 0.97  # weight of an observation after each later one: the last 33 or so count
 MIN_OBSERVATIONS = 8
 MAX_SURPRISE = 4.0
 """After `MIN_OBSERVATIONS`, one that took more times its estimate counts as that many: a stall is no trend."""
 PRIOR_LATENCY_S, PRIOR_BYTES_PER_S, PRIOR_S_PER_ROW = 1e-4, 1e10, 1e-4
-"""Before the first observation: a fast device and a slow model, because only what is tried is learnt."""
-ERROR_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
-"""Upper bounds, inclusive, of the buckets of `Estimates`; one more bucket is above them."""
+"""Latency, bandwidth and seconds per row before the first observation: a fast device and a slow model."""
+PROBE_EVERY = 100
+"""Of so many chunks of a tier in a row that would be computed sooner, one is loaded: only what is tried is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class ThroughputRecord:
 
     latency_s: float = PRIOR_LATENCY_S
     s_per_byte: float = 1.0 / PRIOR_BYTES_PER_S
-    num_observations: int = 0
 
     def estimate(self, num_bytes: int, queued_bytes: int = 0) -> float:
         """Seconds until a load is there that stands behind `queued_bytes`; their latencies overlap."""
@@ -54,7 +54,6 @@ class PrefillRecord:
     s_per_pass: float = 0.0
     s_per_row: float = PRIOR_S_PER_ROW
     s_per_pair: float = 0.0
-    num_observations: int = 0
 
     def marginal(self, num_rows: int, num_keys: int) -> float:
         """Seconds that rows add to a pass that runs anyway."""
@@ -105,9 +104,8 @@ class _Fit:
 class Throughput:
     """Learns what a load takes; the prior holds before the first one, and its latency while all are of one size."""
 
-    def __init__(self, latency_s: float = PRIOR_LATENCY_S, bytes_per_s: float = PRIOR_BYTES_PER_S) -> None:
-        assert latency_s >= 0.0 < bytes_per_s, f"{latency_s} s and {bytes_per_s} bytes/s"
-        self._fit = _Fit((latency_s, 1.0 / bytes_per_s), (1e-3, 1e-6))
+    def __init__(self) -> None:
+        self._fit = _Fit((PRIOR_LATENCY_S, 1.0 / PRIOR_BYTES_PER_S), (1e-3, 1e-6))
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """A load of `num_bytes` took `seconds` from its start, waiting in the queue not included."""
@@ -116,18 +114,17 @@ class Throughput:
 
     def record(self) -> ThroughputRecord:
         latency_s, s_per_byte = self._fit.coefficients.tolist()
-        return ThroughputRecord(latency_s, s_per_byte, self._fit.num)
+        return ThroughputRecord(latency_s, s_per_byte)
 
-    def estimate(self, num_bytes: int, queued_bytes: int = 0) -> float:
-        return self.record().estimate(num_bytes, queued_bytes)
+    def estimate(self, num_bytes: int) -> float:
+        return self.record().estimate(num_bytes)
 
 
 class PrefillCost:
     """Learns what a forward pass takes: in proportion to its rows until `MIN_OBSERVATIONS`, then as the record says."""
 
-    def __init__(self, s_per_row: float = PRIOR_S_PER_ROW) -> None:
-        assert s_per_row > 0.0, f"{s_per_row} s per row"
-        self._fit = _Fit((0.0, s_per_row, 0.0), (1e-3, 1e-6, 1e-4))
+    def __init__(self) -> None:
+        self._fit = _Fit((0.0, PRIOR_S_PER_ROW, 0.0), (1e-3, 1e-6, 1e-4))
 
     def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
         """A pass over `num_rows` rows that see up to `num_keys` keys each took `seconds`."""
@@ -138,23 +135,22 @@ class PrefillCost:
 
     def record(self) -> PrefillRecord:
         s_per_pass, s_per_row, s_per_pair = self._fit.coefficients.tolist()
-        return PrefillRecord(s_per_pass, s_per_row, s_per_pair, self._fit.num)
+        return PrefillRecord(s_per_pass, s_per_row, s_per_pair)
 
     def estimate(self, num_rows: int, num_keys: int) -> float:
         return self.record().estimate(num_rows, num_keys)
 
 
 class Estimates:
-    """Pairs of estimated and actual seconds: totals and buckets that only grow, and relative errors of the last `size`.
+    """Pairs of estimated and actual seconds: totals, and relative errors of the last `NUM_ERRORS`.
 
     An error is (estimated - actual) / actual: 1 = twice as much was expected, -0.5 = half as much.
     """
 
-    def __init__(self, size: int = 256) -> None:
+    def __init__(self) -> None:
         self.num = 0
         self.estimated_s = self.actual_s = 0.0
-        self.buckets = [0] * (len(ERROR_BOUNDS) + 1)  # pairs by size of error, not cumulative
-        self._errors: deque[float] = deque(maxlen=size)
+        self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
 
     def add(self, estimated_s: float, actual_s: float) -> None:
         assert min(estimated_s, actual_s) >= 0.0, f"{estimated_s} s estimated, {actual_s} s actual"
@@ -162,16 +158,15 @@ class Estimates:
         self.num += 1
         self.estimated_s += estimated_s
         self.actual_s += actual_s
-        self.buckets[sum(abs(error) > bound for bound in ERROR_BOUNDS)] += 1
         self._errors.append(error)
 
     def mean_error(self) -> float:
-        """Of the last; 0 without any. Its sign says on which side the estimates are wrong."""
+        """Mean of the last errors; 0 without any. Its sign says on which side the estimates are wrong."""
         return float(np.mean(self._errors)) if self._errors else 0.0
 
-    def error_quantile(self, share: float) -> float:
-        """Size of error that `share` of the last do not exceed; 0 without any."""
-        return float(np.quantile(np.abs(self._errors), share, method="higher")) if self._errors else 0.0
+    def median_error(self) -> float:
+        """Size of error that half of the last do not exceed; 0 without any."""
+        return float(np.quantile(np.abs(self._errors), 0.5, method="higher")) if self._errors else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +181,13 @@ class LoadOption:
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """What to do ("load", "compute"), and why: nobody waits for the load ("hidden"); it delays less ("faster") or more
-    ("slower") than computing; it is tried ("probe"). When it would be there from now on, and what computing adds."""
+    """Action ("load", "compute") and reason: nobody waits for the load ("hidden"); it delays less ("faster") or more
+    ("slower") than computing; it is tried ("probe").
+
+    Attributes:
+        load_s: from now on until the load would be there.
+        compute_s: that computing adds to the forward pass.
+    """
 
     action: str
     reason: str
@@ -196,23 +196,25 @@ class LoadDecision:
 
 
 class LoadingController:
-    """Load or compute; the owner replaces `channels` (by tier) and `prefill` when there are newer records.
+    """Load or compute.
 
-    `overlaps`: loads go on during the forward pass, layer by layer, so what it computes hides them too; otherwise it
-    waits for the last. `probe_every`: of so many slower chunks of a tier in a row one is loaded, to learn; 0 = none.
+    Args:
+        overlaps: loads go on during the forward pass, layer by layer, so what it computes hides them too; otherwise
+            the pass waits for the last load.
     """
 
-    def __init__(
-        self, channels: Channels, prefill: PrefillRecord, *, overlaps: bool = False, probe_every: int = 100
-    ) -> None:
-        self.channels = channels
-        self.prefill = prefill
+    def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps
-        self._probe_every = probe_every
         self._num_slower: dict[str, int] = {}
 
     def decide(
-        self, options: Sequence[LoadOption], queued_bytes: Mapping[str, int], hidden_s: float = 0.0
+        self,
+        options: Sequence[LoadOption],
+        channels: Channels,
+        prefill: PrefillRecord,
+        *,
+        queued_bytes: Mapping[str, int],
+        hidden_s: float,
     ) -> tuple[LoadDecision, ...]:
         """Decide for the chunks of a request, greedily in order, as they share the channels.
 
@@ -220,20 +222,22 @@ class LoadingController:
         T_load = (queued bytes + its bytes) / throughput (footnote 6, with a latency), behind those decided before it.
 
         Args:
+            channels: by tier.
             queued_bytes: by tier, wanted by others before these.
-            hidden_s: seconds that pass anyway before the KV is needed: in the queue, or computing other rows.
+            hidden_s: seconds that pass anyway before the KV is needed: in the queue, or, where loads overlap with the
+                pass, computing rows other than those of `options`.
         """
         queued = dict(queued_bytes)
         busy_s, last_s = hidden_s, 0.0  # until when the pass computes anyway, and the last load is there
         decisions = []
         for option in options:
-            load_s = self.channels[option.tier].estimate(option.num_bytes, queued.get(option.tier, 0))
-            compute_s = self.prefill.marginal(option.num_rows, option.num_keys)
+            load_s = channels[option.tier].estimate(option.num_bytes, queued.get(option.tier, 0))
+            compute_s = prefill.marginal(option.num_rows, option.num_keys)
             free_s = max(busy_s, last_s)
             limit_s = (busy_s if self._overlaps else free_s) + compute_s
             reason = "hidden" if load_s <= free_s else "faster" if load_s <= limit_s else "slower"
             num_slower = self._num_slower.get(option.tier, 0) + 1 if reason == "slower" else 0
-            if num_slower and num_slower == self._probe_every:
+            if num_slower == PROBE_EVERY:
                 reason, num_slower = "probe", 0
             self._num_slower[option.tier] = num_slower
             if reason == "slower":
@@ -245,10 +249,11 @@ class LoadingController:
         return tuple(decisions)
 
 
-def hidden_ratio(load_s: float, prefill_s: float, min_ratio: float = 0.15) -> float:
+def hidden_ratio(load_s: float, prefill_s: float, min_ratio: float) -> float:
     """The largest recompute ratio whose work hides behind the load: r with T_recompute(r) = r T_prefill = T_load.
 
-    Both are seconds of one layer. Not below `min_ratio`, which quality asks for (r* in the paper), nor above 1.
+    Loading and prefill are seconds of one layer. The ratio is at least `min_ratio`, which quality asks for (r* in the
+    paper), and at most 1.
     """
     assert min(load_s, prefill_s) >= 0.0, f"{load_s} s to load, {prefill_s} s to compute"
     return 1.0 if load_s >= prefill_s else max(min_ratio, load_s / prefill_s)
@@ -265,32 +270,14 @@ def preload_depth(num_layers: int, load_s: float, compute_s: float) -> int:
     return num_layers - math.floor((num_layers - 1) * compute_s / load_s + 1e-9)  # not one more for a rounding error
 
 
-def placement(
-    monthly_costs: Mapping[str, float],
-    channels: Channels,
-    num_bytes: int,
-    hidden_s: float,
-    *,
-    uses_per_month: float = 1.0,
-    compute_s: float = math.inf,
-    price_per_s: float = math.inf,
-) -> str | None:
+def placement(monthly_costs: Mapping[str, float], channels: Channels, num_bytes: int, hidden_s: float) -> str | None:
     """The cheapest tier with T_load <= `hidden_s`, the seconds of work that hide a load: T_recompute(r); else None.
 
-    With a finite price a load may take longer, and each use pays for the delay; where even computing the chunk anew at
-    each use (`compute_s`) is cheaper, None. Of equal costs the faster tier counts, then the one named first.
+    Of equal costs the faster tier counts, then the one named first.
 
     Args:
-        monthly_costs: of a GB (10^9 bytes) in each tier, C_store in the paper; its currency is that of `price_per_s`.
+        monthly_costs: of a GB kept for a month in each tier, C_store in the paper.
     """
-
-    def cost(storage: float, delay_s: float) -> float:
-        return storage + (uses_per_month * delay_s * price_per_s if uses_per_month and delay_s else 0.0)
-
-    best, name = (cost(0.0, compute_s), 0.0), None
-    for tier, per_gb in monthly_costs.items():
-        load_s = channels[tier].estimate(num_bytes)
-        total = cost(num_bytes / 1e9 * per_gb, max(0.0, load_s - hidden_s))
-        if (total, load_s) < best:
-            best, name = (total, load_s), tier
-    return name
+    load_s = {tier: channels[tier].estimate(num_bytes) for tier in monthly_costs}
+    hiding = [tier for tier in monthly_costs if load_s[tier] <= hidden_s]
+    return min(hiding, key=lambda tier: (monthly_costs[tier], load_s[tier]), default=None)

@@ -93,7 +93,8 @@ class TierLoader:
         self._ratio = ratio
         self._prefill_cost = prefill_cost
         self._reduce_max = reduce_max
-        self._controller = LoadingController({}, prefill_cost.record())
+        self._overlaps = config.loading == "layerwise"
+        self._controller = LoadingController(overlaps=self._overlaps)
         self._queue = PrefetchQueue()
         self._waiting: dict[str, _Waiting] = {}
         self._wanted: dict[str, Wanted] = {}  # what is to be loaded, under way or there, by key in hex
@@ -134,7 +135,7 @@ class TierLoader:
             worth_s = self._compute_what_is_faster(waiting, num_keys, hidden_s)
             patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
         to_load = {chunk.key.hex(): chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
-        if self._config.loading == "layerwise":
+        if self._overlaps:
             self._choose_preload(list(to_load.values()), num_keys)
         self._wanted |= to_load
         self._queue.want(rid, to_load, now, now + patience)
@@ -207,15 +208,24 @@ class TierLoader:
             if level is not None and chunk.key not in waiting.decided and chunk.key.hex() not in self._wanted:
                 option = LoadOption(level.name, self._num_bytes(chunk), len(chunk.token_ids), num_keys)
                 candidates.append((chunk, option))
-        self._controller.channels = {level.name: level.reads.record() for level in self._levels}
-        self._controller.prefill = self._prefill_cost.record()
-        decisions = self._controller.decide([option for _, option in candidates], self._queued_bytes(), hidden_s)
+        channels = {level.name: level.reads.record() for level in self._levels}
+        prefill = self._prefill_cost.record()
+        if self._overlaps:  # the forward computes some rows of these chunks in any case
+            num_rows = round(self._ratio * sum(option.num_rows for _, option in candidates))
+            hidden_s += prefill.estimate(num_rows, num_keys)
+        decisions = self._controller.decide(
+            [option for _, option in candidates],
+            channels,
+            prefill,
+            queued_bytes=self._queued_bytes(),
+            hidden_s=hidden_s,
+        )
         worth_s = 0.0
         for (chunk, option), decision in zip(candidates, decisions, strict=True):
             if decision.action == "compute":
                 waiting.decided[chunk.key] = Found(None, option.tier, "tier_slow")
             else:
-                self._estimated_s[chunk.key.hex()] = self._controller.channels[option.tier].estimate(option.num_bytes)
+                self._estimated_s[chunk.key.hex()] = channels[option.tier].estimate(option.num_bytes)
                 worth_s = max(worth_s, decision.load_s) + decision.compute_s
         return 2.0 * worth_s
 

@@ -236,7 +236,7 @@ class ChunkTiers:
                 "estimated_s": estimates.estimated_s,
                 "actual_s": estimates.actual_s,
                 "mean_error": estimates.mean_error(),
-                "median_error": estimates.error_quantile(0.5),
+                "median_error": estimates.median_error(),
             },
         }
 
