@@ -62,12 +62,10 @@ class Config:
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """All keys and values, for logs and replies: without the user, password and settings of a store."""
+    """All keys and values, for logs and replies: without the user and password of a store."""
     found = asdict(config)
-    remote = None if config.tiers is None else config.tiers.remote
-    if remote is not None:
-        settings = {name: "..." for name, _ in remote.settings}
-        found["tiers"]["remote"] |= {"url": remote.url and shown_url(remote.url), "settings": settings}
+    if config.tiers is not None and config.tiers.remote is not None:
+        found["tiers"]["remote"]["url"] = shown_url(config.tiers.remote.url)
     return found
 
 

@@ -1,69 +1,53 @@
-"""Loads that queued requests want: what to start next, and what has become of each request.
+"""Loads that queued requests want: what to start next, and which requests need to wait no longer.
 
     want       a request asks for entries, until a deadline
-    take       what to start next, oldest request first; these loads are under way from here on
+    take       the entry to load next, oldest request first; it is under way from here on
     complete   one load is over
-    poll       the state of every request here; from the deadline on, one that still waits is late
-    votes      the same as numbers, for an all-reduce MAX over the tensor-parallel ranks
-    apply      what all ranks agreed on: who is done leaves the queue
+    poll       from the deadline on, a request that still waits is late
+    votes      the states of requests as numbers, for an all-reduce MAX over the tensor-parallel ranks
+    apply      what all ranks agreed on: who waits no longer leaves the queue
     cancel     a request is aborted; it leaves, and with it the loads that were not started and nobody else wants
-    drain      arrived entries that nobody wants any more: the queue gives up what was loaded for it
+    drain      entries that are there and that nobody wants any more: the queue gives up what was loaded for it
 
-An entry is loaded once, however many requests want it, and stays until the last of them has left. A state once reached
-stays: waiting turns into arrived, failed or late (computed instead, as Cache-Craft section 3.5 does for what has not
-arrived when the request is ready). Ranks see loads end at different times, but requests leave by `cancel` and `apply`
-only, so the queues of all ranks hold the same requests. No wall clock: `now` and deadlines are the caller's seconds.
+An entry is loaded once, however many requests want it, and stays until the last of them has left; how its load went is
+no matter here. A state once reached stays: waiting turns into arrived or late (computed instead, as Cache-Craft section
+3.5 does for what has not arrived when the request is ready). Ranks see loads end at different times, but requests leave
+by `cancel` and `apply` only, so the queues of all ranks hold the same requests. No wall clock: `now` and deadlines are
+the caller's seconds.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Votes: TypeAlias = npt.NDArray[np.int8]
+Votes: TypeAlias = npt.NDArray[np.int64]
 
 
-class State(StrEnum):
-    WAITING = "waiting"
-    ARRIVED = "arrived"
-    FAILED = "failed"
-    LATE = "late"
+class State(IntEnum):
+    """State of a request, and its vote: of all ranks the largest counts, so all must have arrived."""
+
+    ARRIVED = 0
+    WAITING = 1
+    LATE = 2
 
 
-VOTES = {State.ARRIVED: 0, State.WAITING: 1, State.FAILED: 2, State.LATE: 2}
-"""The largest of all ranks counts: all must have arrived, and one that fails fails all."""
-
-OTHER_RANK = "other_rank"
-"""The reason of a request that failed or was late elsewhere, but not here."""
-
-
-class Progress(NamedTuple):
-    """What has become of a request; `reason` where it failed, else None."""
-
-    request_id: str
-    state: State
-    reason: str | None = None
-
-
-class _Step(StrEnum):
-    WANTED = "wanted"
-    LOADING = "loading"
-    ARRIVED = "arrived"
-    FAILED = "failed"
+class _Step(IntEnum):
+    WANTED = 0
+    LOADING = 1
+    ARRIVED = 2
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    entry_id: str
+    entry_id: bytes
     step: _Step = _Step.WANTED
-    reason: str | None = None
     wanted_by: dict[str, _Request] = field(default_factory=dict)
 
 
@@ -71,14 +55,10 @@ class _Entry:
 class _Request:
     request_id: str
     deadline: float
-    entries: dict[str, _Entry]
+    entries: dict[bytes, _Entry]
     num_missing: int
     """Entries that have not arrived."""
     state: State = State.WAITING
-    reason: str | None = None
-
-    def progress(self) -> Progress:
-        return Progress(self.request_id, self.state, self.reason)
 
 
 class PrefetchQueue:
@@ -86,12 +66,13 @@ class PrefetchQueue:
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[bytes, _Entry] = {}
         # (request, entry) as they were wanted, until they are looked at by `take`; some have left or been taken.
         self._pending: deque[tuple[_Request, _Entry]] = deque()
         self._max_pending = 64
-        self._drained: list[str] = []
-        self._num_loading = 0
+        self._drained: list[bytes] = []
+        self.num_loading = 0
+        """Loads under way, those that nobody wants any more included."""
 
     def __len__(self) -> int:
         """Requests."""
@@ -100,16 +81,11 @@ class PrefetchQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    @property
-    def num_loading(self) -> int:
-        """Loads under way, those that nobody wants any more included."""
-        return self._num_loading
-
-    def want(self, request_id: str, entry_ids: Iterable[str], now: float, deadline: float = math.inf) -> Progress:
+    def want(self, request_id: str, entry_ids: Iterable[bytes], now: float, deadline: float) -> None:
         """Ask for entries, in the order in which they should be loaded; named twice counts once.
 
-        An entry that has arrived or failed for a request that is still here has done so for this one, too. A request
-        that wants nothing, or what is all there, has arrived; else one whose deadline is over is late.
+        An entry that has arrived for a request that is still here has done so for this one, too. A request that wants
+        nothing, or what is all there, has arrived; else one whose deadline is over is late.
         """
         assert request_id not in self._requests, f"{request_id!r} is in the queue already"
         entries = {entry_id: self._entries.setdefault(entry_id, _Entry(entry_id)) for entry_id in entry_ids}
@@ -120,40 +96,33 @@ class PrefetchQueue:
             entry.wanted_by[request_id] = request
             if entry.step is _Step.WANTED:
                 self._pending.append((request, entry))
-            elif entry.step is _Step.FAILED and request.state is State.WAITING:
-                request.state, request.reason = State.FAILED, entry.reason
         if len(self._pending) > self._max_pending:
             self._pending = deque(pair for pair in self._pending if self._is_pending(*pair))
             self._max_pending = 2 * len(self._pending) + 64
         if not num_missing:
             request.state = State.ARRIVED
         self._check_deadline(request, now)
-        return request.progress()
 
-    def take(self, max_loads: int) -> tuple[str, ...]:
-        """At most `max_loads` entries to start now, oldest request first; nothing for who has failed or is late."""
-        taken: list[str] = []
-        while self._pending and len(taken) < max_loads:
+    def take(self) -> bytes | None:
+        """The entry to load now, of the oldest request that still waits; None without any."""
+        while self._pending:
             request, entry = self._pending.popleft()
             if self._is_pending(request, entry):
                 entry.step = _Step.LOADING
-                taken.append(entry.entry_id)
-        self._num_loading += len(taken)
-        return tuple(taken)
+                self.num_loading += 1
+                return entry.entry_id
+        return None
 
-    def complete(self, entry_id: str, ok: bool, reason: str | None = None) -> None:
-        """One load is over; `reason` says why where it is not `ok`. What nobody wants any more is drained at once."""
+    def complete(self, entry_id: bytes) -> None:
+        """One load is over. What nobody wants any more is drained at once."""
         entry = self._entries.get(entry_id)
         assert entry is not None, f"{entry_id!r} is not wanted"
         assert entry.step is _Step.LOADING, f"{entry_id!r} is not being loaded, but {entry.step}"
-        assert ok or reason, f"{entry_id!r} failed for no reason"
-        self._num_loading -= 1
-        entry.step, entry.reason = (_Step.ARRIVED, None) if ok else (_Step.FAILED, reason)
+        self.num_loading -= 1
+        entry.step = _Step.ARRIVED
         for request in entry.wanted_by.values():
-            request.num_missing -= ok
-            if request.state is State.WAITING and not ok:
-                request.state, request.reason = State.FAILED, reason
-            elif request.state is State.WAITING and not request.num_missing:
+            request.num_missing -= 1
+            if request.state is State.WAITING and not request.num_missing:
                 request.state = State.ARRIVED
         if not entry.wanted_by:
             self._forget(entry)
@@ -166,35 +135,35 @@ class PrefetchQueue:
         self._leave(request)
         return True
 
-    def poll(self, now: float) -> list[Progress]:
-        """All requests, oldest first."""
+    def poll(self, now: float) -> None:
+        """Requests whose deadline is over are late from here on."""
         for request in self._requests.values():
             self._check_deadline(request, now)
-        return [request.progress() for request in self._requests.values()]
+
+    def state_of(self, request_id: str) -> State:
+        """State of a request that is here, as of the last `poll`."""
+        return self._requests[request_id].state
 
     def votes(self, request_ids: Sequence[str]) -> Votes:
-        """This rank's `VOTES` as of the last `poll`, `[len(request_ids)]` int8; all must be here."""
-        return np.array([VOTES[self._requests[request_id].state] for request_id in request_ids], dtype=np.int8)
+        """This rank's states of these requests as of the last `poll`, `[len(request_ids)]`; all must be here."""
+        return np.array([self.state_of(request_id) for request_id in request_ids], dtype=np.int64)
 
-    def apply(self, request_ids: Sequence[str], votes: Votes) -> list[Progress]:
-        """The outcome by the largest vote of all ranks, in the order given; those that do not wait leave the queue.
+    def apply(self, request_ids: Sequence[str], votes: Votes) -> list[str]:
+        """By the largest vote of all ranks, the requests that wait no longer, in the order given; they leave.
 
-        A request that went wrong elsewhere only has failed, for `OTHER_RANK`, whatever it is here; one that waits
-        elsewhere waits. So ranks agree on who arrived, waits and is computed; why it is computed may differ.
+        Ranks agree on who waits. Why a request waits no longer may differ: it is late on one rank, and has arrived on
+        another.
         """
         assert len(votes) == len(request_ids), f"{len(votes)} votes on {len(request_ids)} requests"
-        outcome = []
+        left = []
         for request_id, own, agreed in zip(request_ids, self.votes(request_ids).tolist(), votes.tolist(), strict=True):
-            assert own <= agreed <= 2, f"{request_id!r}: {agreed} is not the largest, {own} is ours"
-            request = self._requests[request_id]
-            if agreed == VOTES[State.WAITING]:
-                outcome.append(Progress(request_id, State.WAITING))
-                continue
-            outcome.append(request.progress() if own == agreed else Progress(request_id, State.FAILED, OTHER_RANK))
-            self._leave(request)
-        return outcome
+            assert own <= agreed <= State.LATE, f"{request_id!r}: {agreed} is not the largest, {own} is ours"
+            if agreed != State.WAITING:
+                self._leave(self._requests[request_id])
+                left.append(request_id)
+        return left
 
-    def drain(self) -> tuple[str, ...]:
+    def drain(self) -> tuple[bytes, ...]:
         """Arrived entries that have left the queue since the last call; an id may be there again by now."""
         drained, self._drained = tuple(self._drained), []
         return drained
@@ -205,7 +174,6 @@ class PrefetchQueue:
         for entry_id, entry in self._entries.items():
             assert entry.entry_id == entry_id, f"{entry.entry_id!r} is listed as {entry_id!r}"
             assert entry.wanted_by or entry.step is _Step.LOADING, f"nobody wants {entry_id!r}, {entry.step}"
-            assert (entry.reason is not None) == (entry.step is _Step.FAILED), f"{entry_id!r}: {entry.reason}"
             for request_id, request in entry.wanted_by.items():
                 assert self._requests.get(request_id) is request, f"{request_id!r} wants {entry_id!r}, but has left"
                 assert request.entries[entry_id] is entry, f"{request_id!r} wants another {entry_id!r}"
@@ -213,15 +181,13 @@ class PrefetchQueue:
             steps = [entry.step for entry in request.entries.values()]
             assert all(request_id in entry.wanted_by for entry in request.entries.values()), f"{request_id!r}"
             assert request.num_missing == len(steps) - steps.count(_Step.ARRIVED), f"{request_id!r} misses others"
-            assert (request.reason is not None) == (request.state is State.FAILED), f"{request.progress()}"
             assert request.num_missing or request.state is not State.WAITING, f"{request_id!r} waits for nothing"
             assert not request.num_missing or request.state is not State.ARRIVED, f"{request_id!r} has not arrived"
-            assert _Step.FAILED not in steps or request.state in (State.FAILED, State.LATE), f"{request.progress()}"
             for entry in request.entries.values():
                 is_listed = (id(request), id(entry)) in pending
                 assert is_listed or not self._is_pending(request, entry), f"{entry.entry_id!r} is never taken"
         num_loading = sum(entry.step is _Step.LOADING for entry in self._entries.values())
-        assert self._num_loading == num_loading, f"{self._num_loading} loads, but {num_loading}"
+        assert self.num_loading == num_loading, f"{self.num_loading} loads, but {num_loading}"
 
     def _is_pending(self, request: _Request, entry: _Entry) -> bool:
         is_here = self._requests.get(request.request_id) is request

@@ -2,19 +2,19 @@
 
     {"tiers": {"host_bytes": "4GB", "disk": {"path": "/var/cache/chunks", "max_bytes": "200GB"}}}
 
-`parse_tiers` checks it and is the only place that does.
+`parse_tiers` checks it and is the only place that does. Each key is one field of `TierConfig`, with its parser and, where
+it asks for a tier, the tier's name. `sglang_chunk_cache.tiers.registry` opens the medium of each tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 
-TIERS = ("host", "disk", "remote")
 WRITES = ("through", "evict")
 LOADINGS = ("prefetch", "layerwise", "sync")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -30,26 +30,12 @@ class DiskConfig:
     """None = as much as the file system takes."""
 
 
-def shown_url(url: str) -> str:
-    """The url for messages: without user, password and options."""
-    parts = urlsplit(url)
-    try:
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        port = ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """A store for several machines; exactly one of `url` and `hicache` is given."""
+    """A store for several machines."""
 
-    url: str | None = None
+    url: str
     """`redis://host:port/db` of a Redis or Valkey server."""
-    hicache: str | None = None
-    """Name of a HiCache storage backend of SGLang."""
-    settings: tuple[tuple[str, Any], ...] = ()
-    """Of the backend, as SGLang's `--hicache-storage-backend-extra-config` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,66 +46,14 @@ class ThrottleConfig:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TierConfig:
-    """Tiers below the KV pool; the defaults are the documentation's."""
-
-    host_bytes: int = 0
-    """Memory of each scheduler process for chunks; 0 = none are kept there."""
-    disk: DiskConfig | None = None
-    remote: RemoteConfig | None = None
-    write: str = "through"
-    """When a chunk is written down: one of `WRITES`, as soon as it is computed or before it is evicted."""
-    loading: str = "prefetch"
-    """When a chunk is brought up: one of `LOADINGS`, while its request waits, also while its forward runs, or at once
-    while everything waits."""
-    max_variants_per_chunk: int = 2
-    """Variants of one chunk that each tier keeps."""
-    timeout_s: float = 30.0
-    """A request waits no longer for a load; its chunks are computed then."""
-    controller: bool = True
-    """Whether a chunk is computed where that is estimated to be faster than loading it."""
-    hide_ratio: bool = False
-    """Whether requests that name neither method nor ratio recompute as much as hides behind loading, at least the
-    server's ratio."""
-    costs: tuple[tuple[str, float], ...] = ()
-    """Of a GB for a month in each tier, in any currency: each variant is kept in the cheapest tier whose load hides
-    behind what is recomputed, and in no other. Empty = in all tiers."""
-    num_threads: int = 2
-    """Workers that read and write, per scheduler process."""
-    throttle: tuple[tuple[str, ThrottleConfig], ...] = ()
-    """Per tier, `host`, `disk` or `remote`: for benchmarks."""
-
-    def costs_of(self, tiers: Iterable[str]) -> dict[str, float]:
-        """Of those among `tiers` that have one."""
-        costs = dict(self.costs)
-        return {tier: costs[tier] for tier in tiers if tier in costs}
-
-    def throttle_of(self, tier: str) -> ThrottleConfig | None:
-        return dict(self.throttle).get(tier)
-
-
-def parse_tiers(value: object, path: str) -> TierConfig | None:
-    """Check the value of the key; None where it is null or asks for no tier.
-
-    Args:
-        path: where it stood, for messages.
-
-    Raises:
-        ChunkCacheConfigError: an unknown key, or a value outside its range.
-    """
-    if value is None:
-        return None
-    known = [field.name for field in fields(TierConfig)]
-    items = _object(value, path, known)
-    checked: dict[str, Any] = {key: _PARSERS[key](item, f"{path}.{key}") for key, item in items.items()}
-    config = TierConfig(**checked)
-    named = [name for name, tier in zip(TIERS, (config.host_bytes, config.disk, config.remote), strict=True) if tier]
-    if not named:
-        raise _error(path, "names no tier", "give host_bytes, disk or remote")
-    if config.costs and set(config.costs_of(named)) != set(named):
-        raise _error(f"{path}.costs", f"has not all of {', '.join(named)}", "give the cost of each tier, or none")
-    return config
+def shown_url(url: str) -> str:
+    """The url for messages: without user, password and options."""
+    parts = urlsplit(url)
+    try:
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        port = ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
 def parse_bytes(value: object, path: str) -> int:
@@ -160,17 +94,13 @@ def _parse_remote(value: object, path: str) -> RemoteConfig | None:
         return None
     if isinstance(value, str):
         value = {"url": value}
-    items = _object(value, path, ["url", "hicache", "settings"])
-    names = [name for name in ("url", "hicache") if items.get(name) is not None]
-    if len(names) != 1:
-        raise _error(path, f"has {len(names)} of url and hicache", "give exactly one of them")
-    name = names[0]
-    if not isinstance(items[name], str) or not items[name]:
-        raise _error(f"{path}.{name}", f"{show(items[name])} is not a name", "give a string")
-    settings = items.get("settings", {})
-    if not isinstance(settings, Mapping) or (settings and name == "url"):
-        raise _error(f"{path}.settings", f"{show(settings)} does not fit", "give an object, beside hicache only")
-    return RemoteConfig(**{name: items[name]}, settings=tuple(sorted(settings.items())))
+    if isinstance(value, Mapping) and "hicache" in value:
+        problem = "storage backends of HiCache are not supported any more"
+        raise _error(f"{path}.hicache", problem, "give the url of a Redis or Valkey server, or a folder as disk")
+    url = _object(value, path, ["url"]).get("url")
+    if not isinstance(url, str) or not url:
+        raise _error(f"{path}.url", f"{show(url)} is not a url", "give one such as redis://host:port/0")
+    return RemoteConfig(url)
 
 
 def _parse_costs(value: object, path: str) -> tuple[tuple[str, float], ...]:
@@ -197,6 +127,10 @@ def _object(value: object, path: str, known: list[str]) -> Mapping[str, Any]:
     return value
 
 
+def _timeout(value: object, path: str) -> float:
+    return _number(value, path, least=0.001)
+
+
 def _number(value: object, path: str, least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
         raise _error(path, f"{show(value)} is not a number of at least {least:g}", "give such a number")
@@ -215,27 +149,76 @@ def _boolean(value: object, path: str) -> bool:
     return value
 
 
-def _one_of(value: object, path: str, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise _error(path, f"unknown value {show(value)}", f"give one of {', '.join(choices)}")
-    return value
+def _one_of(choices: tuple[str, ...]) -> Callable[[object, str], str]:
+    def parse(value: object, path: str) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise _error(path, f"unknown value {show(value)}", f"give one of {', '.join(choices)}")
+        return value
+
+    return parse
 
 
 def _error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
     return user_error(ChunkCacheConfigError, path, problem, remedy)
 
 
-_PARSERS = {
-    "host_bytes": parse_bytes,
-    "disk": _parse_disk,
-    "remote": _parse_remote,
-    "write": lambda value, path: _one_of(value, path, WRITES),
-    "loading": lambda value, path: _one_of(value, path, LOADINGS),
-    "max_variants_per_chunk": _integer,
-    "timeout_s": lambda value, path: _number(value, path, 0.001),
-    "controller": _boolean,
-    "hide_ratio": _boolean,
-    "costs": _parse_costs,
-    "num_threads": _integer,
-    "throttle": _parse_throttle,
-}
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Tiers below the KV pool, the fastest first, and how they are used; the defaults are the documentation's."""
+
+    host_bytes: int = field(default=0, metadata={"parse": parse_bytes, "tier": "host"})
+    """Memory of each scheduler process for chunks; 0 = none are kept there."""
+    disk: DiskConfig | None = field(default=None, metadata={"parse": _parse_disk, "tier": "disk"})
+    remote: RemoteConfig | None = field(default=None, metadata={"parse": _parse_remote, "tier": "remote"})
+    write: str = field(default="through", metadata={"parse": _one_of(WRITES)})
+    """When a chunk is written down: one of `WRITES`, as soon as it is computed or before it is evicted."""
+    loading: str = field(default="prefetch", metadata={"parse": _one_of(LOADINGS)})
+    """When a chunk is brought up: one of `LOADINGS`, while its request waits, also while its forward runs, or at once
+    while everything waits."""
+    max_variants_per_chunk: int = field(default=2, metadata={"parse": _integer})
+    """Variants of one chunk that each tier keeps."""
+    timeout_s: float = field(default=30.0, metadata={"parse": _timeout})
+    """A request waits no longer for a load; its chunks are computed then."""
+    controller: bool = field(default=True, metadata={"parse": _boolean})
+    """Whether a chunk is computed where that is estimated to be faster than loading it."""
+    hide_ratio: bool = field(default=False, metadata={"parse": _boolean})
+    """Whether requests that name neither method nor ratio recompute as much as hides behind loading, at least the
+    server's ratio."""
+    costs: tuple[tuple[str, float], ...] = field(default=(), metadata={"parse": _parse_costs})
+    """Of a GB for a month in each tier, in any currency: each variant is kept in the cheapest tier whose load hides
+    behind what is recomputed, and in no other. Empty = in all tiers."""
+    num_threads: int = field(default=2, metadata={"parse": _integer})
+    """Workers that read and write, per scheduler process."""
+    throttle: tuple[tuple[str, ThrottleConfig], ...] = field(default=(), metadata={"parse": _parse_throttle})
+    """Per tier: for benchmarks."""
+
+    def asked_for(self) -> dict[str, Any]:
+        """Tier -> value of its key, the fastest first; those that are not asked for are left out."""
+        return {tier: value for tier, key in _TIER_KEYS.items() if (value := getattr(self, key))}
+
+
+_TIER_KEYS = {key.metadata["tier"]: key.name for key in fields(TierConfig) if "tier" in key.metadata}
+TIERS = tuple(_TIER_KEYS)
+
+
+def parse_tiers(value: object, path: str) -> TierConfig | None:
+    """Check the value of the key; None where it is null or asks for no tier.
+
+    Args:
+        path: where it stood, for messages.
+
+    Raises:
+        ChunkCacheConfigError: an unknown key, or a value outside its range.
+    """
+    if value is None:
+        return None
+    parsers = {key.name: key.metadata["parse"] for key in fields(TierConfig)}
+    items = _object(value, path, list(parsers))
+    config = TierConfig(**{key: parsers[key](item, f"{path}.{key}") for key, item in items.items()})
+    asked_for = config.asked_for()
+    if not asked_for:
+        *others, last = _TIER_KEYS.values()
+        raise _error(path, "names no tier", f"give {', '.join(others)} or {last}")
+    if config.costs and not asked_for.keys() <= dict(config.costs).keys():
+        raise _error(f"{path}.costs", f"has not all of {', '.join(asked_for)}", "give the cost of each tier, or none")
+    return config

@@ -1,14 +1,22 @@
 """Where chunks are kept below the KV pool. Importing this package loads nothing.
 
+A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes, and its *ledger*
+(`chunk_cache.tier_ledger`) decides by ids and sizes what it keeps.
+
     base          the contract of a medium (`Medium`), what it moves, why it fails
     fingerprint   what must agree for stored KV to be usable
     record        the bytes of an entry's description, shared by the media that leave the process
     host          memory of this process
     disk          one file per variant in a folder, shared by servers; `files` writes them
     remote        a Redis or Valkey server; `redis_client` talks to it
-    hicache       a storage backend of SGLang's HiCache; `hicache_backend` talks to it
     throttled     any of these, slowed down
 
-A medium only moves bytes: `chunk_cache.tier_ledger` decides what is stored and evicted. A new medium is one file here
+    tier          a tier: name, medium, ledger, measured speed; `registry` opens those of the configuration
+    manager       all tiers, for the radix cache and the scheduler
+    writer        pool -> tiers; `workers` move the bytes
+    loader        tiers -> pool, for requests that wait; `search` finds, `stream` and `landing` go layer by layer
+    pool          what all of them need of the KV pool
+
+A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.tier_config.TierConfig` with its parser,
 and one class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
 """

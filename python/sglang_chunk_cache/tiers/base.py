@@ -27,6 +27,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "Fingerprint",
     "LayerwiseMedium",
     "Medium",
-    "OnProblem",
     "Problems",
     "StoredVariant",
     "TierError",
@@ -60,9 +60,6 @@ class TierError(Exception):
         super().__init__(f"{where}: {problem}; {remedy}")
         self.reason = reason
         self.where = where
-
-
-OnProblem: TypeAlias = Callable[[TierError], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +93,8 @@ class VariantInfo:
         return hasher.hexdigest()
 
     @property
-    def entry_id(self) -> str:
-        return f"{self.key.hex()}-{self.name}"
+    def entry_id(self) -> EntryId:
+        return EntryId(self.key, self.name)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VariantInfo):
@@ -188,18 +185,13 @@ Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerwiseMedium(ABC):
-    """A medium that fetches layer after layer, for one fingerprint.
-
-    Args:
-        on_problem: called with a corrupt or unreadable entry that `find` or `scan` skip, once for each, from the thread
-            that found it; None = a warning in the log.
-    """
+    """A medium that fetches layer after layer, for one fingerprint."""
 
     name: ClassVar[str]
 
-    def __init__(self, fingerprint: Fingerprint, on_problem: OnProblem | None) -> None:
+    def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
-        self._problems = Problems(on_problem)
+        self._problems = Problems()
 
     def read(self, info: VariantInfo) -> StoredVariant:
         k, v = self.fingerprint.empty(len(info.token_ids))
@@ -216,10 +208,10 @@ class LayerwiseMedium(ABC):
 
 
 class Problems:
-    """Tells each problem once, however often it is met, and each time to the thread that met it: `take_skipped`."""
+    """Entries that `find` or `scan` skip: each is logged once, however often it is met, and told each time to the
+    thread that met it: `take_skipped`."""
 
-    def __init__(self, callback: OnProblem | None) -> None:
-        self._callback = callback or _log
+    def __init__(self) -> None:
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -229,7 +221,7 @@ class Problems:
             if error.where in self._told:
                 return
             self._told.add(error.where)
-        self._callback(error)
+        _log(error)
 
 
 class _Met(threading.local):

@@ -9,7 +9,7 @@ known from its description. Who opens it sees all of it (`files`), and who has i
 deleted.
 
 A folder that may only be read is good for reading: each write raises `unreadable` then, and damaged entries stay. Token
-ids and KV lie there in the clear, and no file is readable for other users unless `file_mode` says so.
+ids and KV lie there in the clear, and no file is readable for other users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
-    OnProblem,
     StoredVariant,
     Target,
     TierError,
@@ -59,10 +58,6 @@ class DiskMedium(LayerwiseMedium):
 
     Args:
         root: made where it is not there.
-        sync: wait until the device has the bytes. Without, a crash of the machine may damage or lose what was written
-            shortly before; damaged entries are found corrupt, never used.
-        file_mode: of new files; folders can be entered by whoever may read. The umask is taken off it.
-        on_problem: see `LayerwiseMedium`.
 
     Raises:
         TierError: `root` is no folder and cannot be made one.
@@ -70,21 +65,11 @@ class DiskMedium(LayerwiseMedium):
 
     name = "disk"
 
-    def __init__(
-        self,
-        root: str | Path,
-        fingerprint: Fingerprint,
-        *,
-        sync: bool = True,
-        file_mode: int = 0o600,
-        on_problem: OnProblem | None = None,
-    ) -> None:
-        super().__init__(fingerprint, on_problem)
+    def __init__(self, root: str | Path, fingerprint: Fingerprint) -> None:
+        super().__init__(fingerprint)
         self._root = Path(root)
         self._folder = self._root / fingerprint.digest
         self._writing = self._folder / "writing"
-        self._sync = sync
-        self._file_mode = file_mode
         with told(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             self._device = self._root.stat().st_dev
@@ -111,7 +96,7 @@ class DiskMedium(LayerwiseMedium):
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
             if not self._writing.is_dir():
                 self._make_folders()
-            write_whole(path, _parts(header, stored), via=self._writing, mode=self._file_mode, sync=self._sync)
+            write_whole(path, _parts(header, stored), via=self._writing)
 
     def delete(self, info: VariantInfo) -> bool:
         path = self._path(info)
@@ -208,12 +193,12 @@ class DiskMedium(LayerwiseMedium):
                 return []
 
     def _make_folders(self) -> None:
-        make_folder(self._folder, self._file_mode)
-        make_folder(self._writing, self._file_mode)
+        make_folder(self._folder)
+        make_folder(self._writing)
         path = self._folder / "fingerprint.json"
         if not path.exists():
             text = json.dumps(self.fingerprint.describe(), indent=2).encode()
-            write_whole(path, [text], via=self._writing, mode=self._file_mode, sync=self._sync)
+            write_whole(path, [text], via=self._writing)
 
 
 def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]:

@@ -44,38 +44,34 @@ _REASONS = {
 _numbers = itertools.count()  # of this process: two threads never write to the same name
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, via: Path, mode: int, sync: bool) -> None:
-    """Writes `path`, or replaces it.
+def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, via: Path) -> None:
+    """Writes `path`, or replaces it; the device has it when this returns. Nobody but the owner may read it.
 
     Args:
         via: folder on the same file system in which it is written.
-        mode: of the file; folders that `path` needs can be entered by whoever may read.
-        sync: wait until the device has it.
 
     Raises:
         OSError: nothing is left of it.
     """
-    file, temporary = _open_locked(via, path.stem, mode)
+    file, temporary = _open_locked(via, path.stem)
     try:
         with file:
             for part in parts:
                 source = memoryview(part)
                 while source:  # one call writes at most 2 GiB
                     source = source[file.write(source) :]
-            if sync:
-                os.fsync(file.fileno())
-            _rename(temporary, path, mode)
+            os.fsync(file.fileno())
+            _rename(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    if sync:
-        _sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
-def make_folder(folder: Path, mode: int) -> None:
-    """Makes it for files of `mode`, where it is not there."""
-    folder.mkdir(mode=mode | 0o700 | (mode & 0o444) >> 2, exist_ok=True)
+def make_folder(folder: Path) -> None:
+    """Makes a folder that its owner alone may enter, where it is not there."""
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def remove_abandoned(folder: Path) -> int:
@@ -117,12 +113,12 @@ def read_all(file: io.FileIO, target: memoryview, path: Path) -> None:
         target = target[num_read:]
 
 
-def _open_locked(folder: Path, name: str, mode: int) -> tuple[io.FileIO, Path]:
+def _open_locked(folder: Path, name: str) -> tuple[io.FileIO, Path]:
     """A new file, locked, which nobody takes for abandoned."""
     for _ in range(_NUM_TRIES):
         path = folder / f"{name}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:  # of a process that had the same number, in another container say
             continue
         file = io.FileIO(descriptor, "w")
@@ -134,7 +130,7 @@ def _open_locked(folder: Path, name: str, mode: int) -> tuple[io.FileIO, Path]:
     raise OSError(errno.EIO, f"no file could be made in {_NUM_TRIES} tries", str(folder))
 
 
-def _rename(temporary: Path, path: Path, mode: int) -> None:
+def _rename(temporary: Path, path: Path) -> None:
     """Into a folder that others remove as soon as it is empty."""
     for _ in range(_NUM_TRIES):
         try:
@@ -142,8 +138,8 @@ def _rename(temporary: Path, path: Path, mode: int) -> None:
         except FileNotFoundError:
             temporary.stat()  # raises if that is what is gone
             with suppress(FileNotFoundError):
-                make_folder(path.parent.parent, mode)
-                make_folder(path.parent, mode)
+                make_folder(path.parent.parent)
+                make_folder(path.parent)
             path.parent.parent.parent.stat()
         else:
             return

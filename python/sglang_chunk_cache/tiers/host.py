@@ -19,18 +19,16 @@ _WHERE = "host memory"
 
 
 class HostMedium:
-    """See the head of this file.
+    """See the head of this file. With CUDA the memory is page-locked, so that copies to a GPU do not block.
 
-    Args:
-        pin: in page-locked memory, from where copies to a GPU do not block; None = if there is CUDA. PyTorch rounds
-            page-locked blocks up to powers of two and keeps freed ones: entries may take up to twice their bytes.
+    PyTorch rounds page-locked blocks up to powers of two and keeps freed ones: entries take up to twice their bytes.
     """
 
     name = "host"
 
-    def __init__(self, fingerprint: Fingerprint, *, pin: bool | None = None) -> None:
+    def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
-        self._pin = torch.cuda.is_available() if pin is None else pin
+        self._pin = torch.cuda.is_available()
         self._entries: dict[bytes, dict[str, StoredVariant]] = {}
         self._lock = threading.Lock()
 

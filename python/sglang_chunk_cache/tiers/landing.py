@@ -20,10 +20,10 @@ import torch
 
 if TYPE_CHECKING:
     from chunk_cache.index import ChunkIndex
+    from chunk_cache.prefetch import Votes
     from chunk_cache.variant import Variant
     from sglang_chunk_cache.kv.assembler import KVAssembler
     from sglang_chunk_cache.kv.store import VariantStore
-    from sglang_chunk_cache.tiers.loader import Votes
     from sglang_chunk_cache.tiers.stream import LayerStream
 
 

@@ -20,23 +20,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from chunk_cache.cost import Estimates, LoadingController, LoadOption, PrefillCost, preload_depth
-from chunk_cache.prefetch import PrefetchQueue, State
+from chunk_cache.prefetch import PrefetchQueue, State, Votes
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
-from sglang_chunk_cache.tiers.level import HOST, Level, Pool
+from sglang_chunk_cache.tiers.pool import Pool
 from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, TierSearch, Wanted
 from sglang_chunk_cache.tiers.stream import LayerStream, run_all
+from sglang_chunk_cache.tiers.tier import HOST, Tier
 
 if TYPE_CHECKING:
     from chunk_cache.tier_config import TierConfig
     from sglang_chunk_cache.tiers.metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
     from sglang_chunk_cache.tiers.writer import TierWriter
-
-Votes = npt.NDArray[np.int64]
 
 MAX_STAGED_BYTES = 2 << 30
 """Of chunks for requests that wait; while there are more, no further load is begun."""
@@ -60,7 +59,7 @@ class TierLoader:
     """See the head of this file.
 
     Args:
-        levels: in the order in which they are asked.
+        tiers: in the order in which they are asked.
         prefill_cost: how long computing takes.
         ratio: of the tokens that are brought in, how many a request usually computes again.
         reduce_max: `int64 -> int64`, the element-wise maximum over the ranks; None where there is one.
@@ -69,7 +68,7 @@ class TierLoader:
     def __init__(
         self,
         config: TierConfig,
-        levels: Sequence[Level],
+        tiers: Sequence[Tier],
         *,
         workers: Workers,
         writer: TierWriter,
@@ -82,12 +81,12 @@ class TierLoader:
         reduce_max: Callable[[Votes], Votes] | None,
     ) -> None:
         self._config = config
-        self._levels = tuple(levels)
+        self._tiers = tuple(tiers)
         self._workers = workers
         self._writer = writer
         self._pool = pool
         self._metrics = metrics
-        self._search = TierSearch(levels, fingerprint, max_generation)
+        self._search = TierSearch(tiers, fingerprint, max_generation)
         self._bytes_per_token = fingerprint.payload_len(1)
         self._num_layers = fingerprint.num_layers
         self._ratio = ratio
@@ -97,14 +96,15 @@ class TierLoader:
         self._controller = LoadingController(overlaps=self._overlaps)
         self._queue = PrefetchQueue()
         self._waiting: dict[str, _Waiting] = {}
-        self._wanted: dict[str, Wanted] = {}  # what is to be loaded, under way or there, by key in hex
-        self._found: dict[str, Found] = {}
-        self._estimated_s: dict[str, float] = {}
-        self._preload: dict[str, int] = {}
-        self._staged: dict[str, int] = {}
+        # All by chunk key:
+        self._wanted: dict[bytes, Wanted] = {}  # what is to be loaded, under way or there
+        self._found: dict[bytes, Found] = {}
+        self._estimated_s: dict[bytes, float] = {}
+        self._preload: dict[bytes, int] = {}
+        self._staged: dict[bytes, int] = {}
+        self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
         self.num_staged_bytes = 0
         """Of chunks that are loaded, or under way, and wanted by a request that was not admitted yet."""
-        self._num_wanting: dict[bytes, int] = {}  # requests, by chunk key; workers look at it
         self.estimates = Estimates()
         """Of the loads that were estimated, by this rank."""
 
@@ -125,23 +125,24 @@ class TierLoader:
         self._waiting[rid] = waiting
         for chunk in waiting.chunks:
             self._num_wanting[chunk.key] = self._num_wanting.get(chunk.key, 0) + 1
-            if self._levels[0].is_host and self._levels[0].ledger.entries_of(chunk.key.hex()):
-                found = self._search.find_in(self._levels[0], chunk, None)
-                self._note_reads(chunk.key.hex(), found)
+            if self._tiers[0].is_host and self._tiers[0].ledger.entries_of(chunk.key):
+                found = self._search.find_in(self._tiers[0], chunk, None)
+                self._note_reads(chunk.key, found)
                 waiting.decided[chunk.key] = found
         patience = self._config.timeout_s
         if self._config.controller:
             hidden_s = self._prefill_cost.estimate(num_rows_ahead, num_keys) if num_rows_ahead else 0.0
             worth_s = self._compute_what_is_faster(waiting, num_keys, hidden_s)
             patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
-        to_load = {chunk.key.hex(): chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
+        to_load = {chunk.key: chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
         if self._overlaps:
             self._choose_preload(list(to_load.values()), num_keys)
         self._wanted |= to_load
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
-        while self._config.loading == "sync" and self._state_of(rid) is State.WAITING:
+        while self._config.loading == "sync" and self._queue.state_of(rid) is State.WAITING:
             self._workers.wait_done(0.01)
+            self._queue.poll(time.monotonic())
 
     def poll(self, queued: Sequence[str]) -> None:
         """Settles what has become of the requests that wait.
@@ -156,9 +157,8 @@ class TierLoader:
             self._queue.poll(time.monotonic())
             votes = self._queue.votes(undecided)
             if self._reduce_max is not None:
-                votes = self._reduce_max(votes.astype(np.int64)).astype(np.int8)
-            progress = self._queue.apply(undecided, votes)
-            self._settle([one.request_id for one in progress if one.state is not State.WAITING])
+                votes = self._reduce_max(votes)
+            self._settle(self._queue.apply(undecided, votes))
         self._drop_unwanted()
         self._begin_loads()
 
@@ -189,7 +189,7 @@ class TierLoader:
             self._num_wanting[chunk.key] -= 1
             if not self._num_wanting[chunk.key]:
                 del self._num_wanting[chunk.key]
-                self.num_staged_bytes -= self._staged.pop(chunk.key.hex(), 0)
+                self.num_staged_bytes -= self._staged.pop(chunk.key, 0)
 
     def clear(self) -> None:
         """Nobody waits any more."""
@@ -204,11 +204,11 @@ class TierLoader:
         """
         candidates = []
         for chunk in waiting.chunks:
-            level = self._level_of(chunk)
-            if level is not None and chunk.key not in waiting.decided and chunk.key.hex() not in self._wanted:
-                option = LoadOption(level.name, self._num_bytes(chunk), len(chunk.token_ids), num_keys)
+            tier = self._tier_of(chunk)
+            if tier is not None and chunk.key not in waiting.decided and chunk.key not in self._wanted:
+                option = LoadOption(tier.name, self._num_bytes(chunk), len(chunk.token_ids), num_keys)
                 candidates.append((chunk, option))
-        channels = {level.name: level.reads.record() for level in self._levels}
+        channels = {tier.name: tier.reads.record() for tier in self._tiers}
         prefill = self._prefill_cost.record()
         if self._overlaps:  # the forward computes some rows of these chunks in any case
             num_rows = round(self._ratio * sum(option.num_rows for _, option in candidates))
@@ -225,110 +225,105 @@ class TierLoader:
             if decision.action == "compute":
                 waiting.decided[chunk.key] = Found(None, option.tier, "tier_slow")
             else:
-                self._estimated_s[chunk.key.hex()] = channels[option.tier].estimate(option.num_bytes)
+                self._estimated_s[chunk.key] = channels[option.tier].estimate(option.num_bytes)
                 worth_s = max(worth_s, decision.load_s) + decision.compute_s
         return 2.0 * worth_s
 
     def _choose_preload(self, chunks: Sequence[Wanted], num_keys: int) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        levels = [self._level_of(chunk) for chunk in chunks]
+        tiers = [self._tier_of(chunk) for chunk in chunks]
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         load_s = sum(
-            level.reads.estimate(self._num_bytes(chunk))
-            for chunk, level in zip(chunks, levels, strict=True)
-            if level is not None
+            tier.reads.estimate(self._num_bytes(chunk))
+            for chunk, tier in zip(chunks, tiers, strict=True)
+            if tier is not None
         )
         num_rows = num_keys - num_tokens + round(self._ratio * num_tokens)
         depth = preload_depth(self._num_layers, load_s, self._prefill_cost.estimate(max(num_rows, 1), num_keys))
-        self._preload |= {chunk.key.hex(): depth for chunk in chunks if chunk.key.hex() not in self._wanted}
+        self._preload |= {chunk.key: depth for chunk in chunks if chunk.key not in self._wanted}
 
-    def _level_of(self, chunk: Wanted) -> Level | None:
+    def _tier_of(self, chunk: Wanted) -> Tier | None:
         """The first that is known to have it; another server may have written it where we share a tier."""
-        key_hex = chunk.key.hex()
-        return next((level for level in self._levels if level.ledger.entries_of(key_hex)), None)
+        return next((tier for tier in self._tiers if tier.ledger.entries_of(chunk.key)), None)
 
     def _num_bytes(self, chunk: Wanted) -> int:
         return len(chunk.token_ids) * self._bytes_per_token
 
     def _queued_bytes(self) -> dict[str, int]:
         """That were asked for and are not there yet, by tier; each worker reads a share of them."""
-        queued = {level.name: 0 for level in self._levels}
-        for key_hex, chunk in self._wanted.items():
-            level = None if key_hex in self._found else self._level_of(chunk)
-            if level is not None:
-                queued[level.name] += self._num_bytes(chunk) // self._workers.num_threads
+        queued = {tier.name: 0 for tier in self._tiers}
+        for key, chunk in self._wanted.items():
+            tier = None if key in self._found else self._tier_of(chunk)
+            if tier is not None:
+                queued[tier.name] += self._num_bytes(chunk) // self._workers.num_threads
         return queued
-
-    def _state_of(self, rid: str) -> State:
-        return next(one.state for one in self._queue.poll(time.monotonic()) if one.request_id == rid)
 
     def _begin_loads(self) -> None:
         # As many as there is room for: they go on while a forward keeps this thread. One by one where there is none: a
         # single request may want more.
-        while (self.num_staged_bytes < MAX_STAGED_BYTES or not self._queue.num_loading) and (
-            taken := self._queue.take(1)
-        ):
-            (key_hex,) = taken
-            if key_hex not in self._staged:  # else another request still holds what an earlier load has found
-                self._staged[key_hex] = self._num_bytes(self._wanted[key_hex])
-                self.num_staged_bytes += self._staged[key_hex]
-            find = partial(self._find, self._wanted[key_hex], self._preload.get(key_hex))
-            listed = {level.name: level.ledger.entries_of(key_hex) for level in self._levels}
-            self._workers.submit(find, partial(self._end, key_hex, listed))
+        while self.num_staged_bytes < MAX_STAGED_BYTES or not self._queue.num_loading:
+            key = self._queue.take()
+            if key is None:
+                return
+            if key not in self._staged:  # else another request still holds what an earlier load has found
+                self._staged[key] = self._num_bytes(self._wanted[key])
+                self.num_staged_bytes += self._staged[key]
+            find = partial(self._find, self._wanted[key], self._preload.get(key))
+            listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
+            self._workers.submit(find, partial(self._end, key, listed))
 
-    def _end(self, key_hex: str, listed: Mapping[str, Sequence[str]], found: Found) -> None:
-        for level in found.absent:  # what was listed since then has been written since then
-            for entry_id in listed[level.name]:
-                if entry_id in level.infos:
-                    self._writer.forget(level, level.infos[entry_id])
-        self._note_reads(key_hex, found)
-        self._found[key_hex] = dataclasses.replace(found, reads=(), absent=())
-        self._queue.complete(key_hex, True)  # it has ended; how, is what was found
+    def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
+        for tier in found.absent:  # what was listed since then has been written since then
+            for entry_id in listed[tier.name]:
+                if entry_id in tier.infos:
+                    self._writer.forget(tier, tier.infos[entry_id])
+        self._note_reads(key, found)
+        self._found[key] = dataclasses.replace(found, reads=(), absent=())
+        self._queue.complete(key)  # it has ended; how, is what was found
         self._drop_unwanted()
         self._begin_loads()
 
-    def _run_streams(self, streams: list[tuple[str, LayerStream]]) -> None:
+    def _run_streams(self, streams: Mapping[bytes, LayerStream]) -> None:
         """Reads to their end those that a forward is about to wait for, before what only a queue waits for."""
-        streams = [(key_hex, stream) for key_hex, stream in dict(streams).items() if not stream.has_begun]
-        for _, stream in streams:
+        begun = {key: stream for key, stream in streams.items() if not stream.has_begun}
+        for stream in begun.values():
             stream.has_begun = True
-        if streams:
-            run = partial(run_all, [stream for _, stream in streams])
-            self._workers.submit(run, partial(self._end_streams, streams), lane="stream")
+        if begun:
+            run = partial(run_all, list(begun.values()))
+            self._workers.submit(run, partial(self._end_streams, begun), lane="stream")
 
-    def _end_streams(self, streams: list[tuple[str, LayerStream]], _: None) -> None:
-        for key_hex, stream in streams:
+    def _end_streams(self, streams: Mapping[bytes, LayerStream], _: None) -> None:
+        for key, stream in streams.items():
             if stream.is_complete:
-                self._note_seconds(key_hex, stream.level, stream.stored.info, stream.seconds)
+                self._note_seconds(key, stream.tier, stream.stored.info, stream.seconds)
                 self._keep_in_host(stream.stored)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(stream.level, stream.stored.info)
+                self._writer.forget(stream.tier, stream.stored.info)
 
-    def _note_seconds(self, key_hex: str, level: Level, info: VariantInfo, seconds: float) -> None:
-        level.reads.observe(info.payload_len, seconds)
-        if key_hex in self._estimated_s:
-            self.estimates.add(self._estimated_s[key_hex], seconds)
-            self._metrics.count_estimate(level.name, self._estimated_s[key_hex], seconds)
+    def _note_seconds(self, key: bytes, tier: Tier, info: VariantInfo, seconds: float) -> None:
+        tier.reads.observe(info.payload_len, seconds)
+        if key in self._estimated_s:
+            self.estimates.add(self._estimated_s[key], seconds)
+            self._metrics.count_estimate(tier.name, self._estimated_s[key], seconds)
 
-    def _note_reads(self, key_hex: str, found: Found) -> None:
+    def _note_reads(self, key: bytes, found: Found) -> None:
         """The ledgers learn what is there; the estimates, what it took."""
-        for level, info, reason in found.reads:
-            self._writer.adopt(level, info)
-            if level.ledger.prepare_load(info.entry_id):
-                level.ledger.complete_load(info.entry_id, reason not in BAD_ENTRY)
+        for tier, info, reason in found.reads:
+            self._writer.adopt(tier, info)
+            tier.ledger.note_read(info.entry_id, is_corrupt=reason in BAD_ENTRY)
             if reason in BAD_ENTRY:
-                self._writer.forget(level, info)
+                self._writer.forget(tier, info)
             elif reason is None:
-                level.ledger.touch(info.entry_id)
+                tier.ledger.touch(info.entry_id)
                 if found.stream is None:
-                    self._note_seconds(key_hex, level, info, found.seconds)
+                    self._note_seconds(key, tier, info, found.seconds)
 
     def _drop_unwanted(self) -> None:
-        for key_hex in self._queue.drain():
-            self._found.pop(key_hex, None)
-            self._wanted.pop(key_hex, None)
-            self._estimated_s.pop(key_hex, None)
-            self._preload.pop(key_hex, None)
+        for key in self._queue.drain():
+            self._found.pop(key, None)
+            self._wanted.pop(key, None)
+            self._estimated_s.pop(key, None)
+            self._preload.pop(key, None)
 
     def _find(self, chunk: Wanted, num_layers: int | None) -> Found:
         """In a worker."""
@@ -337,7 +332,7 @@ class TierLoader:
     def _settle(self, rids: Sequence[str]) -> None:
         """The loads of these requests have ended, or are late, on all ranks."""
         pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
-        outcomes = [waiting.decided.get(key) or self._found.get(key.hex(), LATE) for waiting, key in pairs]
+        outcomes = [waiting.decided.get(key) or self._found.get(key, LATE) for waiting, key in pairs]
         if self._reduce_max is not None and outcomes:
             outcomes = self._agree(outcomes, self._reduce_max)
         for rid in rids:
@@ -347,8 +342,8 @@ class TierLoader:
             waiting.outcome[key] = found
         for found in {(key, found.outcome): found for (_, key), found in zip(pairs, outcomes, strict=True)}.values():
             self._note_outcome(found)
-        found_by_key = [(key.hex(), found) for (_, key), found in zip(pairs, outcomes, strict=True)]
-        self._run_streams([(key_hex, found.stream) for key_hex, found in found_by_key if found.stream is not None])
+        found_by_key = [(key, found) for (_, key), found in zip(pairs, outcomes, strict=True)]
+        self._run_streams({key: found.stream for key, found in found_by_key if found.stream is not None})
 
     def _agree(self, outcomes: Sequence[Found], reduce_max: Callable[[Votes], Votes]) -> list[Found]:
         """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""
@@ -362,9 +357,9 @@ class TierLoader:
             agreed.append(found if same else Found(None, found.tier, found.reason or "tier_ranks"))
             if of_no_use and found.stored is not None:
                 info = found.stored.info
-                for level in self._levels:
-                    if info.entry_id in level.infos:
-                        self._writer.forget(level, info)
+                for tier in self._tiers:
+                    if info.entry_id in tier.infos:
+                        self._writer.forget(tier, info)
         return agreed
 
     def _note_outcome(self, found: Found) -> None:
@@ -374,6 +369,6 @@ class TierLoader:
             self._keep_in_host(found.stored)
 
     def _keep_in_host(self, stored: StoredVariant) -> None:
-        host = self._levels[0]
+        host = self._tiers[0]
         if host.is_host:
             self._writer.put(host, stored)

@@ -20,28 +20,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 
-from chunk_cache.cost import PrefillCost, Throughput, hidden_ratio, placement
-from chunk_cache.tier_ledger import TierLedger
-from sglang_chunk_cache.tiers.base import Medium, TierError, VariantInfo
+from chunk_cache.cost import PrefillCost, hidden_ratio, placement
+from sglang_chunk_cache.tiers.base import TierError, VariantInfo
 from sglang_chunk_cache.tiers.clock import ForwardClock
-from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
-from sglang_chunk_cache.tiers.host import HostMedium
-from sglang_chunk_cache.tiers.level import HOST, Level, Pool
 from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.pool import Pool
+from sglang_chunk_cache.tiers.registry import open_tiers
 from sglang_chunk_cache.tiers.search import Outcome
 from sglang_chunk_cache.tiers.stream import LayerStream
-from sglang_chunk_cache.tiers.throttled import Throttled
+from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
 
 if TYPE_CHECKING:
     from chunk_cache.config import Config
-    from chunk_cache.tier_config import RemoteConfig, TierConfig
+    from chunk_cache.tier_config import TierConfig
     from chunk_cache.variant import Variant
 
 logger = logging.getLogger(__name__)
@@ -53,7 +50,7 @@ class ChunkTiers:
     def __init__(
         self,
         config: TierConfig,
-        levels: Sequence[Level],
+        tiers: Sequence[Tier],
         *,
         pool: Pool,
         metrics: TierMetrics,
@@ -64,7 +61,7 @@ class ChunkTiers:
         device: torch.device,
     ) -> None:
         self._config = config
-        self._levels = tuple(levels)
+        self._tiers = tuple(tiers)
         self._tp_group = tp_group
         self._bytes_per_token = fingerprint.payload_len(1)
         self._ratio = ratio
@@ -76,7 +73,7 @@ class ChunkTiers:
         self._disabled_reason: str | None = None
         self._writer = TierWriter(
             config,
-            levels,
+            tiers,
             workers=self._workers,
             pool=pool,
             metrics=metrics,
@@ -85,7 +82,7 @@ class ChunkTiers:
         )
         self._loader = TierLoader(
             config,
-            levels,
+            tiers,
             workers=self._workers,
             writer=self._writer,
             pool=pool,
@@ -96,10 +93,10 @@ class ChunkTiers:
             ratio=ratio,
             reduce_max=self.reduce_max,
         )
-        for level in self._levels:
-            if not level.is_host:
-                problem = f"tier {level.name} was not searched"
-                self._workers.submit(partial(_listed, level, level.medium.scan, problem), self._adopt_all)
+        for tier in self._tiers:
+            if not tier.is_host:
+                problem = f"tier {tier.name} was not searched"
+                self._workers.submit(partial(_listed, tier, tier.medium.scan, problem), self._adopt_all)
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -149,7 +146,7 @@ class ChunkTiers:
         left = [(stream, num_bytes) for stream in streams if (num_bytes := stream.num_bytes_left)]
         ratio = least
         if left:
-            load_s = sum(stream.level.reads.estimate(num_bytes) for stream, num_bytes in left)
+            load_s = sum(stream.tier.reads.estimate(num_bytes) for stream, num_bytes in left)
             share_left = max(num_bytes / stream.stored.info.payload_len for stream, num_bytes in left)
             ratio = hidden_ratio(load_s, share_left * self._prefill_cost.estimate(num_tokens, num_keys), least)
         # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.
@@ -167,7 +164,7 @@ class ChunkTiers:
         return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
 
     def _stored_len(self, key: bytes) -> int:
-        infos = (level.infos[entry_id] for level in self._levels for entry_id in level.ledger.entries_of(key.hex()))
+        infos = (tier.infos[entry_id] for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
         return max((len(info.token_ids) for info in infos if info.generation <= self._max_generation), default=0)
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
@@ -176,28 +173,28 @@ class ChunkTiers:
         Returns:
             By key and tier, how many variants any rank knew of; keys and tiers without any are left out.
         """
-        num_known = np.zeros((len(keys), len(self._levels)), dtype=np.int64)
+        num_known = np.zeros((len(keys), len(self._tiers)), dtype=np.int64)
         for i, key in enumerate(keys):
-            for j, level in enumerate(self._levels):
-                known = [level.infos[entry_id] for entry_id in level.ledger.entries_of(key.hex())]
+            for j, tier in enumerate(self._tiers):
+                known = [tier.infos[entry_id] for entry_id in tier.ledger.entries_of(key)]
                 num_known[i, j] = len(known)
-                self._forget_all((level, known))  # at once: whoever asks from now on is told that it is gone
-                if not level.is_host:
-                    problem = f"a chunk was not deleted from tier {level.name}"
-                    find = partial(level.medium.find, key)
-                    self._workers.submit(partial(_listed, level, find, problem), self._forget_all)
+                self._forget_all((tier, known))  # at once: whoever asks from now on is told that it is gone
+                if not tier.is_host:
+                    problem = f"a chunk was not deleted from tier {tier.name}"
+                    find = partial(tier.medium.find, key)
+                    self._workers.submit(partial(_listed, tier, find, problem), self._forget_all)
         if self.reduce_max is not None and keys:  # the ledgers of the ranks learn of it at different times
             num_known = self.reduce_max(num_known.reshape(-1)).reshape(num_known.shape)
         return {
-            key: {level.name: num for level, num in zip(self._levels, row, strict=True) if num}
+            key: {tier.name: num for tier, num in zip(self._tiers, row, strict=True) if num}
             for key, row in zip(keys, num_known.tolist(), strict=True)
             if any(row)
         }
 
-    def _forget_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
-        level, infos = found
+    def _forget_all(self, found: tuple[Tier, list[VariantInfo]]) -> None:
+        tier, infos = found
         for info in infos:
-            self._writer.forget(level, info)
+            self._writer.forget(tier, info)
 
     def flush(self) -> None:
         """SGLang's cache was flushed: the host tier is memory like the pool and goes with it, the others stay."""
@@ -225,7 +222,7 @@ class ChunkTiers:
             "held_requests": self._loader.num_held,
             "queued_write_bytes": self._writer.num_queued_bytes,
             "staged_bytes": self._loader.num_staged_bytes,
-            "tiers": {level.name: _level_stats(level) for level in self._levels},
+            "tiers": {tier.name: _tier_stats(tier) for tier in self._tiers},
             "prefill": {
                 "s_per_pass": prefill.s_per_pass,
                 "s_per_row": prefill.s_per_row,
@@ -243,22 +240,22 @@ class ChunkTiers:
     def close(self) -> None:
         """Ends the workers, once what was submitted is done."""
         self._workers.close()
-        for level in self._levels:
-            level.medium.close()
+        for tier in self._tiers:
+            tier.medium.close()
 
     def _place(self, variant: Variant) -> str | None:
         """Where a variant is kept: the cheapest tier whose load hides behind what is recomputed of it."""
-        channels = {level.name: level.reads.record() for level in self._levels}
-        costs = self._config.costs_of(channels)
+        channels = {tier.name: tier.reads.record() for tier in self._tiers}
+        costs = {name: dict(self._config.costs)[name] for name in channels}
         compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
         return placement(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
 
-    def _adopt_all(self, found: tuple[Level, list[VariantInfo]]) -> None:
-        level, infos = found
+    def _adopt_all(self, found: tuple[Tier, list[VariantInfo]]) -> None:
+        tier, infos = found
         for info in infos:
-            self._writer.adopt(level, info)
+            self._writer.adopt(tier, info)
         logger.info(
-            "Chunk cache: tier %s holds %d chunks, %d bytes", level.name, len(level.ledger), level.ledger.num_bytes
+            "Chunk cache: tier %s holds %d chunks, %d bytes", tier.name, len(tier.ledger), tier.ledger.num_bytes
         )
 
     def _reduce_max(self, votes: np.ndarray) -> np.ndarray:
@@ -285,27 +282,15 @@ def create_tiers(
         is_counting: whether this rank counts for the metrics.
 
     Raises:
-        TierError: a tier cannot be opened.
-        ImportError, ValueError: its client is not installed, its name is not known, or memory for it is not there.
+        TierError, ImportError, ValueError: see `open_tiers`.
     """
-    tiers = config.tiers
-    if tiers is None:
+    if config.tiers is None:
         return None
-    levels = []
-    if tiers.costs and fingerprint.tp_size > 1:
+    if config.tiers.costs and fingerprint.tp_size > 1:
         raise ValueError("costs: each rank would place by its own estimates; leave them out with tensor parallelism")
-    if tiers.host_bytes:
-        _check_host_memory(tiers.host_bytes * fingerprint.tp_size)
-        levels.append(_level(HOST, HostMedium(fingerprint), tiers.host_bytes, config))
-    if tiers.disk is not None:
-        disk = DiskMedium(tiers.disk.path, fingerprint)
-        max_bytes = None if tiers.disk.max_bytes is None else tiers.disk.max_bytes // fingerprint.tp_size
-        levels.append(_level("disk", disk, max_bytes, config))
-    if tiers.remote is not None:
-        levels.append(_level("remote", _remote(tiers.remote, fingerprint), None, config))
     return ChunkTiers(
-        tiers,
-        levels,
+        config.tiers,
+        open_tiers(config, fingerprint),
         pool=pool,
         metrics=TierMetrics(enabled=is_counting),
         max_generation=config.max_generation,
@@ -316,56 +301,24 @@ def create_tiers(
     )
 
 
-def _level(name: str, medium: Medium, max_bytes: int | None, config: Config) -> Level:
-    assert config.tiers is not None
-    throttle = config.tiers.throttle_of(name)
-    if throttle is not None:
-        medium = Throttled(medium, throttle.bytes_per_s, throttle.latency_s)
-    return Level(name, medium, TierLedger(max_bytes, config.eviction, config.ageing), Throughput())
-
-
-def _check_host_memory(num_bytes: int) -> None:
-    """
-    Raises:
-        ValueError: the machine does not have them.
-    """
-    available = psutil.virtual_memory().available
-    if num_bytes > available:
-        raise ValueError(
-            f"host_bytes: {num_bytes} bytes for all ranks, but {available} are free; give fewer, or free memory"
-        )
-
-
-def _remote(remote: RemoteConfig, fingerprint: Fingerprint) -> Medium:
-    # Imported here: each needs a package that few servers have.
-    if remote.url is not None:
-        from sglang_chunk_cache.tiers.remote import RemoteMedium
-
-        return RemoteMedium(remote.url, fingerprint)
-    from sglang_chunk_cache.tiers.hicache import HiCacheMedium
-
-    assert remote.hicache is not None
-    return HiCacheMedium(remote.hicache, fingerprint, settings=dict(remote.settings))
-
-
 def _listed(
-    level: Level, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
-) -> tuple[Level, list[VariantInfo]]:
+    tier: Tier, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
+) -> tuple[Tier, list[VariantInfo]]:
     """In a worker: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
-        return level, list(list_infos())
+        return tier, list(list_infos())
     except TierError as error:
         logger.warning("Chunk cache: %s: %s", problem, error)
-        return level, []
+        return tier, []
 
 
-def _level_stats(level: Level) -> dict[str, Any]:
-    reads = level.reads.record()
+def _tier_stats(tier: Tier) -> dict[str, Any]:
+    reads = tier.reads.record()
     return {
-        "entries": len(level.ledger),
-        "bytes": level.ledger.num_bytes,
-        "max_bytes": level.ledger.max_bytes,
+        "entries": len(tier.ledger),
+        "bytes": tier.ledger.num_bytes,
+        "max_bytes": tier.ledger.max_bytes,
         "latency_s": reads.latency_s,
         "bytes_per_s": 1.0 / reads.s_per_byte if reads.s_per_byte else None,
-        **level.ledger.stats(),
+        **tier.ledger.stats(),
     }

@@ -26,7 +26,6 @@ from chunk_cache.tier_config import shown_url
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
-    OnProblem,
     StoredVariant,
     Target,
     TierError,
@@ -47,6 +46,8 @@ from sglang_chunk_cache.tiers.record import (
 )
 from sglang_chunk_cache.tiers.redis_client import connect, told
 
+TIMEOUT_S = 5.0
+"""Seconds for connecting, and for waiting for the next bytes; the worst case of a call is a small multiple."""
 UNNAMED_S = 600
 """A payload that no description names is kept for so long; a write may not take longer."""
 BATCH_LEN = 8 << 20
@@ -58,9 +59,6 @@ class RemoteMedium(LayerwiseMedium):
 
     Args:
         url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, `unix:///socket`.
-        timeout_s: of connecting, and of waiting for the next bytes; the worst case of a call is a small multiple.
-        ttl_s: entries expire so long after they were written; None = never.
-        on_problem: see `LayerwiseMedium`.
 
     Raises:
         ImportError: the client is not installed.
@@ -69,19 +67,10 @@ class RemoteMedium(LayerwiseMedium):
 
     name = "remote"
 
-    def __init__(
-        self,
-        url: str,
-        fingerprint: Fingerprint,
-        *,
-        timeout_s: float = 5.0,
-        ttl_s: int | None = None,
-        on_problem: OnProblem | None = None,
-    ) -> None:
-        super().__init__(fingerprint, on_problem)
+    def __init__(self, url: str, fingerprint: Fingerprint) -> None:
+        super().__init__(fingerprint)
         self._where = shown_url(url)
-        self._client: Any = connect(url, timeout_s)  # typed for the asynchronous client too
-        self._ttl_s = ttl_s
+        self._client: Any = connect(url, TIMEOUT_S)  # typed for the asynchronous client too
         self._prefix = f"chunk_cache:{fingerprint.digest}:"
         self._num_fields = 2 * fingerprint.num_layers + 1
 
@@ -156,7 +145,7 @@ class RemoteMedium(LayerwiseMedium):
             where = f"{self._where} {key} {show(name)}"
             try:
                 record = decode(raw, self.fingerprint, where)
-                if record.info.entry_id != f"{key_hex}-{name}":
+                if (record.info.key.hex(), record.info.name) != (key_hex, name):
                     raise corrupt(where, f"holds the entry {record.info.entry_id}")
             except TierError as error:
                 self._problems.tell(error)
@@ -182,12 +171,8 @@ class RemoteMedium(LayerwiseMedium):
             pipe.hset(key, info.name, raw)
             if old_payload is not None:  # here already: this may take effect without us ever knowing
                 pipe.expire(old_payload, UNNAMED_S)
-            if self._ttl_s is None:
-                pipe.persist(key)
-                pipe.persist(payload)
-            else:
-                pipe.expire(key, self._ttl_s)
-                pipe.expire(payload, self._ttl_s)
+            pipe.persist(key)
+            pipe.persist(payload)
             pipe.set(f"{self._prefix}fingerprint", json.dumps(self.fingerprint.describe()), nx=True)
             pipe.hlen(payload)
             results = pipe.execute()

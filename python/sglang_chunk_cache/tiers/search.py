@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
-from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.stream import LayerStream
+from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.keys import Partition
@@ -64,8 +64,8 @@ class Found:
     reason: str | None = None
     seconds: float = 0.0
     stream: LayerStream | None = None
-    reads: tuple[tuple[Level, VariantInfo, str | None], ...] = ()
-    absent: tuple[Level, ...] = ()
+    reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
+    absent: tuple[Tier, ...] = ()
 
     @property
     def vote(self) -> int:
@@ -95,12 +95,12 @@ class TierSearch:
     """See the head of this file.
 
     Args:
-        levels: in the order in which they are asked.
+        tiers: in the order in which they are asked.
         max_generation: variants above it are passed over.
     """
 
-    def __init__(self, levels: Sequence[Level], fingerprint: Fingerprint, max_generation: int) -> None:
-        self._levels = tuple(levels)
+    def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint, max_generation: int) -> None:
+        self._tiers = tuple(tiers)
         self._empty = fingerprint.empty
         self._max_generation = max_generation
 
@@ -111,12 +111,12 @@ class TierSearch:
             num_layers: that are there when this returns, and a stream brings the others; None = all, without one.
         """
         trouble = NOT_STORED
-        reads: list[tuple[Level, VariantInfo, str | None]] = []
-        absent: list[Level] = []
-        for level in self._levels:
-            if level.is_host:
+        reads: list[tuple[Tier, VariantInfo, str | None]] = []
+        absent: list[Tier] = []
+        for tier in self._tiers:
+            if tier.is_host:
                 continue
-            found = self.find_in(level, chunk, num_layers)
+            found = self.find_in(tier, chunk, num_layers)
             reads += found.reads
             absent += found.absent
             trouble = found if found.stored is not None or found.reason is not None else trouble
@@ -124,19 +124,19 @@ class TierSearch:
                 break
         return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
 
-    def find_in(self, level: Level, chunk: Wanted, num_layers: int | None) -> Found:
+    def find_in(self, tier: Tier, chunk: Wanted, num_layers: int | None) -> Found:
         take_skipped()
         try:
-            infos = level.medium.find(chunk.key)
+            infos = tier.medium.find(chunk.key)
         except TierError as error:
-            logger.warning("Chunk cache: tier %s was not searched: %s", level.name, error)
-            return Found(None, level.name, f"tier_{error.reason}")
+            logger.warning("Chunk cache: tier %s was not searched: %s", tier.name, error)
+            return Found(None, tier.name, f"tier_{error.reason}")
         if not infos:
             skipped = take_skipped()
             if skipped is None:
-                return Found(absent=(level,))
-            return Found(None, level.name, f"tier_{skipped}", absent=(level,) if skipped in BAD_ENTRY else ())
-        reads: list[tuple[Level, VariantInfo, str | None]] = []
+                return Found(absent=(tier,))
+            return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
+        reads: list[tuple[Tier, VariantInfo, str | None]] = []
         for info in infos:
             if info.generation > self._max_generation:
                 continue
@@ -144,26 +144,24 @@ class TierSearch:
             try:
                 if info.token_ids != chunk.token_ids:
                     raise TierError("mismatch", info.entry_id, "holds other tokens", "delete it")
-                stored, stream = self._read(level, info, num_layers)
+                stored, stream = self._read(tier, info, num_layers)
             except TierError as error:
-                logger.warning("Chunk cache: a chunk was not read from tier %s: %s", level.name, error)
-                reads.append((level, info, error.reason))
+                logger.warning("Chunk cache: a chunk was not read from tier %s: %s", tier.name, error)
+                reads.append((tier, info, error.reason))
                 continue
-            reads.append((level, info, None))
-            return Found(stored, level.name, None, time.perf_counter() - start, stream, tuple(reads))
-        return Found(None, level.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
+            reads.append((tier, info, None))
+            return Found(stored, tier.name, None, time.perf_counter() - start, stream, tuple(reads))
+        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
 
-    def _read(
-        self, level: Level, info: VariantInfo, num_layers: int | None
-    ) -> tuple[StoredVariant, LayerStream | None]:
+    def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:
-            return level.medium.read(info), None
+            return tier.medium.read(info), None
         try:
             stored = StoredVariant(info, *self._empty(len(info.token_ids)))
         except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
             remedy = "let fewer requests wait, or give the machine more"
             raise TierError("full", "host memory", f"no {info.payload_len} bytes left ({error})", remedy) from error
-        stream = LayerStream(stored, level.medium.read_layers(info), level)
+        stream = LayerStream(stored, tier.medium.read_layers(info), tier)
         stream.run_until(num_layers)
         if stream.reason is not None:
             raise TierError(stream.reason, info.entry_id, "its first layers were not read", "see the log")

@@ -18,7 +18,7 @@ from sglang_chunk_cache.tiers.base import StoredVariant, TierError
 
 if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.base import Layer
-    from sglang_chunk_cache.tiers.level import Level
+    from sglang_chunk_cache.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ class LayerStream:
     Args:
         stored: its tensors are written, layer by layer.
         layers: of the medium, in order.
-        level: where they come from.
+        tier: where they come from.
     """
 
-    def __init__(self, stored: StoredVariant, layers: Iterator[Layer], level: Level) -> None:
+    def __init__(self, stored: StoredVariant, layers: Iterator[Layer], tier: Tier) -> None:
         self.stored = stored
-        self.level = level
+        self.tier = tier
         self.num_layers = stored.k.shape[0]
         self.num_ready = 0
         self.reason: str | None = None

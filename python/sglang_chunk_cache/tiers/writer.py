@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
-from sglang_chunk_cache.tiers.level import Level, Pool, info_of
+from sglang_chunk_cache.tiers.pool import Pool
+from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.tier_config import TierConfig
@@ -36,7 +37,7 @@ class TierWriter:
     """See the head of this file.
 
     Args:
-        levels: from the fastest down.
+        tiers: from the fastest down.
         place: names the one tier that a variant is kept in, None = none; given where tiers have costs.
         bytes_per_token: KV of this rank, all layers.
     """
@@ -44,7 +45,7 @@ class TierWriter:
     def __init__(
         self,
         config: TierConfig,
-        levels: Sequence[Level],
+        tiers: Sequence[Tier],
         *,
         workers: Workers,
         pool: Pool,
@@ -53,7 +54,7 @@ class TierWriter:
         place: Callable[[Variant], str | None] | None = None,
     ) -> None:
         self._config = config
-        self._levels = tuple(levels)
+        self._tiers = tuple(tiers)
         self._workers = workers
         self._pool = pool
         self._metrics = metrics
@@ -64,7 +65,7 @@ class TierWriter:
     def note_stored(self, variant: Variant) -> None:
         """A variant is in the pool; with `write: through` it is written down."""
         if self._config.write == "through":
-            self._save(variant, self._levels if self._place is None else self._levels_named(self._place(variant)))
+            self._save(variant, self._tiers if self._place is None else self._tiers_named(self._place(variant)))
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
         """So many tokens of the pool are about to be evicted; the next to go are written down, if they are not.
@@ -72,129 +73,142 @@ class TierWriter:
         Args:
             variants: in the order in which they go.
         """
-        levels = self._levels[:1] if self._config.write == "evict" else self._levels
+        tiers = self._tiers[:1] if self._config.write == "evict" else self._tiers
         if self._place is not None:
             return  # what was not kept before is worth it nowhere
         for _, variant in zip(range(MAX_LOOKS), variants, strict=False):
             if num_tokens <= 0:
                 return
-            num_tokens -= self._save(variant, levels)
+            num_tokens -= self._save(variant, tiers)
 
-    def put(self, level: Level, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
+    def put(self, tier: Tier, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
         """Into one tier, if it takes it.
 
         Args:
             wait: returns once the tensors hold what they shall; called where they are read, by a worker.
         """
         info = stored.info
-        if not level.takes(info, self._config.max_variants_per_chunk):
+        if not tier.takes(info, self._config.max_variants_per_chunk):
             return
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
-        gone = None if is_busy else level.ledger.prepare_store(info.entry_id, info.payload_len)
+        gone = None if is_busy else tier.ledger.prepare_store(info.entry_id, info.payload_len)
         if gone is None:
-            self._metrics.count_write(level.name, "busy" if is_busy else "refused")
+            self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
             return
         for entry_id in gone:
-            self._drop(level, level.infos.pop(entry_id))
-        level.infos[info.entry_id] = info
+            self._drop(tier, tier.infos.pop(entry_id))
+        tier.infos[info.entry_id] = info
         self.num_queued_bytes += info.payload_len
 
         def write() -> tuple[TierError | None, float]:
             wait()
             start = time.perf_counter()
             try:
-                level.medium.write(stored)
+                tier.medium.write(stored)
             except TierError as error:
                 return error, 0.0
             return None, time.perf_counter() - start
 
         def written(result: tuple[TierError | None, float]) -> None:
             self.num_queued_bytes -= info.payload_len
-            self._complete(level, info, *result)
+            self._complete(tier, info, *result)
 
-        self._workers.submit(write, written, _order(level, info), lane="write")
+        self._workers.submit(write, written, _order(tier, info), lane="write")
 
-    def adopt(self, level: Level, info: VariantInfo) -> None:
+    def adopt(self, tier: Tier, info: VariantInfo) -> None:
         """A tier has it although nobody here has written it: it counts, and makes others go."""
-        if info.entry_id in level.infos or level.ledger.contains(info.entry_id):
+        if info.entry_id in tier.infos or tier.ledger.contains(info.entry_id):
             return
-        if self._workers.is_under_way(_order(level, info)):
+        if self._workers.is_under_way(_order(tier, info)):
             return  # it is being deleted
-        gone = level.ledger.prepare_store(info.entry_id, info.payload_len)
+        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len)
         if gone is None:
             return
-        level.infos[info.entry_id] = info
-        level.ledger.complete_store(info.entry_id, True)
+        tier.infos[info.entry_id] = info
+        tier.ledger.complete_store(info.entry_id, True)
         for entry_id in gone:
-            self._drop(level, level.infos.pop(entry_id))
-        self._metrics.set_size(level.name, len(level.ledger), level.ledger.num_bytes)
+            self._drop(tier, tier.infos.pop(entry_id))
+        self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
-    def forget(self, level: Level, info: VariantInfo) -> None:
+    def forget(self, tier: Tier, info: VariantInfo) -> None:
         """It was found to be unusable, or is unwanted."""
-        if level.infos.pop(info.entry_id, None) is not None:
-            level.ledger.discard(info.entry_id)
-        self._delete(level, info)
+        if tier.infos.pop(info.entry_id, None) is not None:
+            tier.ledger.discard(info.entry_id)
+        self._delete(tier, info)
 
     def clear_host(self) -> None:
         """The cache was flushed."""
-        for level in self._levels:
-            if level.is_host:
-                for info in level.infos.values():
-                    level.medium.delete(info)
-                level.infos.clear()
-                level.ledger.clear()
-                self._metrics.set_size(level.name, 0, 0)
+        for tier in self._tiers:
+            if tier.is_host:
+                for info in tier.infos.values():
+                    tier.medium.delete(info)
+                tier.infos.clear()
+                tier.ledger.clear()
+                self._metrics.set_size(tier.name, 0, 0)
 
-    def _levels_named(self, name: str | None) -> list[Level]:
-        return [level for level in self._levels if level.name == name]
+    def _tiers_named(self, name: str | None) -> list[Tier]:
+        return [tier for tier in self._tiers if tier.name == name]
 
-    def _save(self, variant: Variant, levels: Sequence[Level]) -> int:
+    def _save(self, variant: Variant, tiers: Sequence[Tier]) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
-        info = info_of(variant, self._bytes_per_token)
-        takers = [level for level in levels if level.takes(info, self._config.max_variants_per_chunk)]
+        info = _info_of(variant, self._bytes_per_token)
+        takers = [tier for tier in tiers if tier.takes(info, self._config.max_variants_per_chunk)]
         if not takers:
             return variant.length
         kv = self._pool.kv_of(variant)
         if kv is None:
             return 0
-        for level in takers:
-            self.put(level, StoredVariant(info, kv.k, kv.v), kv.wait)
+        for tier in takers:
+            self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait)
         return variant.length
 
-    def _complete(self, level: Level, info: VariantInfo, error: TierError | None, seconds: float) -> None:
-        is_kept = level.ledger.complete_store(info.entry_id, error is None)
+    def _complete(self, tier: Tier, info: VariantInfo, error: TierError | None, seconds: float) -> None:
+        is_kept = tier.ledger.complete_store(info.entry_id, error is None)
         if not is_kept:
-            level.infos.pop(info.entry_id, None)
+            tier.infos.pop(info.entry_id, None)
         if error is not None:
-            logger.warning("Chunk cache: a chunk was not written to tier %s: %s", level.name, error)
+            logger.warning("Chunk cache: a chunk was not written to tier %s: %s", tier.name, error)
         elif not is_kept:
-            self._delete(level, info)  # discarded while it was written
+            self._delete(tier, info)  # discarded while it was written
         outcome = "ok" if error is None else error.reason
-        self._metrics.count_write(level.name, outcome, info.payload_len if error is None else 0, seconds)
-        self._metrics.set_size(level.name, len(level.ledger), level.ledger.num_bytes)
+        self._metrics.count_write(tier.name, outcome, info.payload_len if error is None else 0, seconds)
+        self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
-    def _drop(self, level: Level, info: VariantInfo) -> None:
+    def _drop(self, tier: Tier, info: VariantInfo) -> None:
         """The ledger has evicted it: down one tier, where chunks go down only then."""
-        self._metrics.count_eviction(level.name)
-        below = self._levels[self._levels.index(level) + 1 :][:1]
-        if level.is_host and below and self._config.write == "evict":
-            self.put(below[0], level.medium.read(info))
-        self._delete(level, info)
+        self._metrics.count_eviction(tier.name)
+        below = self._tiers[self._tiers.index(tier) + 1 :][:1]
+        if tier.is_host and below and self._config.write == "evict":
+            self.put(below[0], tier.medium.read(info))
+        self._delete(tier, info)
 
-    def _delete(self, level: Level, info: VariantInfo) -> None:
-        if level.is_host:
-            level.medium.delete(info)
+    def _delete(self, tier: Tier, info: VariantInfo) -> None:
+        if tier.is_host:
+            tier.medium.delete(info)
             return
 
         def delete() -> None:
             try:
-                level.medium.delete(info)
+                tier.medium.delete(info)
             except TierError as error:
-                logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", level.name, error)
+                logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", tier.name, error)
 
-        self._workers.submit(delete, lambda _: None, _order(level, info), lane="write")
+        self._workers.submit(delete, lambda _: None, _order(tier, info), lane="write")
 
 
-def _order(level: Level, info: VariantInfo) -> str:
+def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
+    """What is written beside the KV of a variant of the pool."""
+    return VariantInfo(
+        key=variant.key,
+        token_ids=variant.token_ids,
+        start=variant.start,
+        generation=variant.generation,
+        context=variant.context,
+        statistics=variant.statistics,
+        payload_len=variant.length * bytes_per_token,
+    )
+
+
+def _order(tier: Tier, info: VariantInfo) -> str:
     """An entry is written and deleted in the order in which that was decided."""
-    return f"{level.name} {info.entry_id}"
+    return f"{tier.name} {info.entry_id}"

@@ -15,7 +15,7 @@ def test_everything_can_be_given():
             "tiers": {
                 "host_bytes": "1.5GiB",
                 "disk": {"path": "/chunks", "max_bytes": "2TB"},
-                "remote": {"hicache": "file", "settings": {"b": 1, "a": 2}},
+                "remote": {"url": "redis://host"},
                 "write": "evict",
                 "loading": "layerwise",
                 "max_variants_per_chunk": 3,
@@ -31,7 +31,7 @@ def test_everything_can_be_given():
     assert found == TierConfig(
         host_bytes=3 * 2**29,
         disk=DiskConfig("/chunks", 2 * 10**12),
-        remote=RemoteConfig(hicache="file", settings=(("a", 2), ("b", 1))),
+        remote=RemoteConfig("redis://host"),
         write="evict",
         loading="layerwise",
         max_variants_per_chunk=3,
@@ -42,14 +42,13 @@ def test_everything_can_be_given():
         num_threads=4,
         throttle=(("disk", ThrottleConfig(1e6, 0.5)),),
     )
-    assert found.throttle_of("disk") == ThrottleConfig(1e6, 0.5)
-    assert found.throttle_of("host") is None
-    assert found.costs_of(["disk", "elsewhere"]) == {"disk": 1.0}
+    assert list(found.asked_for()) == ["host", "disk", "remote"], "the fastest first"
+    assert TierConfig(disk=DiskConfig("/chunks")).asked_for() == {"disk": DiskConfig("/chunks")}
 
 
 def test_short_forms():
     assert parse_tiers({"disk": "/chunks"}, "tiers") == TierConfig(disk=DiskConfig("/chunks"))
-    assert parse_tiers({"remote": "redis://host"}, "tiers") == TierConfig(remote=RemoteConfig(url="redis://host"))
+    assert parse_tiers({"remote": "redis://host"}, "tiers") == TierConfig(remote=RemoteConfig("redis://host"))
     assert parse_tiers(None, "tiers") is None
 
 
@@ -76,10 +75,14 @@ def test_no_bytes(value):
         ({"disk": {"path": ""}}, "tiers.disk.path: '' is not a folder"),
         ({"disk": {"path": "/x", "size": 1}}, "tiers.disk.size: unknown key 'size'"),
         ({"disk": 3}, "tiers.disk: 3 is not an object"),
-        ({"remote": {}}, "tiers.remote: has 0 of url and hicache"),
-        ({"remote": {"url": "a", "hicache": "b"}}, "tiers.remote: has 2 of url and hicache"),
-        ({"remote": {"url": 3}}, "tiers.remote.url: 3 is not a name"),
-        ({"remote": {"url": "a", "settings": {"x": 1}}}, "tiers.remote.settings: {'x': 1} does not fit"),
+        ({"remote": {}}, "tiers.remote.url: None is not a url; give one such as redis://host:port/0"),
+        ({"remote": {"url": 3}}, "tiers.remote.url: 3 is not a url"),
+        ({"remote": {"url": "a", "settings": {}}}, "tiers.remote.settings: unknown key 'settings'; known keys: url"),
+        (
+            {"remote": {"hicache": "file", "settings": {}}},
+            "tiers.remote.hicache: storage backends of HiCache are not supported any more; "
+            "give the url of a Redis or Valkey server, or a folder as disk",
+        ),
         ({"disk": "/x", "write": "back"}, "tiers.write: unknown value 'back'; give one of through, evict"),
         ({"disk": "/x", "loading": []}, "tiers.loading: unknown value []; give one of prefetch, layerwise, sync"),
         (

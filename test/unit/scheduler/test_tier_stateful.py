@@ -9,20 +9,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunk_cache.tier_ledger import COUNTERS, REFUSALS, TierLedger
+from chunk_cache.tier_ledger import COUNTERS, REFUSALS, EntryId, TierLedger
 from chunk_cache.victims import EVICTIONS
 
-IDS = tuple(f"{key}-{name}" for key in ("aa", "bb", "cc") for name in ("0", "1-x"))
+IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in "01")
 ENTRIES = st.sampled_from(IDS)
 
 
 @dataclass
 class Record:
-    entry_id: str
+    entry_id: EntryId
     num_bytes: int
-    frequency: float
+    frequency: float = 0.0
     state: str = "writing"
-    num_loads: int = 0
     worth: float = 0.0
     last_use: int = 0
     stored_at: int = 0
@@ -36,14 +35,13 @@ class Model:
     age: float = 0.0
     clock: int = 0
     records: list[Record] = field(default_factory=list)
-    pins: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
 
-    def get(self, entry_id: str) -> Record | None:
+    def get(self, entry_id: EntryId) -> Record | None:
         return next((r for r in self.records if r.entry_id == entry_id), None)
 
-    def found(self, entry_id: str) -> Record | None:
+    def found(self, entry_id: EntryId) -> Record | None:
         record = self.get(entry_id)
         return record if record is not None and record.state == "stored" else None
 
@@ -61,7 +59,7 @@ class Model:
     def refuse(self, reason: str) -> None:
         self.refused[reason] += 1
 
-    def prepare_store(self, entry_id: str, num_bytes: int, worth: float) -> tuple[str, ...] | None:
+    def prepare_store(self, entry_id: EntryId, num_bytes: int) -> tuple[EntryId, ...] | None:
         there = self.get(entry_id)
         if there is not None:
             return self.refuse(there.state)
@@ -69,7 +67,7 @@ class Model:
         if self.max_bytes is not None:
             if num_bytes > self.max_bytes:
                 return self.refuse("too_big")
-            may_go = [r for r in self.in_order() if not r.num_loads and r.entry_id not in self.pins]
+            may_go = self.in_order()
             while self.num_bytes() - sum(r.num_bytes for r in victims) + num_bytes > self.max_bytes:
                 if not may_go:
                     return self.refuse("protected")
@@ -80,15 +78,15 @@ class Model:
             self.counts["evicted_bytes"] += victim.num_bytes
             if self.eviction == "frequency-reuse":
                 self.age = max(self.age, victim.worth) + self.ageing * victim.num_bytes / self.max_bytes
-        self.records.append(Record(entry_id, num_bytes, worth))
+        self.records.append(Record(entry_id, num_bytes))
         return tuple(v.entry_id for v in victims)
 
-    def discard(self, entry_id: str) -> bool:
+    def discard(self, entry_id: EntryId) -> bool:
         record = self.get(entry_id)
         if record is None or record.state == "leaving":
             return False
-        self.counts["discards"] += record.state == "stored"
-        if record.state == "stored" and not record.num_loads:
+        if record.state == "stored":
+            self.counts["discards"] += 1
             self.records.remove(record)
         record.state = "leaving"
         return True
@@ -110,18 +108,14 @@ class TierMachine(RuleBasedStateMachine):
         assert getattr(self.again, name)(*args, **options) == result
         return result
 
-    @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 6), worth=st.sampled_from((0.0, 0.5, 3.0)))
-    def prepare_store(self, entry_id: str, num_bytes: int, worth: float) -> None:
-        expected = self.model.prepare_store(entry_id, num_bytes, worth)
-        assert self.call("prepare_store", entry_id, num_bytes, worth=worth) == expected
+    @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 6))
+    def prepare_store(self, entry_id: EntryId, num_bytes: int) -> None:
+        assert self.call("prepare_store", entry_id, num_bytes) == self.model.prepare_store(entry_id, num_bytes)
 
-    def is_being_written(self, record: Record | None) -> bool:
-        return record is not None and record.state != "stored" and not record.num_loads
-
-    @precondition(lambda self: any(self.is_being_written(r) for r in self.model.records))
+    @precondition(lambda self: any(r.state != "stored" for r in self.model.records))
     @rule(data=st.data(), ok=st.sampled_from((True, True, True, False)))
     def complete_store(self, data: st.DataObject, ok: bool) -> None:
-        record = data.draw(st.sampled_from([r for r in self.model.records if self.is_being_written(r)]))
+        record = data.draw(st.sampled_from([r for r in self.model.records if r.state != "stored"]))
         found = ok and record.state == "writing"
         assert self.call("complete_store", record.entry_id, ok) == found
         self.model.counts["stores" if found else "failed_stores"] += 1
@@ -133,9 +127,9 @@ class TierMachine(RuleBasedStateMachine):
             self.model.records.remove(record)
 
     @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 4))
-    def store(self, entry_id: str, num_bytes: int) -> None:
+    def store(self, entry_id: EntryId, num_bytes: int) -> None:
         """Both steps, so that tiers fill up."""
-        self.prepare_store(entry_id, num_bytes, 0.0)
+        self.prepare_store(entry_id, num_bytes)
         record = self.model.get(entry_id)
         if record is not None and record.state == "writing":
             assert self.call("complete_store", entry_id, True)
@@ -144,48 +138,25 @@ class TierMachine(RuleBasedStateMachine):
             self.model.use(record)
             record.stored_at = self.model.clock
 
-    @rule(entry_id=ENTRIES)
-    def prepare_load(self, entry_id: str) -> None:
+    @rule(entry_id=ENTRIES, is_corrupt=st.sampled_from((True, False, False)))
+    def note_read(self, entry_id: EntryId, is_corrupt: bool) -> None:
         record = self.model.found(entry_id)
-        assert self.call("prepare_load", entry_id) == (record is not None)
+        self.call("note_read", entry_id, is_corrupt=is_corrupt)
         self.model.counts["hits" if record else "misses"] += 1
-        if record is not None:
-            record.num_loads += 1
-
-    @precondition(lambda self: any(r.num_loads for r in self.model.records))
-    @rule(data=st.data(), ok=st.sampled_from((True, True, False)))
-    def complete_load(self, data: st.DataObject, ok: bool) -> None:
-        record = data.draw(st.sampled_from([r for r in self.model.records if r.num_loads]))
-        self.call("complete_load", record.entry_id, ok)
-        if not ok:
+        if record is not None and is_corrupt:
             self.model.counts["corrupt"] += 1
-            self.model.discard(record.entry_id)
-        record.num_loads -= 1
-        if record.state == "leaving" and not record.num_loads:
-            self.model.records.remove(record)
+            self.model.discard(entry_id)
 
-    @rule(entry_id=ENTRIES, weight=st.sampled_from((0.0, 0.25, 1.0, 4.0)))
-    def touch(self, entry_id: str, weight: float) -> None:
+    @rule(entry_id=ENTRIES)
+    def touch(self, entry_id: EntryId) -> None:
         record = self.model.found(entry_id)
-        assert self.call("touch", entry_id, weight) == (record is not None)
+        assert self.call("touch", entry_id) == (record is not None)
         if record is not None:
-            record.frequency += weight
+            record.frequency += 1.0
             self.model.use(record)
 
     @rule(entry_id=ENTRIES)
-    def pin(self, entry_id: str) -> None:
-        self.call("pin", entry_id)
-        self.model.pins.append(entry_id)
-
-    @precondition(lambda self: self.model.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        entry_id = data.draw(st.sampled_from(self.model.pins))
-        self.call("unpin", entry_id)
-        self.model.pins.remove(entry_id)
-
-    @rule(entry_id=ENTRIES)
-    def discard(self, entry_id: str) -> None:
+    def discard(self, entry_id: EntryId) -> None:
         assert self.call("discard", entry_id) == self.model.discard(entry_id)
 
     @rule()
@@ -206,8 +177,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.stats() == self.model.counts | {f"refused_{k}": n for k, n in self.model.refused.items()}
         for entry_id in IDS:
             assert self.tier.contains(entry_id) == (self.model.found(entry_id) is not None)
-        for key in ("aa", "bb", "cc", "dd"):
-            of_key = [r for r in stored if r.entry_id.startswith(f"{key}-")]
+        for key in (b"a", b"b", b"c", b"d"):
+            of_key = [r for r in stored if r.entry_id.key == key]
             of_key.sort(key=lambda r: r.stored_at)
             assert self.tier.entries_of(key) == tuple(r.entry_id for r in of_key)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sglang_chunk_cache.tiers import base
 from sglang_chunk_cache.tiers.base import TierError
 from unit.tiers.mounting import mount, unmount
 
@@ -17,9 +18,11 @@ settings.load_profile("chunk_cache")
 
 
 @pytest.fixture
-def problems() -> list[TierError]:
-    """Pass `problems.append` as `on_problem`."""
-    return []
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[TierError]:
+    """What media have logged of entries that they skipped."""
+    found: list[TierError] = []
+    monkeypatch.setattr(base, "_log", found.append)
+    return found
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ class TestNames:
     def test_are_stable(self) -> None:
         """They are file names: another value is another format."""
         assert INFO.name == "a2b903c0c7950fd1"
-        assert INFO.entry_id == f"{KEY.hex()}-{INFO.name}"
+        assert INFO.entry_id == (KEY, INFO.name)
+        assert str(INFO.entry_id) == f"{KEY.hex()}-{INFO.name}"
 
     def test_equality_is_of_all_fields(self) -> None:
         same = make_stored(context=[KEY, OTHER_KEY]).info

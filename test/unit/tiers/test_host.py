@@ -23,7 +23,7 @@ class TestHost(MediumSuite):
     def test_memory_of_the_process_is_used_up(self) -> None:
         """The limit is a real one, of this process, for the time of one allocation."""
         fingerprint = replace(FINGERPRINT, kv_heads=16, head_dim=128, v_head_dim=128)
-        medium, stored = HostMedium(fingerprint, pin=False), make_stored(fingerprint, length=8192)
+        medium, stored = HostMedium(fingerprint), make_stored(fingerprint, length=8192)
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -18,7 +18,6 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-from chunk_cache.cost import Throughput
 from chunk_cache.index import ChunkIndex
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
@@ -26,11 +25,11 @@ from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
-from sglang_chunk_cache.tiers.level import Level
 from sglang_chunk_cache.tiers.loader import Votes
 from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_chunk_cache.tiers.stream import LayerStream, run_all
 from sglang_chunk_cache.tiers.throttled import Throttled
+from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import LENGTH, SIZE, Ranks, stored, variant, wanted
 
@@ -125,12 +124,12 @@ def stream(tmp_path: Path) -> Callable[..., LayerStream]:
     """Of a chunk on disk, of which the first layers are read; a layer takes `layer_s`."""
 
     def open_stream(number: int, num_layers: int = 1, layer_s: float = 0.0, folder: str = "disk") -> LayerStream:
-        medium: Any = DiskMedium(tmp_path / folder, FINGERPRINT, sync=False)
+        medium: Any = DiskMedium(tmp_path / folder, FINGERPRINT)
         medium.write(stored(variant(number)))
         if layer_s:
             medium = Throttled(medium, SIZE / LAYERS / layer_s)
-        level = Level("disk", medium, TierLedger(None), Throughput())
-        found = TierSearch([level], FINGERPRINT, 0).find(wanted(number), num_layers)
+        tier = Tier("disk", medium, TierLedger(None))
+        found = TierSearch([tier], FINGERPRINT, 0).find(wanted(number), num_layers)
         assert found.stream is not None
         return found.stream
 

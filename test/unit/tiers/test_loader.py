@@ -38,7 +38,7 @@ SLOW = {"disk": (1e9, 0.15)}  # finding and reading take that long each
 def write(folder: Path, *numbers: int, start: int = 0) -> None:
     """As another server would."""
     for number in numbers:
-        DiskMedium(folder, FINGERPRINT, sync=False).write(stored(variant(number, start=start)))
+        DiskMedium(folder, FINGERPRINT).write(stored(variant(number, start=start)))
 
 
 def file_of(folder: Path, number: int) -> Path:
@@ -104,14 +104,14 @@ def test_the_first_tier_that_has_it_is_asked(tmp_path: Path) -> None:
 def test_what_was_written_by_others_counts_from_then_on(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}) as tiers:
-        assert not len(tiers.level("disk").ledger)
+        assert not len(tiers.tier("disk").ledger)
         tiers.load(wanted(1))
         tiers.check()
-        assert len(tiers.level("disk").ledger) == 1
+        assert len(tiers.tier("disk").ledger) == 1
 
 
 def test_a_variant_of_too_many_generations_is_not_used(tmp_path: Path) -> None:
-    medium = DiskMedium(tmp_path, FINGERPRINT, sync=False)
+    medium = DiskMedium(tmp_path, FINGERPRINT)
     medium.write(stored(variant(1, generation=2)))
     for limit, tier in ((1, ""), (2, "disk")):
         with open_tiers({"disk": tmp_path}, max_generation=limit) as tiers:
@@ -161,14 +161,14 @@ def test_damaged_is_forgotten_and_the_next_tier_asked(tmp_path: Path) -> None:
     write(folders["disk"], 1, 2)
     write(folders["remote"], 2)
     with open_tiers(folders) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         for number in (1, 2):
             flip(file_of(folders["disk"], number))
         found = tiers.load(wanted(1), wanted(2))
         assert [result(one) for one in found] == [("disk", "tier_corrupt"), ("remote", None)]
         assert ("disk", "tier_corrupt") in tiers.counted
         tiers.check()
-        assert not len(tiers.level("disk").ledger)
+        assert not len(tiers.tier("disk").ledger)
         tiers.writer.note_stored(variant(1))
         tiers.idle()
         assert [result(one) for one in tiers.load(wanted(1))] == [("disk", None)]
@@ -178,12 +178,12 @@ def test_a_damaged_description_is_told_as_well(tmp_path: Path) -> None:
     """The medium skips it when it looks, so there is nothing to read."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, num_threads=1) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         path = file_of(tmp_path, 1)
         path.write_bytes(path.read_bytes()[:50])
         assert [result(one) for one in tiers.load(wanted(1), wanted(2))] == [("disk", "tier_corrupt"), ("", None)]
         tiers.check()
-        assert not len(tiers.level("disk").ledger)
+        assert not len(tiers.tier("disk").ledger)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_description_that_was_made_on_purpose(tmp_path: Path, change: dict[str
     lens = struct.pack("<II", FORMAT_VERSION, len(text))
     path.write_bytes(MAGIC + lens + struct.pack("<I", zlib.crc32(lens + text)) + text + raw[header_len:])
     with open_tiers({"disk": tmp_path}) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         found = tiers.load(wanted(1), wanted(2))
         assert [result(one) for one in found] == [("disk", "tier_corrupt"), ("disk", None)]
         assert not path.exists()
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_the_other_variant_is_used_where_one_is_damaged(tmp_path: Path) -> None:
-    medium = DiskMedium(tmp_path, FINGERPRINT, sync=False)
+    medium = DiskMedium(tmp_path, FINGERPRINT)
     for start in (0, 3):
         medium.write(stored(variant(1, start=start)))
     first = medium.find(wanted(1).key)[0]
@@ -240,7 +240,7 @@ def test_other_tokens_under_the_same_key_are_never_used(tmp_path: Path) -> None:
     one = stored(variant(1))
     tokens = array("q", [int(token) + 1 for token in one.info.token_ids])
     other = replace(one, info=replace(one.info, token_ids=tokens))
-    DiskMedium(tmp_path, FINGERPRINT, sync=False).write(other)
+    DiskMedium(tmp_path, FINGERPRINT).write(other)
     with open_tiers({"disk": tmp_path}) as tiers:
         assert [result(found) for found in tiers.load(wanted(1))] == [("disk", "tier_mismatch")]
         assert not tiers.pool.brought
@@ -291,7 +291,7 @@ def test_one_load_serves_all_who_want_it(tmp_path: Path) -> None:
             tiers.want(rid, wanted(1))
         tiers.settle("a", "b", "c")
         assert [result(tiers.loader.bring_in(rid)[wanted(1).key]) for rid in "abc"] == [("disk", None)] * 3
-        assert tiers.level("disk").ledger.stats()["hits"] == 1
+        assert tiers.tier("disk").ledger.stats()["hits"] == 1
         tiers.check_nothing_waits()
 
 
@@ -394,7 +394,7 @@ def test_requests_that_are_passed_over_keep_their_place() -> None:
 def learned(tiers: Tiers, load_s: float, s_per_row: float) -> None:
     """As if a chunk of `LENGTH` tokens took so long, and computing a row."""
     for i in range(40):
-        tiers.level("disk").reads.observe(SIZE * (1 + i % 3), load_s * (1 + i % 3))
+        tiers.tier("disk").reads.observe(SIZE * (1 + i % 3), load_s * (1 + i % 3))
         rows = 50 * (1 + i % 4)
         tiers.prefill_cost.observe(rows, rows, s_per_row * rows)
 
@@ -403,7 +403,7 @@ def learned(tiers: Tiers, load_s: float, s_per_row: float) -> None:
 def controlled(tmp_path: Path) -> Iterator[Tiers]:
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         yield tiers
 
 
@@ -411,8 +411,8 @@ def test_what_is_computed_sooner_is_not_loaded(controlled: Tiers) -> None:
     learned(controlled, load_s=1.0, s_per_row=1e-5)
     assert [result(found) for found in controlled.load(wanted(1))] == [("disk", "tier_slow")]
     assert ("disk", "tier_slow") in controlled.counted
-    assert controlled.level("disk").ledger.stats()["hits"] == 0
-    assert controlled.level("disk").ledger.contains(stored(variant(1)).info.entry_id), "it stays"
+    assert controlled.tier("disk").ledger.stats()["hits"] == 0
+    assert controlled.tier("disk").ledger.contains(stored(variant(1)).info.entry_id), "it stays"
 
 
 def test_what_is_loaded_sooner_is_loaded(controlled: Tiers) -> None:
@@ -443,7 +443,7 @@ def test_layerwise_loads_hide_behind_the_forward(tmp_path: Path) -> None:
     for loading in ("prefetch", "layerwise"):
         with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
             for number in (1, 2):
-                tiers.writer.adopt(tiers.level("disk"), stored(variant(number)).info)
+                tiers.writer.adopt(tiers.tier("disk"), stored(variant(number)).info)
             learned(tiers, load_s=0.1, s_per_row=0.01)
             outcomes[loading] = [result(found) for found in tiers.load(wanted(1), wanted(2))]
     assert outcomes["prefetch"] == [("disk", "tier_slow"), ("disk", "tier_slow")]
@@ -456,9 +456,9 @@ def test_layerwise_loads_hide_behind_rows_that_are_computed_again(
 ) -> None:
     """A chunk is computed in 1 s; of 100 tokens that are loaded, 15 are computed again, in 0.15 s."""
     chunk, one = wanted(1, length=100), variant(1, length=100)
-    DiskMedium(tmp_path, FINGERPRINT, sync=False).write(stored(one))
+    DiskMedium(tmp_path, FINGERPRINT).write(stored(one))
     with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(one).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(one).info)
         learned(tiers, load_s=1.07 / 20, s_per_row=0.01)
         assert [result(found) for found in tiers.load(chunk)] == [("disk", reason)]
 
@@ -467,7 +467,7 @@ def test_patience_is_what_the_load_is_worth(tmp_path: Path) -> None:
     """A load that was estimated to be quick is not waited for until the timeout."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True, slow={"disk": (1e9, 1.0)}, timeout_s=30.0) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         learned(tiers, load_s=1e-4, s_per_row=1e-3)
         began = time.monotonic()
         assert [found.reason for found in tiers.load(wanted(1))] == ["tier_timeout"]
@@ -478,7 +478,7 @@ def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> 
     """Each gets what was decided for it, also where both are settled in the same step."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True) as tiers:
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         learned(tiers, load_s=1.0, s_per_row=1e-3)
         tiers.want("alone", wanted(1))
         tiers.want("behind", wanted(1), num_rows_ahead=5000)
@@ -634,9 +634,9 @@ def test_ranks_take_the_same_steps_whatever_happens(tmp_path: Path, seed: int) -
         pair.both(lambda tiers: tiers.loader.poll(()))
         for tiers in pair.ranks:
             tiers.check_nothing_waits()
-            for level in tiers.levels:
-                level.ledger.check_integrity()
-                assert level.ledger.num_bytes <= (level.ledger.max_bytes or 0)
+            for tier in tiers.tiers:
+                tier.ledger.check_integrity()
+                assert tier.ledger.num_bytes <= (tier.ledger.max_bytes or 0)
 
 
 # What waiting requests keep.
@@ -671,9 +671,9 @@ def test_nothing_is_kept_of_what_was_computed_instead(tmp_path: Path, loading: s
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
         for _ in range(10):
-            tiers.level("disk").reads.observe(SIZE, 100.0)
+            tiers.tier("disk").reads.observe(SIZE, 100.0)
             tiers.prefill_cost.observe(100, 100, 1e-6)
-        tiers.writer.adopt(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
         assert result(tiers.load(wanted(1))[0]) == ("disk", "tier_slow")
         tiers.check_nothing_waits()
 
@@ -699,5 +699,5 @@ def test_ranks_with_other_statistics_of_the_same_variant_use_none(pair: Pair) ->
         values = np.full(len(one.info.token_ids), rank, dtype=np.float32)
         statistics = ChunkStatistics(values, values, np.zeros(len(one.info.context), dtype=np.float32))
         one = replace(one, info=replace(one.info, statistics=statistics))
-        DiskMedium(folder, FINGERPRINT, sync=False).write(one)
+        DiskMedium(folder, FINGERPRINT).write(one)
     assert pair.load(1) == [[("disk", "tier_ranks")]] * 2

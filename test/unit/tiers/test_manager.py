@@ -65,7 +65,7 @@ def on_disk(folder: Path) -> set[int]:
 
 def learn(tiers: ChunkTiers, load_s: float, compute_s: float) -> None:
     """As if a chunk of `LENGTH` tokens took so long to load, and `NUM_TOKENS` rows to compute."""
-    (disk,) = tiers._levels
+    (disk,) = tiers._tiers
     for i in range(40):
         num = 1 + i % 3
         disk.reads.observe(num * SIZE, num * load_s)
@@ -74,7 +74,7 @@ def learn(tiers: ChunkTiers, load_s: float, compute_s: float) -> None:
 
 def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
     """Of a chunk on its disk, of which so many layers are there."""
-    (disk,) = tiers._levels
+    (disk,) = tiers._tiers
     disk.medium.write(stored(variant(1)))
     found = TierSearch([disk], FINGERPRINT, 0).find(wanted(1), num_layers)
     assert found.stream is not None
@@ -174,7 +174,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
             DiskMedium(tmp_path / f"rank{rank}", FINGERPRINT).write(stored(variant(number)))
     ranks = [open_chunk_tiers(f"rank{rank}", tp_group=groups[rank]) for rank in range(2)]
     for tiers in ranks:
-        (disk,) = tiers._levels
+        (disk,) = tiers._tiers
         for info in disk.medium.scan():
             tiers._writer.adopt(disk, info)
     keys = [wanted(number).key for number in (1, 2, 3)]

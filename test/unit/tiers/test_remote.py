@@ -12,6 +12,7 @@ import pytest
 
 redis = pytest.importorskip("redis", reason="the Redis client is not installed (extra `remote`)")
 
+from sglang_chunk_cache.tiers import remote  # noqa: E402
 from sglang_chunk_cache.tiers.base import Medium, StoredVariant, TierError  # noqa: E402
 from sglang_chunk_cache.tiers.remote import UNNAMED_S, RemoteMedium  # noqa: E402
 from unit.tiers.medium_suite import (  # noqa: E402
@@ -48,10 +49,15 @@ def server(running: RedisServer) -> RedisServer:
     return running
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT_S", TIMEOUT_S)
+
+
 class TestRemote(MediumSuite):
     @pytest.fixture
     def open_medium(self, server: RedisServer) -> OpenMedium:
-        return lambda fingerprint, **kwargs: RemoteMedium(server.url, fingerprint, timeout_s=5, **kwargs)
+        return lambda fingerprint: RemoteMedium(server.url, fingerprint)
 
     def test_replaced_and_deleted_payloads_are_freed(self, medium: Medium, server: RedisServer) -> None:
         stored = make_stored()
@@ -75,7 +81,7 @@ class TestRemote(MediumSuite):
                 assert not payloads_of(server)
 
     def test_damaged_description(self, open_medium: OpenMedium, server: RedisServer, problems: list[TierError]) -> None:
-        medium, stored, client = open_medium(FINGERPRINT, on_problem=problems.append), make_stored(), server.client()
+        medium, stored, client = open_medium(FINGERPRINT), make_stored(), server.client()
         sound = make_stored(start=1)
         hash_key = f"chunk_cache:{FINGERPRINT.digest}:{KEY.hex()}"
         medium.write(sound)
@@ -103,17 +109,10 @@ class TestRemote(MediumSuite):
         MediumSuite.assert_fails(medium, stored.info, "missing")
         assert_sound(medium, other)
 
-    def test_expires(self, open_medium: OpenMedium, server: RedisServer) -> None:
-        medium, stored = open_medium(FINGERPRINT, ttl_s=1), make_stored()
-        medium.write(stored)
-        assert_sound(medium, stored)
-        time.sleep(1.1)
-        assert medium.find(KEY) == list(medium.scan()) == []
-        assert not payloads_of(server)
-
+    @pytest.mark.usefixtures("impatient")
     def test_a_writer_that_dies_leaves_nothing_for_long(self, server: RedisServer) -> None:
         """The server is frozen in the middle of a write, and the writer gives up."""
-        medium = RemoteMedium(server.url, LARGE, timeout_s=TIMEOUT_S)
+        medium = RemoteMedium(server.url, LARGE)
         stored = make_stored(LARGE, length=4096)
         freezer = threading.Thread(target=freeze_soon, args=(server,))
         freezer.start()
@@ -140,10 +139,11 @@ class TestRemote(MediumSuite):
             client.config_set("maxmemory", 0)
 
 
+@pytest.mark.usefixtures("impatient")
 class TestOutage:
     def test_killed_and_started_again(self, server: RedisServer) -> None:
         """Also in the middle of reading layers; the connections of before are not noticed afterwards."""
-        medium, stored = RemoteMedium(server.url, LARGE, timeout_s=TIMEOUT_S), make_stored(LARGE, length=4096)
+        medium, stored = RemoteMedium(server.url, LARGE), make_stored(LARGE, length=4096)
         medium.write(stored)
         layers = medium.read_layers(stored.info)
         next(layers)
@@ -162,20 +162,20 @@ class TestOutage:
         assert_sound(medium, stored)
 
     def test_frozen(self, server: RedisServer) -> None:
-        medium, stored = RemoteMedium(server.url, FINGERPRINT, timeout_s=TIMEOUT_S), make_stored()
+        medium, stored = RemoteMedium(server.url, FINGERPRINT), make_stored()
         medium.write(stored)
         server.freeze()
         try:
             for call in calls(medium, stored):
                 assert fails_fast(call) == "timeout"
-            new = RemoteMedium(server.url, FINGERPRINT, timeout_s=TIMEOUT_S)
+            new = RemoteMedium(server.url, FINGERPRINT)
             assert fails_fast(lambda: new.find(KEY)) == "timeout"
         finally:
             server.go_on()
         assert_sound(medium, stored)
 
     def test_never_there(self) -> None:
-        medium = RemoteMedium("redis://:secret@127.0.0.1:1/3", FINGERPRINT, timeout_s=TIMEOUT_S)
+        medium = RemoteMedium("redis://:secret@127.0.0.1:1/3", FINGERPRINT)
         with pytest.raises(TierError, match=r"redis://127.0.0.1:1/3: .*; start the server") as caught:
             medium.find(KEY)
         assert caught.value.reason == "unavailable"

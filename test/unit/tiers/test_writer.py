@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from chunk_cache.tier_ledger import EntryId
 from chunk_cache.variant import Variant
 from sglang_chunk_cache.tiers import writer as writer_module
 from sglang_chunk_cache.tiers.base import StoredVariant
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.level import Level, info_of
 from sglang_chunk_cache.tiers.manager import ChunkTiers
 from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.tier_harness import SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted
 
@@ -32,13 +33,13 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
         yield opened
 
 
-def names(tiers: Tiers, level: str) -> list[int]:
+def names(tiers: Tiers, tier: str) -> list[int]:
     """Numbers of the chunks that a tier holds."""
-    return sorted(info.token_ids[0] // 1000 for info in tiers.level(level).medium.scan())
+    return sorted(info.token_ids[0] // 1000 for info in tiers.tier(tier).medium.scan())
 
 
-def entry_id(one: Variant) -> str:
-    return info_of(one, SIZE // one.length).entry_id
+def entry_id(one: Variant) -> EntryId:
+    return stored(one).info.entry_id
 
 
 # When.
@@ -48,9 +49,9 @@ def test_through_writes_to_every_tier_at_once(tiers: Tiers) -> None:
     one = variant(1, start=4)
     tiers.writer.note_stored(one)
     tiers.check()
-    for level in tiers.levels:
-        (info,) = level.medium.find(one.key)
-        assert_same(level.medium.read(info), stored(one))
+    for tier in tiers.tiers:
+        (info,) = tier.medium.find(one.key)
+        assert_same(tier.medium.read(info), stored(one))
     assert tiers.pool.num_gathered == 1, "the pool is read once for all tiers"
     assert sorted(tiers.counted) == [("disk", "ok"), ("host", "ok")]
 
@@ -119,8 +120,8 @@ def test_so_many_variants_of_a_chunk(tmp_path: Path) -> None:
             tiers.writer.note_stored(variant(1, start=start))
             tiers.idle()
         tiers.check()
-        for level in tiers.levels:
-            assert [info.start for info in sorted(level.medium.find(wanted(1).key), key=lambda i: i.start)] == [0, 1]
+        for tier in tiers.tiers:
+            assert [info.start for info in sorted(tier.medium.find(wanted(1).key), key=lambda i: i.start)] == [0, 1]
 
 
 # How much.
@@ -142,8 +143,8 @@ def test_a_host_tier_that_is_full_hands_down(tmp_path: Path) -> None:
             tiers.check()
         assert (names(tiers, "host"), names(tiers, "disk")) == ([5, 6], [2, 3, 4])
         for one in variants[2:5]:
-            (info,) = tiers.level("disk").medium.find(one.key)
-            assert_same(tiers.level("disk").medium.read(info), stored(one))
+            (info,) = tiers.tier("disk").medium.find(one.key)
+            assert_same(tiers.tier("disk").medium.read(info), stored(one))
 
 
 def test_what_is_too_big_is_refused_and_counted(tmp_path: Path) -> None:
@@ -178,25 +179,25 @@ def test_the_kv_is_read_when_it_is_there(tiers: Tiers) -> None:
         late.v.copy_(one.v)
         waited.append(threading.current_thread() is not threading.main_thread())
 
-    tiers.writer.put(tiers.level("disk"), late, wait)
+    tiers.writer.put(tiers.tier("disk"), late, wait)
     there.set()
     tiers.check()
     assert waited == [True]
-    assert_same(tiers.level("disk").medium.read(one.info), one)
+    assert_same(tiers.tier("disk").medium.read(one.info), one)
 
 
 # What was there before.
 
 
 def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
-    medium = DiskMedium(tmp_path, FINGERPRINT, sync=False)
+    medium = DiskMedium(tmp_path, FINGERPRINT)
     for i in range(6):
         medium.write(stored(variant(i)))
     with open_tiers({"disk": tmp_path}, limits={"disk": 4 * SIZE}) as tiers:
-        level = tiers.level("disk")
+        tier = tiers.tier("disk")
         opened = ChunkTiers(
             tiers.config,
-            [level],
+            [tier],
             pool=DictPool(),
             metrics=TierMetrics(enabled=False),
             max_generation=3,
@@ -207,7 +208,7 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
         )
         for _ in range(200):
             opened.wait(0.05)
-            if len(level.ledger) == 4 and len(list(level.medium.scan())) == 4:
+            if len(tier.ledger) == 4 and len(list(tier.medium.scan())) == 4:
                 break
         assert opened.stats()["tiers"]["disk"]["entries"] == 4, "it keeps within its budget"
         tiers.check()
@@ -215,10 +216,10 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_what_others_write_is_adopted_once(tiers: Tiers) -> None:
-    level, one = tiers.level("disk"), stored(variant(1))
-    level.medium.write(one)
+    tier, one = tiers.tier("disk"), stored(variant(1))
+    tier.medium.write(one)
     for _ in range(2):
-        tiers.writer.adopt(level, one.info)
+        tiers.writer.adopt(tier, one.info)
         tiers.check()
     assert names(tiers, "disk") == [1]
     tiers.writer.note_stored(variant(1))
@@ -232,8 +233,8 @@ def test_what_is_adopted_makes_others_go(tmp_path: Path) -> None:
             tiers.writer.note_stored(variant(i))
             tiers.idle()
         one = stored(variant(2))
-        tiers.level("disk").medium.write(one)
-        tiers.writer.adopt(tiers.level("disk"), one.info)
+        tiers.tier("disk").medium.write(one)
+        tiers.writer.adopt(tiers.tier("disk"), one.info)
         tiers.check()
         assert names(tiers, "disk") == [1, 2]
 
@@ -244,8 +245,8 @@ def test_what_is_adopted_makes_others_go(tmp_path: Path) -> None:
 def test_forgotten_means_deleted(tiers: Tiers) -> None:
     tiers.writer.note_stored(variant(1))
     tiers.idle()
-    for level in tiers.levels:
-        tiers.writer.forget(level, stored(variant(1)).info)
+    for tier in tiers.tiers:
+        tiers.writer.forget(tier, stored(variant(1)).info)
     tiers.check()
     assert names(tiers, "host") == names(tiers, "disk") == []
     tiers.writer.note_stored(variant(1))
@@ -256,7 +257,7 @@ def test_forgotten_means_deleted(tiers: Tiers) -> None:
 def test_forgotten_while_it_is_written(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.1)}) as tiers:
         tiers.writer.note_stored(variant(1))
-        tiers.writer.forget(tiers.level("disk"), stored(variant(1)).info)
+        tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info)
         tiers.check()
         assert names(tiers, "disk") == []
 
@@ -267,7 +268,7 @@ def test_stored_again_while_the_old_file_is_being_deleted(tmp_path: Path) -> Non
         for _ in range(10):
             tiers.writer.note_stored(variant(1))
             tiers.check()
-            tiers.writer.forget(tiers.level("disk"), stored(variant(1)).info)
+            tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info)
         tiers.check()
 
 
@@ -317,8 +318,8 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         tiers.idle()
         assert names(tiers, "host") == [1, 2]
         assert ("disk", "unavailable") in tiers.counted
-        assert not tiers.level("disk").ledger.contains(entry_id(variant(2)))
-        tiers.level("disk").ledger.check_integrity()
+        assert not tiers.tier("disk").ledger.contains(entry_id(variant(2)))
+        tiers.tier("disk").ledger.check_integrity()
 
 
 # Everything at once.
@@ -326,17 +327,17 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
 
 def random_step(tiers: Tiers, rng: random.Random) -> None:
     one = variant(rng.randrange(8), start=rng.randrange(3))
-    level = rng.choice(tiers.levels)
+    tier = rng.choice(tiers.tiers)
     action = rng.choice(["store", "store", "victims", "forget", "adopt", "flush", "wait", "step", "step"])
     if action == "store":
         tiers.writer.note_stored(one)
     elif action == "victims":
         tiers.writer.save_victims([variant(rng.randrange(8)) for _ in range(3)], rng.randrange(1, 20))
     elif action == "forget":
-        tiers.writer.forget(level, stored(one).info)
-    elif action == "adopt" and not level.is_host:
-        for info in level.medium.find(one.key):
-            tiers.writer.adopt(level, info)
+        tiers.writer.forget(tier, stored(one).info)
+    elif action == "adopt" and not tier.is_host:
+        for info in tier.medium.find(one.key):
+            tiers.writer.adopt(tier, info)
     elif action == "flush" and rng.random() < 0.2:
         tiers.writer.clear_host()
     elif action == "wait":
@@ -356,14 +357,14 @@ def test_ledgers_agree_with_media_after_anything(tmp_path: Path, seed: int, writ
         for _ in range(40):
             for _ in range(8):
                 random_step(tiers, rng)
-                for level in tiers.levels:
-                    level.ledger.check_integrity()
+                for tier in tiers.tiers:
+                    tier.ledger.check_integrity()
             tiers.check()
 
 
-def test_levels_are_compared_by_identity(tiers: Tiers) -> None:
-    """They are looked up in lists of levels."""
-    level = tiers.levels[0]
-    twin = Level(level.name, level.medium, level.ledger, level.reads)
-    assert tiers.levels.index(level) == 0
-    assert twin not in tiers.levels
+def test_tiers_are_compared_by_identity(tiers: Tiers) -> None:
+    """They are looked up in lists of tiers."""
+    tier = tiers.tiers[0]
+    twin = Tier(tier.name, tier.medium, tier.ledger)
+    assert tiers.tiers.index(tier) == 0
+    assert twin not in tiers.tiers

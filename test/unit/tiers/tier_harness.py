@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunk_cache.cost import PrefillCost, Throughput
+from chunk_cache.cost import PrefillCost
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.prefetch import Votes
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import PathTokens, Variant
@@ -27,11 +28,11 @@ from sglang_chunk_cache.kv.assembler import HostKV
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
-from sglang_chunk_cache.tiers.level import Level
-from sglang_chunk_cache.tiers.loader import TierLoader, Votes
+from sglang_chunk_cache.tiers.loader import TierLoader
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.search import Found, Wanted
 from sglang_chunk_cache.tiers.throttled import Throttled
+from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
 from unit.tiers.medium_suite import FINGERPRINT
@@ -103,9 +104,9 @@ class Tiers:
     """Writer and loader.
 
     Args:
-        folders: name of a level below the host's -> its folder.
-        limits: bytes of each level; one that is not named has no limit, and without `host` there is no host tier.
-        slow: level -> (bytes per second, latency).
+        folders: name of a tier below the host's -> its folder.
+        limits: bytes of each tier; one that is not named has no limit, and without `host` there is no host tier.
+        slow: tier -> (bytes per second, latency).
         config: of `TierConfig`; the controller is off unless named.
     """
 
@@ -123,13 +124,12 @@ class Tiers:
         limits, slow = limits or {}, slow or {}
         self.config = TierConfig(**{"host_bytes": limits.get("host", 0), "controller": False, **config})
         media: dict[str, Medium] = {"host": HostMedium(fingerprint)} if "host" in limits else {}
-        media |= {name: DiskMedium(folder, fingerprint, sync=False) for name, folder in folders.items()}
-        self.levels = [
-            Level(
+        media |= {name: DiskMedium(folder, fingerprint) for name, folder in folders.items()}
+        self.tiers = [
+            Tier(
                 name,
                 Throttled(medium, *slow[name]) if name in slow else medium,
                 TierLedger(limits.get(name)),
-                Throughput(),
             )
             for name, medium in media.items()
         ]
@@ -142,7 +142,7 @@ class Tiers:
         metrics.count_write = lambda tier, outcome, *_: self.counted.append((tier, outcome))  # type: ignore[method-assign]
         self.writer = TierWriter(
             self.config,
-            self.levels,
+            self.tiers,
             workers=self.workers,
             pool=self.pool,
             metrics=metrics,
@@ -150,7 +150,7 @@ class Tiers:
         )
         self.loader = TierLoader(
             self.config,
-            self.levels,
+            self.tiers,
             workers=self.workers,
             writer=self.writer,
             pool=self.pool,
@@ -162,8 +162,8 @@ class Tiers:
             reduce_max=reduce_max,
         )
 
-    def level(self, name: str) -> Level:
-        return next(level for level in self.levels if level.name == name)
+    def tier(self, name: str) -> Tier:
+        return next(tier for tier in self.tiers if tier.name == name)
 
     def want(self, rid: str, *chunks: Wanted, num_keys: int = 100, num_rows_ahead: int = 0) -> None:
         self.loader.want(rid, chunks, num_keys=num_keys, num_rows_ahead=num_rows_ahead)
@@ -200,12 +200,12 @@ class Tiers:
         """Nothing runs: what a ledger lists is what its medium holds, within the budget."""
         self.idle()
         assert self.writer.num_queued_bytes == 0
-        for level in self.levels:
-            level.ledger.check_integrity()
-            held = {info.entry_id: info.payload_len for info in level.medium.scan()}
-            assert set(level.ledger) == set(level.infos) == set(held), level.name
-            assert level.ledger.num_bytes == sum(held.values())
-            assert level.ledger.max_bytes is None or level.ledger.num_bytes <= level.ledger.max_bytes
+        for tier in self.tiers:
+            tier.ledger.check_integrity()
+            held = {info.entry_id: info.payload_len for info in tier.medium.scan()}
+            assert set(tier.ledger) == set(tier.infos) == set(held), tier.name
+            assert tier.ledger.num_bytes == sum(held.values())
+            assert tier.ledger.max_bytes is None or tier.ledger.num_bytes <= tier.ledger.max_bytes
 
     def check_nothing_waits(self) -> None:
         """No request is here, and nothing is kept for one."""
@@ -218,8 +218,8 @@ class Tiers:
 
     def close(self) -> None:
         self.workers.close()
-        for level in self.levels:
-            level.medium.close()
+        for tier in self.tiers:
+            tier.medium.close()
 
 
 @contextmanager

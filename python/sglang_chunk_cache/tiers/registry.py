@@ -1,0 +1,65 @@
+"""The tiers of a configuration, opened: `open_tiers`. A new tier is a line of `MEDIA`, and one of `TierConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from chunk_cache.tier_ledger import TierLedger
+from sglang_chunk_cache.tiers.base import Medium
+from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.host import HostMedium
+from sglang_chunk_cache.tiers.remote import RemoteMedium
+from sglang_chunk_cache.tiers.throttled import Throttled
+from sglang_chunk_cache.tiers.tier import HOST, Tier
+
+if TYPE_CHECKING:
+    from chunk_cache.config import Config
+    from chunk_cache.tier_config import DiskConfig, RemoteConfig
+
+
+def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
+    """The fastest first.
+
+    Raises:
+        TierError: a tier cannot be opened.
+        ImportError, ValueError: its client is not installed, its name is not known, or memory for it is not there.
+    """
+    assert config.tiers is not None, "no tier is asked for"
+    throttles = dict(config.tiers.throttle)
+    tiers = []
+    for name, value in config.tiers.asked_for().items():
+        medium, max_bytes = MEDIA[name](value, fingerprint)
+        if name in throttles:
+            medium = Throttled(medium, throttles[name].bytes_per_s, throttles[name].latency_s)
+        tiers.append(Tier(name, medium, TierLedger(max_bytes, config.eviction, config.ageing)))
+    return tiers
+
+
+def _open_host(num_bytes: int, fingerprint: Fingerprint) -> tuple[Medium, int | None]:
+    needed, available = num_bytes * fingerprint.tp_size, psutil.virtual_memory().available
+    if needed > available:
+        raise ValueError(
+            f"host_bytes: {needed} bytes for all ranks, but {available} are free; give fewer, or free memory"
+        )
+    return HostMedium(fingerprint), num_bytes
+
+
+def _open_disk(disk: DiskConfig, fingerprint: Fingerprint) -> tuple[Medium, int | None]:
+    max_bytes = None if disk.max_bytes is None else disk.max_bytes // fingerprint.tp_size
+    return DiskMedium(disk.path, fingerprint), max_bytes
+
+
+def _open_remote(remote: RemoteConfig, fingerprint: Fingerprint) -> tuple[Medium, int | None]:
+    return RemoteMedium(remote.url, fingerprint), None
+
+
+MEDIA: dict[str, Callable[[Any, Fingerprint], tuple[Medium, int | None]]] = {
+    HOST: _open_host,
+    "disk": _open_disk,
+    "remote": _open_remote,
+}
+"""How the medium of each tier is opened, from the value of its key: the medium, and the bytes of this rank in it."""
