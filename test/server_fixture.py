@@ -2,7 +2,7 @@
 
 - `Server(model_dir, *flags)` is a context manager; use one per module, a start takes 50-80 s on two cores.
 - `OneAtATime` for a module that wants several.
-- `generate`, `chat`, `post`, `get` ask it and raise `HTTPStatusError` unless told to return the response;
+- `generate`, `chat`, `post`, `get` ask it and raise as `ServerClient.send` unless told to return the response;
   `flush` empties its caches; `log` is what it has written so far.
 """
 
@@ -38,10 +38,10 @@ class Server(base.Server):
 
     def post(self, path: str, json: Any, *, check: bool = True) -> httpx.Response:
         """POSTs `json`. With `check=False` an error status is returned instead of raised."""
-        return super().post(path, json) if check else self._client.post(path, json=json)
+        return super().post(path, json) if check else self.client.http.post(path, json=json)
 
     def get(self, path: str, *, check: bool = True) -> httpx.Response:
-        return super().get(path) if check else self._client.get(path)
+        return super().get(path) if check else self.client.http.get(path)
 
     def generate(  # type: ignore[override]  # tests want the bare reply, and the log-probabilities
         self,

@@ -1,8 +1,8 @@
 """A real SGLang server for measurements: started, waited for, asked, stopped with all its processes.
 
 - `Server(model_dir, *flags)` is a context manager; a start takes 20-80 s on two cores, most of it imports.
-- `generate`, `stream`, `post`, `get` ask it and raise `HTTPStatusError`; `flush` empties its caches; `log` is what it
-  has written so far.
+- `generate`, `stream`, `post`, `get` ask it and raise as `ServerClient.send`, which is `client`; `flush` empties its
+  caches; `log` is what it has written so far.
 - `pause`, `resume`: an idle SGLang server keeps a core busy with waiting; one that is not measured just now is paused.
 - `offline_env` keeps it from looking for anything on the network; `leave_on_sigterm` makes sure that it is stopped.
 """
@@ -24,6 +24,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import httpx
+
+from sglang_chunk_cache.server_client import ServerClient
 
 START_DEADLINE_S = 420.0
 STOP_DEADLINE_S = 10.0
@@ -94,7 +96,7 @@ class Server:
         self._env = {**os.environ, **(env or {})}
         self._start_deadline_s = start_deadline_s
         self.log_path = Path(log_path) if log_path else Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
-        self._client = httpx.Client(base_url=self.url, timeout=request_timeout_s, trust_env=False)
+        self.client = ServerClient(self.url, timeout_s=request_timeout_s)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -137,7 +139,7 @@ class Server:
     def stop(self) -> None:
         """Ends every process of the group; returns when none of them is left."""
         process, self._process = self._process, None
-        self._client.close()
+        self.client.http.close()
         if process is None:
             return
         _signal_group(process.pid, signal.SIGCONT)
@@ -179,10 +181,10 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def post(self, path: str, json: Any) -> httpx.Response:
-        return _checked(self._client.post(path, json=json))
+        return self.client.send("POST", path, json)
 
     def get(self, path: str) -> httpx.Response:
-        return _checked(self._client.get(path))
+        return self.client.send("GET", path)
 
     def generate(
         self,
@@ -201,9 +203,9 @@ class Server:
         """
         request = _request(prompt, max_new_tokens, chunk_cache, body)
         began = time.perf_counter()
-        response = self._client.post("/generate", json=request)
+        response = self.post("/generate", request)
         total_s = time.perf_counter() - began
-        return Timed(_checked(response).json(), total_s, total_s)
+        return Timed(response.json(), total_s, total_s)
 
     def stream(
         self,
@@ -217,14 +219,10 @@ class Server:
         request = {**_request(prompt, max_new_tokens, chunk_cache, body), "stream": True}
         first_s, last = 0.0, ""
         began = time.perf_counter()
-        with self._client.stream("POST", "/generate", json=request) as response:
-            if response.is_error:
-                response.read()
-            _checked(response)
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    first_s = first_s or time.perf_counter() - began
-                    last = line
+        for line in self.client.lines("/generate", request):
+            if line.startswith("data: {"):
+                first_s = first_s or time.perf_counter() - began
+                last = line
         total_s = time.perf_counter() - began
         reply = json.loads(last.removeprefix("data: "))
         if "error" in reply:
@@ -234,7 +232,7 @@ class Server:
     def flush(self) -> None:
         """Empties the caches; waits while the server is still busy with an earlier request."""
         deadline = time.monotonic() + 30
-        while self._client.post("/flush_cache").status_code != 200:
+        while self.client.http.post("/flush_cache").status_code != 200:
             if time.monotonic() > deadline:
                 raise TimeoutError("/flush_cache was refused for 30 s: is a request still running?")
             time.sleep(0.1)
@@ -245,7 +243,7 @@ class Server:
                 assert self._process is not None
                 raise ServerError(self._death_note(f"ended with code {self._process.returncode}"))
             try:
-                if self._client.get("/health_generate", timeout=20).status_code == 200:
+                if self.client.http.get("/health_generate", timeout=20).status_code == 200:
                     return
             except httpx.TransportError:
                 pass  # not listening yet
@@ -272,13 +270,6 @@ def _request(
         params["custom_params"] = {"chunk_cache": dict(chunk_cache)}
     field = "text" if isinstance(prompt, str) else "input_ids"
     return {field: prompt, "sampling_params": params, **body}
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_error:
-        message = f"{response.status_code} from {response.url}: {response.text[:2000]}"
-        raise httpx.HTTPStatusError(message, request=response.request, response=response)
-    return response
 
 
 def _signal_group(pid: int, number: int) -> bool:

@@ -23,8 +23,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import httpx
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
@@ -51,6 +49,7 @@ from rich.progress import Progress, TextColumn
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
+from sglang_chunk_cache.server_client import ServerGone, ServerRefused
 
 PROG = "python -m sglang_chunk_cache.calibrate"
 WORK_DIR = ROOT / ".cache" / "calibrate"
@@ -147,7 +146,7 @@ def ask(
     """One experiment per task with all replies, and how many were asked for; no server starts where none are missing.
 
     Raises:
-        DataError, SetupError, ServerError, httpx.HTTPError: what is needed is not there, or a server failed.
+        DataError, SetupError, ServerError, ServerRefused, ServerGone: what is needed is not there, or a server failed.
     """
     ((name, path),) = find_models([args.model_path]).items()
     build = prompt_builder(path, chat=args.chat)
@@ -272,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args, console)
     except (DataError, SetupError, ServerError) as error:
         print(f"{PROG}: {_in_our_words(error)}", file=sys.stderr)
-    except httpx.HTTPError as error:
+    except (ServerRefused, ServerGone) as error:
         print(f"{PROG}: a server failed: {error!r}; its log lies in {args.work}.", file=sys.stderr)
     except KeyboardInterrupt:
         print("stopped; --resume goes on from here", file=sys.stderr)

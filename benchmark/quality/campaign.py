@@ -67,7 +67,7 @@ def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Res
         models: path by name.
 
     Raises:
-        SetupError, ServerError, httpx.HTTPError: a server did not do what the experiment needs.
+        SetupError, ServerError, ServerRefused, ServerGone: a server did not do what the experiment needs.
     """
     with ExitStack() as stack:
         experiments = {name: _open(name, path, plan, stack) for name, path in models.items()}

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -50,6 +49,8 @@ from benchmark.quality.session import SetupError
 from benchmark.quality.tasks import KINDS, Task, TaskOptions, load_tasks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sglang_chunk_cache.server_client import ServerGone, ServerRefused
 
 MODELS_DIR = ROOT / "benchmark" / "quality" / "models"
 WORK_DIR = ROOT / ".cache" / "quality"
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, SetupError, ServerError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    except httpx.HTTPError as error:
+    except (ServerRefused, ServerGone) as error:
         console.print(f"A server failed: {error!r}; its log lies in {args.work}.", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from benchmark.common.server import Server
 from benchmark.tiers.prompts import Corpus
 from benchmark.ttft.workload import Prompt
@@ -189,11 +188,9 @@ def _slot_taken(server: Server, corpus: Corpus, seconds: float) -> Iterator[None
     begun = threading.Event()
 
     def front() -> None:
-        url = f"{server.url}/generate"
-        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=120, trust_env=False) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    begun.set()
+        for line in server.client.lines("/generate", {**body, "stream": True}):
+            if line.startswith("data: {"):
+                begun.set()
 
     def end() -> None:
         server.post("/abort_request", {"rid": rid})

@@ -2,8 +2,8 @@
 
     {"tiers": {"host_bytes": "4GB", "disk": {"path": "/var/cache/chunks", "max_bytes": "200GB"}}}
 
-`parse_tiers` checks it and is the only place that does. Each key is one field of `TierConfig`, with its parser and, where
-it asks for a tier, the tier's name. `sglang_chunk_cache.tiers.registry` opens the medium of each tier.
+`parse_tiers` checks it and is the only place that does. Each key is one field of `TierConfig`, with its parser and,
+where it asks for a tier, the tier's name. `sglang_chunk_cache.tiers.registry` opens the medium of each tier.
 """
 
 from __future__ import annotations

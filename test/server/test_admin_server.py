@@ -36,7 +36,7 @@ class AdminServer(Server):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._client.headers["Authorization"] = f"Bearer {KEY}"
+        self.client.http.headers["Authorization"] = f"Bearer {KEY}"
 
     def ask(self, route: str, **body: Any) -> Any:
         return self.post(f"/chunk_cache/{route}", body).json()
@@ -127,7 +127,7 @@ def test_bad_input_names_the_path(admin, route, body, start):
 
 
 def test_bad_json_and_bad_queries(admin):
-    response = admin._client.post("/chunk_cache/pin", content=b'{"texts": [')
+    response = admin.client.http.post("/chunk_cache/pin", content=b'{"texts": [')
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("body: not JSON")
     for query, start in (("limit=0", "limit: "), ("key=1", "key: "), ("page=1", "page: ")):
@@ -339,7 +339,7 @@ def test_warm_by_ids_and_in_a_partition(empty, tokenizer, passages):
 
 def test_warming_stops_where_the_client_goes(empty, passages):
     chunks = passages.several(400, num_words=60)
-    with empty._client.stream("POST", "/chunk_cache/warm", json={"texts": chunks, "batch": 1}) as response:
+    with empty.client.http.stream("POST", "/chunk_cache/warm", json={"texts": chunks, "batch": 1}) as response:
         next(response.iter_lines())
     time.sleep(1.5)
     added = empty.rank()["index"]["num_added"]

@@ -9,5 +9,5 @@
     picture  PNG and SVG, by matplotlib         page     one HTML file
     palette  colours and words of states, for both
 
-Nothing here is needed to serve; matplotlib, rich and httpx come with the extra `bench`.
+Nothing here is needed to serve; matplotlib and rich come with the extra `bench`.
 """

@@ -16,16 +16,18 @@ from typing import Any
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
 from chunk_cache.methods import METHODS
 from chunk_cache.types import Span
-from sglang_chunk_cache.asking import add_server_flags
+from sglang_chunk_cache.api.marks import MarkedText
 from sglang_chunk_cache.explain import replies
+from sglang_chunk_cache.explain.ask import ExplainClient
 from sglang_chunk_cache.explain.prompt import PromptTokens, load_tokenizer, read_prompt, tokenize
 from sglang_chunk_cache.explain.specs import MethodSpec, make_specs, parse_options
 from sglang_chunk_cache.explain.states import Explanation, differing
 from sglang_chunk_cache.explain.summary import print_tables, unranked
 from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
+from sglang_chunk_cache.server_client import ServerGone, add_server_flags
 
 PROG = "python -m sglang_chunk_cache.explain"
-EXTRA_PACKAGES = ("matplotlib", "rich", "httpx")
+EXTRA_PACKAGES = ("matplotlib", "rich")
 ENDINGS = (".png", ".svg", ".html")
 
 
@@ -36,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(args)
     except ChunkCacheRequestError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    except ServerGone as error:
+        print(f"{PROG}: --url {args.url}: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -132,8 +137,6 @@ def _local_tokens(args: argparse.Namespace) -> PromptTokens:
 
 def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], list[str]]:
     """Prompt, one explanation per method, and notes."""
-    from sglang_chunk_cache.explain.ask import Client
-
     if args.prompt is None:
         raise user_error(ChunkCacheRequestError, "--prompt", "missing", "give a text file, or kept replies by --json")
     if args.max_new_tokens < 1:
@@ -142,7 +145,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     marked = read_prompt(args.prompt, args.separator)
     # What earlier requests left behind would give the methods a prompt that is known already.
     extra_key = uuid.uuid4().hex if args.prime and args.extra_key is None else args.extra_key
-    with Client(args.url, args.separator, extra_key, args.api_key) as client:
+    with ExplainClient(args.url, args.api_key, args.separator, extra_key) as client:
         tokenizer = load_tokenizer(args.model_path or client.tokenizer_path())
         tokens = tokenize(tokenizer, marked, f"--prompt {args.prompt}")
         if args.prime:
@@ -155,7 +158,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
 
 
 def _ask_all(
-    client: Any, marked: Any, specs: Sequence[MethodSpec], args: argparse.Namespace
+    client: ExplainClient, marked: MarkedText, specs: Sequence[MethodSpec], args: argparse.Namespace
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
     """Labelled replies. A method that the user did not name may be refused, and is then only noted."""
     answers = []

@@ -17,6 +17,6 @@ A *tier* is a place below the pool as the scheduler sees it; its *medium* moves 
     loader        tiers -> pool, for requests that wait; `search` finds, `stream` and `landing` go layer by layer
     pool          what all of them need of the KV pool
 
-A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.tier_config.TierConfig` with its parser,
-and one class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
+A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.tier_config.TierConfig`, and a class in
+`test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
 """

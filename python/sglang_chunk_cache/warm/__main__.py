@@ -18,9 +18,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sglang_chunk_cache.asking import add_server_flags
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+from sglang_chunk_cache.server_client import ServerGone, add_server_flags
 from sglang_chunk_cache.warm.corpus import Corpus, Line, open_corpus
-from sglang_chunk_cache.warm.server import ServerGone, WarmRefused, WarmServer
+from sglang_chunk_cache.warm.server import WarmServer
 from sglang_chunk_cache.warm.state import WarmState, load
 
 PROG = "python -m sglang_chunk_cache.warm"
@@ -35,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _run(args)
-    except WarmRefused as error:
+    except ChunkCacheRequestError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     except ServerGone as error:
-        print(f"{PROG}: --url {args.url}: {error}; start the server and run the command again", file=sys.stderr)
+        print(f"{PROG}: --url {args.url}: {error.problem}; start the server and run the command again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
@@ -66,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.batch <= MAX_BATCH:
-        raise WarmRefused(f"--batch {args.batch}: not from 1 to {MAX_BATCH}; give another number")
+        raise _mistake(f"--batch {args.batch}", f"not from 1 to {MAX_BATCH}", "give another number")
     try:
         corpus = open_corpus(args.corpus, args.field)
     except OSError as error:
-        raise WarmRefused(f"{args.corpus}: cannot be read ({error.strerror}); name a file") from None
+        raise _mistake(str(args.corpus), f"cannot be read ({error.strerror})", "name a file") from None
     path = args.state or args.corpus.with_name(f"{args.corpus.name}.warm-state")
     with WarmServer(args.url, args.api_key) as server:
         task = Task(args, corpus, server, path)
@@ -98,7 +99,7 @@ class Task:
         """Warms what is left; returns the state at the end.
 
         Raises:
-            WarmRefused: the server or the state file says no.
+            ChunkCacheRequestError: the server or the state file says no.
             ServerGone: no server for longer than the user wants to wait.
         """
         state: WarmState | None = None
@@ -135,9 +136,11 @@ class Task:
         try:
             state = load(self._path)
         except OSError as error:
-            raise WarmRefused(f"--state {self._path}: cannot be read ({error.strerror}); name another file") from None
+            problem = f"cannot be read ({error.strerror})"
+            raise _mistake(f"--state {self._path}", problem, "name another file") from None
         if state is None and self._path.exists():
-            raise WarmRefused(f"--state {self._path}: not a state of this command; remove it, or name another file")
+            problem = "not a state of this command"
+            raise _mistake(f"--state {self._path}", problem, "remove it, or name another file")
         if state is not None and state.task != self._task:
             _note(f"{self._path} is of another corpus or of other options; beginning again")
             return None
@@ -184,17 +187,22 @@ class Task:
         try:
             state.save(self._path)
         except OSError as error:
-            raise WarmRefused(f"--state {self._path}: cannot be written ({error.strerror}); name another") from None
+            problem = f"cannot be written ({error.strerror})"
+            raise _mistake(f"--state {self._path}", problem, "name another") from None
 
     def _wait(self, error: ServerGone) -> None:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline, self._wait_s = now + self._patience_s, 0.5
-            _note(f"{error}; trying again for {self._patience_s:g} s")
+            _note(f"{error.problem}; trying again for {self._patience_s:g} s")
         if now >= self._deadline:
             raise error
         time.sleep(min(self._wait_s, max(0.0, self._deadline - now)))
         self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+
+
+def _mistake(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
+    return user_error(ChunkCacheRequestError, path, problem, remedy)
 
 
 def _note(sentence: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_chunk_cache.asking import KEY_ENV
+from sglang_chunk_cache.server_client import KEY_ENV
 from sglang_chunk_cache.warm import __main__ as command
 from sglang_chunk_cache.warm.corpus import open_corpus
 from sglang_chunk_cache.warm.state import WarmState, load

@@ -1,0 +1,145 @@
+"""ServerClient: a running server, as commands and benchmarks ask it.
+
+Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `lines` (an answer line by line),
+`add_server_flags` (of a command: `--url` and `--api-key`). Promises: what a user can mend is a `ServerRefused` of one
+sentence that names the flag and the remedy; what may pass, because the server is being restarted, is a `ServerGone`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from chunk_cache.errors import ChunkCacheRequestError, user_error
+
+KEY_ENV = "CHUNK_CACHE_API_KEY"
+START = "start one with `python -m sglang.launch_server --model-path DIR --chunk-cache`"
+CONNECT_S = 10.0
+
+
+class ServerRefused(ChunkCacheRequestError):
+    """The server says no, and would say so again."""
+
+
+class ServerGone(Exception):
+    """The server does not answer, or ended in the middle of an answer."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """`--url` and `--api-key`; the key is taken from the environment where it is not given."""
+    url = "http://127.0.0.1:30000"
+    parser.add_argument("--url", default=url, help="a server with --chunk-cache (default: %(default)s)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})"
+    )
+
+
+class ServerClient:
+    """A context manager around connections that threads may share; sends nothing yet.
+
+    Args:
+        url: of the server, without a path.
+        api_key: of the server, where it has one.
+        timeout_s: seconds without a byte of the answer; the default is a long prompt on a CPU.
+
+    Raises:
+        ServerRefused: the URL is malformed.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        with self._told():
+            self.http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.http.close()
+
+    def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """The answer to a request, which is a good one.
+
+        Raises:
+            ServerRefused, ServerGone: see the head of this file.
+        """
+        with self._told():
+            response = self.http.request(method, path, json=body)
+        self._check(response)
+        return response
+
+    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """As `send`; the JSON object of the answer."""
+        try:
+            reply = self.send(method, path, body).json()
+        except json.JSONDecodeError:
+            reply = None
+        if not isinstance(reply, dict):
+            problem = f"{path} was not answered with a JSON object"
+            raise self.refused(problem, "name the address of an SGLang server")
+        return reply
+
+    def lines(self, path: str, body: Any) -> Iterator[str]:
+        """As `send`, by POST: the lines of the answer as they arrive."""
+        with self._told(), self.http.stream("POST", path, json=body) as response:
+            if not response.is_success:
+                response.read()
+            self._check(response)
+            yield from response.iter_lines()
+
+    def refused(self, problem: str, remedy: str) -> ServerRefused:
+        return user_error(ServerRefused, f"--url {self._url}", problem, remedy)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise self.refused(f"not a URL ({error})", "give one such as http://127.0.0.1:30000") from None
+        except httpx.TimeoutException:
+            raise ServerGone(f"no answer within {self._timeout_s:.0f} s", "look into the server's log") from None
+        except httpx.TransportError as error:
+            raise ServerGone(f"no server answers ({error})", f"{START}, or name its address") from None
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise user_error(
+                ServerRefused, "--api-key", f"{self._url} does not accept it", "give the server's (admin) API key"
+            )
+        problem = f"{response.url.path} was answered with {response.status_code} ({_message(response)})"
+        if response.is_server_error:
+            raise ServerGone(problem, "look into the server's log")
+        is_missing = response.status_code == HTTPStatus.NOT_FOUND
+        raise self.refused(
+            problem, "start the server with --chunk-cache" if is_missing else "change what the message names"
+        )
+
+
+def _message(response: httpx.Response) -> str:
+    """The sentence of an error reply, whatever object of SGLang's routes it stands in."""
+    try:
+        value = response.json()
+    except json.JSONDecodeError:
+        value = response.text
+    while isinstance(value, dict):
+        value = value.get("error") or value.get("message") or value.get("detail") or json.dumps(value)
+    return " ".join(str(value).split())[:400] or response.reason_phrase
