@@ -1,8 +1,8 @@
 """Calibration: the smallest alpha or ratio that keeps a wanted share of the full prefill's score on your questions.
 
-    python -m sglang_chunk_cache.calibrate --model-path DIR --data jsonl:own.jsonl --keep 0.95 --config chunk_cache.json
-    python -m sglang_chunk_cache.calibrate --model-path DIR --data longbench:hotpotqa.jsonl --by ratio --method epic
-    python -m sglang_chunk_cache.calibrate --model-path DIR --data ruler --values 0.5 1 2 --chat --resume
+    python benchmark/quality/calibrate.py --model-path DIR --data jsonl:own.jsonl --keep 0.95 --config chunk_cache.json
+    python benchmark/quality/calibrate.py --model-path DIR --data longbench:hotpotqa.jsonl --by ratio --method epic
+    python benchmark/quality/calibrate.py --model-path DIR --data ruler --values 0.5 1 2 --chat --resume
 
 One server. Every prompt is asked with a full prefill by stock SGLang and then under every value of the grid; the curve
 is printed, written to --out with a plot, and the chosen alpha is set in --config, which the server takes as
@@ -51,7 +51,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
 from sglang_chunk_cache.server_client import ServerGone, ServerRefused
 
-PROG = "python -m sglang_chunk_cache.calibrate"
+PROG = "python benchmark/quality/calibrate.py"
 WORK_DIR = ROOT / ".cache" / "calibrate"
 # The paper's alphas lie between 0.5 and 3 (Cache-Craft, section 5); ratios are close where they are used.
 GRIDS = {

@@ -124,7 +124,7 @@ def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> lis
         if ALPHA.name in dict(spec.options):
             raise DataError(
                 f"--methods: {spec.label} cannot be asked by ratio; leave {ALPHA.name} out, or ask by alpha with "
-                "python -m sglang_chunk_cache.calibrate."
+                "python benchmark/quality/calibrate.py."
             )
         for ratio in ratios:
             found[Condition(spec, METHODS[spec.method].effective_ratio(ratio, ratio))] = None

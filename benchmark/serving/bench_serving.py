@@ -349,7 +349,8 @@ def main() -> int:
         runner = Runner(args, tick)
         for _ in runner.run():
             # After each part, so that what was measured is kept when a later part fails.
-            paths = write_result(args.out, args.name, runner.report, to_markdown(runner.report))
+            page = [*to_markdown(runner.report), "", f"![the runs as a plot]({args.name}.png)"]
+            paths = write_result(args.out, args.name, runner.report, page)
     except (ServerError, DataError, MeasurementError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1

@@ -158,7 +158,7 @@ class _Sampling:
             raise ProfilerError(f"py-spy wrote no file: {said.strip()[:500]}")
 
 
-def to_markdown(report: Mapping[str, Any], title: str = "# Where the time of a request goes") -> list[str]:
+def to_markdown(report: Mapping[str, Any]) -> list[str]:
     """A table with a column per system: samples per request and their share."""
     rows = report["rows"]
     stages = [stage for stage, _ in RULES] + ["other"]
@@ -175,7 +175,7 @@ def to_markdown(report: Mapping[str, Any], title: str = "# Where the time of a r
         for row in rows
     ]
     return [
-        title,
+        "# Where the time of a request goes",
         "",
         *run_markdown(report),
         f"- model: {report['model']}; plan {report['plan']}, {report['clients']} clients in a closed loop"

@@ -1,4 +1,4 @@
-"""From a report to Markdown: `to_markdown`; `targets` says which goals were met, `headline` is the README's table."""
+"""From a report to Markdown: `to_markdown`; `targets` says which goals were met, `headline` is its first table."""
 
 from __future__ import annotations
 

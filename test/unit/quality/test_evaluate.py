@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
         (["--methods", "best"], "--methods: unknown method 'best'"),
         (
             ["--methods", "cache-craft:alpha=1"],
-            "leave alpha out, or ask by alpha with python -m sglang_chunk_cache.calibrate",
+            "leave alpha out, or ask by alpha with python benchmark/quality/calibrate.py",
         ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
         (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE or jsonl:FILE."),

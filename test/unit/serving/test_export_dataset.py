@@ -1,4 +1,4 @@
-"""What the documentation shows is what the results say; exported data sets are read by SGLang's own tool."""
+"""Exported data sets, which SGLang's own tool reads."""
 
 from __future__ import annotations
 
@@ -10,31 +10,11 @@ from benchmark.common.machine import ROOT
 from benchmark.quality.question import DataError
 from benchmark.serving import traces
 from benchmark.serving.export_dataset import MARKED, answer_of_len, write_dataset
-from benchmark.serving.papers import FIGURES, OUR_AXES
-from benchmark.serving.papers_table import papers_markdown
 from benchmark.serving.prompt import Prompt
-from benchmark.serving.publish import SOURCE, pages, pictures
 from benchmark.serving.systems import BASELINES
 from transformers import AutoTokenizer
 
 MODEL = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
-
-
-@pytest.mark.skipif(not SOURCE.exists(), reason="no result of the serving benchmark")
-def test_pages_and_readme_are_what_the_results_say() -> None:
-    for path, text in pages().items():
-        assert path.read_text(encoding="utf-8") == text, f"run python benchmark/serving/publish.py for {path.name}"
-    for picture in pictures():
-        assert (ROOT / "docs" / "benchmarks" / picture.name).read_bytes() == picture.read_bytes()
-
-
-def test_every_figure_of_the_papers_has_its_place() -> None:
-    assert {figure.our_axis for figure in FIGURES} == set(OUR_AXES)
-    assert {figure.paper for figure in FIGURES} == {"CacheBlend", "Cache-Craft", "FusionRAG", "CacheClip", "A3"}
-    text = "\n".join(papers_markdown(FIGURES, {axis: ["ours"] for axis in OUR_AXES}))
-    for figure in FIGURES:
-        assert text.count(f"### {figure.paper}, {figure.figure}\n") == 1
-        assert all(stated in text for stated in figure.stated)
 
 
 def test_a_custom_dataset_as_sglang_reads_it(tmp_path: Path) -> None:
