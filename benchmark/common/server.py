@@ -172,7 +172,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the main process; the others are its children."""
+        """Process id of the main process; the others are its children."""
         assert self._process is not None, "not started"
         return self._process.pid
 
@@ -215,7 +215,7 @@ class Server:
         chunk_cache: Mapping[str, Any] | None = None,
         **body: Any,
     ) -> Timed:
-        """As `generate`, but streamed: `first_s` is the arrival of the first event."""
+        """A reply as of `generate`, but streamed: `first_s` is the arrival of the first event."""
         request = {**_request(prompt, max_new_tokens, chunk_cache, body), "stream": True}
         first_s, last = 0.0, ""
         began = time.perf_counter()

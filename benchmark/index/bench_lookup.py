@@ -34,13 +34,14 @@ from chunk_cache.plan import make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
-from chunk_cache.victims import EVICTIONS
 
 Rankings: TypeAlias = "np.ndarray[tuple[int, int, int], np.dtype[np.float32]]"
 PARTITION = Partition()
 PREFIX_LEN = 64
 QUESTION_LEN = 96
 VOCABULARY = 128_000
+NUM_CHUNKS, NUM_VARIANTS = 100_000, 5  # in the index, each chunk with so many variants
+NUM_MARKED = 10  # chunks of a prompt
 
 
 @dataclass
@@ -55,19 +56,19 @@ class Filled:
         return self.stored_len[variant.variant_id]
 
 
-def fill(num_chunks: int, chunk_len: int, chunks_per_path: int, num_variants: int, eviction: str, seed: int) -> Filled:
-    """Remember `num_chunks` chunks, each in `num_variants` prompts of `chunks_per_path` random chunks."""
+def fill(num_chunks: int, chunk_len: int, num_variants: int, seed: int) -> Filled:
+    """Remember `num_chunks` chunks, each in `num_variants` prompts of `NUM_MARKED` random chunks."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, size=(num_chunks, chunk_len), dtype=np.int64)
     chunks = [array("q", row.tobytes()) for row in tokens]
     path_tokens = num_variants * num_chunks * (chunk_len + PREFIX_LEN)
-    filled = Filled(ChunkIndex(num_variants * num_chunks, num_variants, path_tokens, eviction), chunks, {})
+    filled = Filled(ChunkIndex(num_variants * num_chunks, num_variants, path_tokens), chunks, {})
     keys = [chunk_key(PARTITION, chunk) for chunk in chunks]
     rankings = rng.random((64, 2, chunk_len), dtype=np.float32)
     for _ in range(num_variants):
         order = rng.permutation(num_chunks)
-        for first in range(0, num_chunks, chunks_per_path):
-            fill_prompt(filled, [int(i) for i in order[first : first + chunks_per_path]], keys, rankings, rng)
+        for first in range(0, num_chunks, NUM_MARKED):
+            fill_prompt(filled, [int(i) for i in order[first : first + NUM_MARKED]], keys, rankings, rng)
     return filled
 
 
@@ -99,12 +100,12 @@ def fill_prompt(
         start += len(chunk)
 
 
-def bytes_per_variant(chunk_len: int, chunks_per_path: int, num_variants: int, eviction: str) -> float:
+def bytes_per_variant(chunk_len: int) -> float:
     """What the index allocates for a variant, without its ranking and without the tokens of chunks and paths."""
     num_chunks = 2000
-    fill(10, chunk_len, chunks_per_path, 1, eviction, seed=0)  # what is imported at first use
+    fill(10, chunk_len, 1, seed=0)  # what is imported at first use
     tracemalloc.start()
-    filled = fill(num_chunks, chunk_len, chunks_per_path, num_variants, eviction, seed=0)
+    filled = fill(num_chunks, chunk_len, NUM_VARIANTS, seed=0)
     stored = len(filled.index)
     total = tracemalloc.get_traced_memory()[0]
     paths = {v.holder for v in filled.index if isinstance(v.holder, PathTokens)}
@@ -193,11 +194,7 @@ def table(rows: dict[str, dict[str, dict[str, float]]], show: Callable[[str], No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunks", type=int, default=100_000, help="chunks in the index")
     parser.add_argument("--chunk-len", type=int, default=400, help="tokens per chunk")
-    parser.add_argument("--marked", type=int, default=10, help="chunks per prompt")
-    parser.add_argument("--variants", type=int, default=5, help="variants per chunk")
-    parser.add_argument("--eviction", choices=EVICTIONS, default="lru")
     parser.add_argument("--prompts", type=int, default=1000, help="prompts measured per method")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -205,8 +202,8 @@ def main() -> None:
     args = parser.parse_args()
 
     began = time.perf_counter()
-    memory = bytes_per_variant(args.chunk_len, args.marked, args.variants, args.eviction)
-    filled = fill(args.chunks, args.chunk_len, args.marked, args.variants, args.eviction, args.seed)
+    memory = bytes_per_variant(args.chunk_len)
+    filled = fill(NUM_CHUNKS, args.chunk_len, NUM_VARIANTS, args.seed)
     fill_s = time.perf_counter() - began
     index = filled.index
     machine = {"cpu": cpu_model(), "python": platform.python_version(), "numpy": np.__version__}
@@ -214,14 +211,14 @@ def main() -> None:
     print(f"{machine['cpu']}, Python {machine['python']}, numpy {machine['numpy']}, one thread")
     print(f"{size['chunks']} chunks, {size['variants']} variants, {size['paths']} paths; filled in {fill_s:.1f} s")
     print(
-        f"prompt: {PREFIX_LEN} exact tokens + {args.marked} x {args.chunk_len} + {QUESTION_LEN}; {args.prompts} prompts"
+        f"prompt: {PREFIX_LEN} exact tokens + {NUM_MARKED} x {args.chunk_len} + {QUESTION_LEN}; {args.prompts} prompts"
     )
     ranking = 2 * 4 * args.chunk_len
     print(f"memory: {memory:.0f} bytes per variant, and {ranking} of ranking ({ranking // args.chunk_len} per token)")
     rows = {}
     for method in METHODS:
-        measure(filled, method, args.marked, 50, args.page_size, args.seed + 1)  # imports, caches
-        samples = measure(filled, method, args.marked, args.prompts, args.page_size, args.seed)
+        measure(filled, method, NUM_MARKED, 50, args.page_size, args.seed + 1)  # imports, caches
+        samples = measure(filled, method, NUM_MARKED, args.prompts, args.page_size, args.seed)
         rows[method] = {
             step: {"median_us": float(np.median(values)), "p99_us": float(np.percentile(values, 99))}
             for step, values in samples.items()
@@ -230,7 +227,7 @@ def main() -> None:
     if args.out:
         result = {"command": " ".join(["python", *sys.argv]), "machine": machine, "index": size, "methods": rows}
         result["bytes_per_variant"] = {"metadata": round(memory), "ranking": ranking}
-        result["prompt"] = {"chunks": args.marked, "chunk_len": args.chunk_len, "num_prompts": args.prompts}
+        result["prompt"] = {"chunks": NUM_MARKED, "chunk_len": args.chunk_len, "num_prompts": args.prompts}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -249,7 +249,7 @@ def settings_of(args: argparse.Namespace, result: Calibration) -> dict[str, str]
 
 
 def command(argv: Sequence[str]) -> str:
-    """As a user would type it; folders of this machine are left out."""
+    """The command as a user would type it; folders of this machine are left out."""
     return f"{PROG} {shlex.join(arg for arg in argv if not Path(arg).is_absolute())}"
 
 

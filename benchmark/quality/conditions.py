@@ -39,7 +39,7 @@ class MethodSpec:
 
     @property
     def label(self) -> str:
-        """As it is written on the command line and in tables."""
+        """The name that the command line and tables have for it."""
         options = ",".join(f"{name}={_format_value(value)}" for name, value in self.options)
         return f"{self.method}:{options}" if options else self.method
 

@@ -83,14 +83,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ruler-words", type=int, default=Size.num_words, help="length of generated haystacks (default: %(default)s)")
     add("--passage-words", type=int, default=Size.passage_words, help="of RULER and LongBench (default: %(default)s)")
     add("--server-flags", default="", metavar="FLAGS", help="more flags of launch_server, in one string")
-    add("--jobs", type=int, help="models at a time (default: one per core, on a GPU 1)")
     add("--resume", action="store_true", help="keep the replies of earlier runs and ask only for what is missing")
     add("--redo", nargs="+", default=[], metavar="METHOD", help="with --resume: ask these again")
     add("--out", type=Path, default=RESULTS_DIR / "quality", help="folder of the results")
     add("--work", type=Path, default=WORK_DIR, help="folder of the kept replies and server logs")
     add("--strict", action="store_true", help="exit code 1 when a check of the implementation does not hold")
     args = parser.parse_args(argv)
-    for name in ("num", "ruler_words", "passage_words", "top_logprobs", "max_new_tokens", "jobs"):
+    for name in ("num", "ruler_words", "passage_words", "top_logprobs", "max_new_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: at least 1")
     if bad := [ratio for ratio in args.ratios if not 0 <= ratio <= 1]:
@@ -171,7 +170,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         resume=args.resume,
         redo=args.redo,
         flags=server_flags(args.server_flags),
-        jobs=args.jobs or default_jobs(len(models)),
+        jobs=default_jobs(len(models)),
     )
     with Progress(TextColumn("{task.description}"), *COLUMNS, console=console) as progress:
         result = ask_models(models, plan, progress)

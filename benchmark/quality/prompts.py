@@ -88,7 +88,7 @@ def build_prompt(question: Question, style: PromptFormat = PLAIN) -> Prompt:
 def build_chat_prompt(
     question: Question, render: Callable[[list[dict[str, str]]], str], style: PromptFormat = PLAIN
 ) -> Prompt:
-    """As `build_prompt`, with the system prompt as system message and the rest as the user's.
+    """A prompt as of `build_prompt`, with the system prompt as system message and the rest as the user's.
 
     Args:
         render: messages -> text, a chat template with its generation prompt.

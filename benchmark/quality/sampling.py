@@ -59,7 +59,7 @@ def samples(num_layers: int, num_heads: int) -> list[Sample]:
 
 
 def statistics_of(weights: Weights, spans: Sequence[tuple[int, int]]) -> list[ChunkStatistics]:
-    """Of every chunk behind the first, from `weights` `[prompt_len, prompt_len]`, a mean over layers and heads."""
+    """Statistics of all chunks but the first, of `weights` `[prompt_len, prompt_len]`, a mean over layers and heads."""
     found = []
     for i in range(1, len(spans)):
         start, end = spans[i]

@@ -54,7 +54,7 @@ class MethodCurve:
 
 
 def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
-    """In the order of the registry, options behind defaults."""
+    """Curves in the order of the registry, options behind defaults."""
     mine = [row for row in rows if row.family == family and row.ratio is not None]
     labels = sorted({row.method for row in mine}, key=_rank)
     return [_curve(label, [row for row in mine if row.method == label]) for label in labels]

@@ -58,8 +58,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--plan", default="standard", choices=sorted(PLANS))
     parser.add_argument("--parts", help=f"any of {', '.join(PARTS)} (default: the plan's, with --log: serve)")
-    parser.add_argument("--systems", help="swept ones, such as stock,reorder,epic@0.15 (default: the plan's)")
-    parser.add_argument("--closed-only", help="systems without a sweep (default: the plan's, with --systems none)")
+    parser.add_argument(
+        "--systems", help="swept ones, such as stock,reorder,epic@0.15, and no others (default: the plan's)"
+    )
     parser.add_argument("--bound-s", type=float, help="of the p99 of the time to first token (default: from stock)")
     parser.add_argument("--base-rate", type=float, help="requests/s that rates are shares of (default: from stock)")
     parser.add_argument("--log", type=Path, help="JSONL of prompts in the place of the generated trace; needs --model")
@@ -69,7 +70,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trace", help="of the generated one, such as 'chunk_len=300,zipf=1,session_len=4'")
     parser.add_argument("--load", help="of the runs, such as 'clients=8,warmup=40,closed=60'")
     parser.add_argument("--server-flags", default="", help="further flags of every server, such as '--tp 2'")
-    parser.add_argument("--our-flags", default="", help="further flags of servers with a chunk cache")
     parser.add_argument("--pool", type=int, help="tokens of every KV pool (default: the plan's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the result files (default: the plan's)")
@@ -94,15 +94,15 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--timestamps: give FILE:COLUMN:UNIT, such as burst.csv:Timestamp:s")
     try:
         swept = split_names(args.systems) if args.systems else args.plan.swept
-        closed = split_names(args.closed_only) if args.closed_only else () if args.systems else args.plan.closed_only
+        closed = () if args.systems else args.plan.closed_only
         args.swept, args.closed_systems = parse_systems(swept), parse_systems(closed)
         parse_systems([*swept, *closed])
     except DataError as error:
-        parser.error(f"--systems, --closed-only: {error}")
+        parser.error(f"--systems: {error}")
     if args.swept[0].name != STOCK and not (args.bound_s and args.base_rate):
         parser.error("--systems: name stock first, or give --bound-s and --base-rate")
-    if (args.systems or args.closed_only) and "serve" not in args.parts:
-        parser.error("--systems, --closed-only: they are of part serve, which --parts leaves out")
+    if args.systems and "serve" not in args.parts:
+        parser.error("--systems: they are of part serve, which --parts leaves out")
     if len(set(args.parts)) < len(args.parts):
         parser.error("--parts: name each part once")
     if args.speed != 1.0 and not (args.timestamps or args.log):
@@ -184,11 +184,10 @@ class Runner:
         return self._fleet(TRAINED_DIR, SMALL_POOL_LEN)
 
     def _fleet(self, model: Path, pool_len: int) -> Fleet:
-        flags, ours = (shlex.split(text) for text in (self.args.server_flags, self.args.our_flags))
-        return Fleet(model, pool_len, CACHE_DIR, flags=flags, our_flags=ours)
+        return Fleet(model, pool_len, CACHE_DIR, flags=shlex.split(self.args.server_flags))
 
     def _systems_of(self, part: str) -> Sequence[System]:
-        """That a part asks, in this order."""
+        """Systems that a part asks, in this order."""
         if part == "serve":
             return (*self.args.swept, *self.args.closed_systems)
         if part == "trained":
@@ -285,7 +284,7 @@ class Runner:
         return f"{self.plan.shape}, fp32, random weights"
 
     def _arrivals(self, prompts: Sequence[Prompt]) -> list[float] | None:
-        """Of a recorded log: of its own, or of another file's column, as many as there are prompts."""
+        """Arrivals of a recorded log: its own, or another file's column, as many as there are prompts."""
         if self._recorded is not None:
             return self._recorded[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]

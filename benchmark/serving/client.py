@@ -169,7 +169,7 @@ async def _ask(client: httpx.AsyncClient, body: Body, due_s: float, began: float
 
 
 def record_of(reply: Mapping[str, Any], due_s: float, first_s: float, end_s: float) -> Record:
-    """From the last event of a stream."""
+    """Record of a request, from the last event of its stream."""
     if "error" in reply:
         return Record(due_s, error=str(reply["error"])[:500])
     meta = reply["meta_info"]
@@ -194,7 +194,7 @@ def record_of(reply: Mapping[str, Any], due_s: float, first_s: float, end_s: flo
 
 
 async def _sample(client: httpx.AsyncClient, slots: list[int]) -> None:
-    """Until it is cancelled. A server whose scheduler is in a long forward answers late, or not at all: no sample."""
+    """Samples until cancelled. A server whose scheduler is in a long forward answers late, or not at all: no sample."""
     while True:
         await asyncio.sleep(SAMPLE_EVERY_S)
         with contextlib.suppress(httpx.HTTPError):

@@ -71,14 +71,13 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder with the tokenizer of the server's model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--num", type=int, default=100, help="prompts of documents")
-    parser.add_argument("--output-len", type=int, default=traces.OUTPUT_LEN, help="tokens, where a log does not say")
     parser.add_argument("--seed", type=int, default=0)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--plain", action="store_true", help="no separators: for stock SGLang")
     kind.add_argument("--reorder", action="store_true", help="no separators, in the order of the exact baseline")
     args = parser.parse_args()
-    if args.num < 1 or args.output_len < 1:
-        parser.error("--num, --output-len: at least 1")
+    if args.num < 1:
+        parser.error("--num: at least 1")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -86,9 +85,9 @@ def main() -> int:
     try:
         if args.trace == "documents":
             passages = cut_passages(read_corpus(ROOT), lambda text: len(tokenizer.tokenize(text)))
-            prompts = traces.documents(passages, num=args.num, output_len=args.output_len, seed=args.seed)
+            prompts = traces.documents(passages, num=args.num, output_len=traces.OUTPUT_LEN, seed=args.seed)
         else:
-            prompts = traces.from_log(args.trace, args.output_len)
+            prompts = traces.from_log(args.trace, traces.OUTPUT_LEN)
         system = BASELINES[REORDER] if args.reorder else BASELINES[STOCK] if args.plain else MARKED
         num, longest = write_dataset(args.out, prompts, system, tokenizer)
     except (DataError, OSError) as error:

@@ -25,7 +25,6 @@ class Fleet:
 
     Args:
         flags: of all servers, beside the size of their KV pool.
-        our_flags: of those with a chunk cache.
         log_dir: where they write their logs.
         env: variables of all servers, on top of this process's own.
 
@@ -40,14 +39,12 @@ class Fleet:
         log_dir: Path,
         *,
         flags: Sequence[str] = (),
-        our_flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.pool_len = pool_len
         self._model_dir = model_dir
         self._log_dir = log_dir
         self._flags = flags
-        self._our_flags = our_flags
         self._env = {**offline_env(), **(env or {})}
         self._servers: dict[str, Server] = {}
         self._running: str | None = None
@@ -89,7 +86,6 @@ class Fleet:
             *("--max-total-tokens", str(self.pool_len)),
             *self._flags,
             *own,
-            *(self._our_flags if "--chunk-cache" in own else ()),
             env=self._env,
             log_path=self._log_dir / f"{self._model_dir.name}-{kind}.log",
             start_deadline_s=900,

@@ -17,7 +17,7 @@ from benchmark.simulate.trace import TraceSpec
 VOCAB = 4096
 MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh"), ("trained", "orders")
 PARTS = (*MAIN_PARTS, *SMALL_PARTS)
-"""By the model that they are about: the plan's, and the trained one."""
+"""Parts by the model that they are about: the plan's, and the trained one."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def num_tokens(piece: Piece) -> int:
-    """Of token ids their number; of a text about as many as it will have."""
+    """Number of token ids; of a text about as many as it will have."""
     return -(-len(piece) // CHARACTERS_PER_TOKEN) if isinstance(piece, str) else len(piece)
 
 

@@ -1,4 +1,4 @@
-"""From a report to Markdown: `to_markdown`; `targets` says which goals were met, `headline` is its first table."""
+"""Markdown of a report: `to_markdown`; `targets` says which goals were met, `headline` is its first table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def targets(report: Row) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def add(what: str, values: Mapping[str, float | None], one: str, other: str, wanted: float) -> None:
-        """Of how many times `other`'s value `one`'s is; a system without a value reached nothing."""
+        """The factor by which `one`'s value is above `other`'s; a system without a value reached nothing."""
         if one not in values or other not in values:
             return
         first, second = values[one] or 0.0, values[other] or 0.0

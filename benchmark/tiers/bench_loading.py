@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, size: Size, folder: Path, tick: Tick) -> dict[
 
 
 def wait_for_load(most: float, tick: Tick) -> None:
-    """Until the load average of the last minute is below `most`."""
+    """Waits until the load average of the last minute is below `most`."""
     while (load := os.getloadavg()[0]) > most:
         tick(f"waiting: load average {load:.1f}")
         time.sleep(10)
@@ -128,7 +128,7 @@ def learnt(server: Server) -> dict[str, Any]:
 
 
 def flags(size: Size) -> list[str]:
-    """Of all servers but the tiers; the pool holds a round: chunks, and prompts in the exact cache."""
+    """Flags of all servers but the tiers; the pool holds a round: chunks, and prompts in the exact cache."""
     tokens = -(-(9 * size.prompt_len) // 1024) * 1024
     return ["--skip-tokenizer-init", "--max-total-tokens", str(tokens), "--max-running-requests", "1"]
 

@@ -39,7 +39,7 @@ class Round:
         self._fronts: set[int] = set()
 
     def prompt(self, num_loaded: int) -> Prompt:
-        """With so many chunks that are not in the pool yet, and a new question."""
+        """A prompt with so many chunks that are not in the pool yet, and a new question."""
         num_chunks = self._corpus.size.num_chunks
         new = list(range(len(self._known), len(self._known) + num_loaded))
         assert num_loaded <= num_chunks <= len(self._known) + num_loaded, f"{num_loaded} of {num_chunks} chunks to load"
@@ -60,7 +60,7 @@ class Bench:
     tick: Tick
 
     def begin_round(self) -> Round:
-        """With nothing in the pool but the system prompt."""
+        """The pool holds nothing but the system prompt from here on."""
         self.server.flush()
         self.server.generate([*self.corpus.system, *self.corpus.tokens(8)])
         return Round(self.corpus)

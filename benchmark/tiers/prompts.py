@@ -74,7 +74,7 @@ class Corpus:
         return Prompt([*ids, *question], spans)
 
     def prompt_of(self, order: Sequence[int]) -> Prompt:
-        """As `prompt`, with a new question."""
+        """A prompt of these chunks, with a new question."""
         return self.prompt(order, self.tokens(self.size.question_len))
 
 

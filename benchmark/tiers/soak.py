@@ -39,6 +39,7 @@ CACHE_DIR = ROOT / ".cache" / "bench"
 SIZE = Size(LlamaShape(4, 128, 4, 2, 256, 2048), system_len=32, chunk_len=96, num_chunks=6, question_len=16)
 POOL_TOKENS, HOST_BYTES, DISK_BYTES = 8192, 100_000_000, 800_000_000
 EXPONENT = 0.9
+NUM_CHUNKS = 10_000
 NUM_CLIENTS = 4
 SAMPLE_S, INTERVAL_S = 5.0, 20.0
 REST_EVERY_S, REST_S = 30.0, 1.5
@@ -50,7 +51,6 @@ BAD_LOG = ("Traceback", "memory leak", "AssertionError", "Scheduler hit an excep
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--chunks", type=int, default=10_000)
     parser.add_argument("--controller", action="store_true", help="chunks are computed where that is faster")
     parser.add_argument("--loading", choices=("prefetch", "layerwise", "sync"), default="prefetch")
     parser.add_argument("--seed", type=int, default=0)
@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     """The whole soak, as one report."""
     model_dir = make_llama(CACHE_DIR / f"llama-{SIZE.shape.layers}x{SIZE.shape.hidden}-gqa", SIZE.shape)
-    corpus = Corpus(SIZE, args.chunks, args.seed)
+    corpus = Corpus(SIZE, NUM_CHUNKS, args.seed)
     tiers = {
         "host_bytes": HOST_BYTES,
         "disk": {"path": str(folder), "max_bytes": DISK_BYTES},
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
         "model": str(SIZE.shape),
         "prompt": str(SIZE),
         "chunk_bytes": SIZE.chunk_len * SIZE.bytes_per_token,
-        "num_chunks": args.chunks,
+        "num_chunks": NUM_CHUNKS,
         "exponent": EXPONENT,
         "num_clients": NUM_CLIENTS,
         "flags": flags,

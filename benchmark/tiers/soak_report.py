@@ -109,7 +109,7 @@ def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares(hits: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the chunks of replies, by place; `hits` is by interval."""
+    """Shares of the chunks of replies, by place; `hits` is by interval."""
     counts = Counter({place: sum(int(one.get(place, 0)) for one in hits) for place in PLACES})
     total = max(1, counts.total())
     return {place: counts[place] / total for place in PLACES if counts[place]}

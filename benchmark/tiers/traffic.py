@@ -38,7 +38,7 @@ class Zipf:
         self._cumulative = list(itertools.accumulate((k + 1) ** -exponent for k in range(len(items))))
 
     def draw(self, draw: random.Random, num: int) -> list[int]:
-        """So many different ones, in random order."""
+        """Different ones, so many, in random order."""
         found: dict[int, None] = {}
         while len(found) < num:
             at = bisect.bisect_left(self._cumulative, draw.random() * self._cumulative[-1])

@@ -51,7 +51,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small model and prompts, few repeats: a check, no result")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--repeats", type=int, help="measurements per system (default: 7, quick 3)")
-    parser.add_argument("--plain-repeats", type=int, help="pairs of plain requests (default: 25, quick 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the result files")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
@@ -60,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     args.repeats = args.repeats or (3 if args.quick else 7)
-    args.plain_repeats = args.plain_repeats or (5 if args.quick else 25)
+    args.plain_repeats = 5 if args.quick else 25
     args.out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft")
     return args
 

@@ -91,7 +91,7 @@ def prime(server: Server, work: Workload, tick: Tick) -> None:
 
 
 def time_selection(server: Server, work: Workload, systems: Sequence[System], tick: Tick) -> list[dict[str, Any]]:
-    """Of primed chunks: seconds that the server itself counted for choosing rows, beside the whole request's."""
+    """Seconds, with primed chunks, that the server itself counted for choosing rows, beside the whole request's."""
     rows = []
     for system in systems:
         for _ in range(NUM_EXPLAINED):

@@ -1,4 +1,4 @@
-"""From the report of the benchmark to Markdown: `to_markdown`, `missed_targets`."""
+"""Markdown of the benchmark's report: `to_markdown`, `missed_targets`."""
 
 from __future__ import annotations
 

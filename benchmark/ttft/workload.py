@@ -95,7 +95,7 @@ class Workload:
         return Prompt(ids + self.tokens(self.size.question_len), spans)
 
     def unseen(self) -> Prompt:
-        """As `fresh`, of chunks that were never there before."""
+        """A prompt as of `fresh`, of chunks that were never there before."""
         ids, spans = list(self._system), []
         for _ in range(self.size.num_chunks):
             spans.append([len(ids), len(ids) + self.size.chunk_len])

@@ -86,7 +86,7 @@ class ServerClient:
         return response
 
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """As `send`; the JSON object of the answer."""
+        """The JSON object of the answer to `send`."""
         try:
             reply = self.send(method, path, body).json()
         except json.JSONDecodeError:
@@ -97,7 +97,7 @@ class ServerClient:
         return reply
 
     def lines(self, path: str, body: Any) -> Iterator[str]:
-        """As `send`, by POST: the lines of the answer as they arrive."""
+        """The lines of the answer to a POST as they arrive; raises as `send`."""
         with self._told(), self.http.stream("POST", path, json=body) as response:
             if not response.is_success:
                 response.read()

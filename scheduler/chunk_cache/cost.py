@@ -29,7 +29,7 @@ MAX_SURPRISE = 4.0
 PRIOR_LATENCY_S, PRIOR_BYTES_PER_S, PRIOR_S_PER_ROW = 1e-4, 1e10, 1e-4
 """Latency, bandwidth and seconds per row before the first observation: a fast device and a slow model."""
 PROBE_EVERY = 100
-"""Of so many chunks of a tier in a row that would be computed sooner, one is loaded: only what is tried is learnt."""
+"""Chunks of a tier in a row that would be computed sooner, of which one is loaded: only what is tried is learnt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class PrefetchQueue:
         return np.array([self.state_of(request_id) for request_id in request_ids], dtype=np.int64)
 
     def apply(self, request_ids: Sequence[str], votes: Votes) -> list[str]:
-        """By the largest vote of all ranks, the requests that wait no longer, in the order given; they leave.
+        """The requests that wait no longer by the largest vote of all ranks, in the order given; they leave.
 
         Ranks agree on who waits. Why a request waits no longer may differ: it is late on one rank, and has arrived on
         another.

@@ -185,7 +185,7 @@ class TierConfig:
     """Whether requests that name neither method nor ratio recompute as much as hides behind loading, at least the
     server's ratio."""
     costs: tuple[tuple[str, float], ...] = field(default=(), metadata={"parse": _parse_costs})
-    """Of a GB for a month in each tier, in any currency: each variant is kept in the cheapest tier whose load hides
+    """Cost of a GB for a month in each tier, in any currency: a variant is kept in the cheapest tier whose load hides
     behind what is recomputed, and in no other. Empty = in all tiers."""
     num_threads: int = field(default=2, metadata={"parse": _integer})
     """Workers that read and write, per scheduler process."""

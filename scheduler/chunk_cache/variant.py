@@ -108,7 +108,7 @@ class Variant:
 
     @property
     def token_ids(self) -> array[int]:
-        """Of the chunk, from where its KV lies."""
+        """Token ids of the chunk, from where its KV lies."""
         holder = self.holder
         if isinstance(holder, PathTokens):
             return holder.tokens[self.start : self.start + self.length]

@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 from chunk_cache.variant import Variant
 
 AGEING = 10.0
-"""By how much the age grows per turnover unless the server's configuration says otherwise: the value that the simulator
+"""Growth of the age per turnover unless the server's configuration says otherwise: the value that the simulator
 found to keep most of the gain where popularity lasts, and to lose next to nothing where it does not."""
 
 _Entry: TypeAlias = tuple[float, bool, int, int]
@@ -53,7 +53,7 @@ class VictimOrder(Protocol):
     def remove(self, variant: Variant) -> None: ...
 
     def forget(self, variant: Variant) -> None:
-        """As `remove`, of a victim."""
+        """Removes a victim."""
 
     def first(self) -> Variant:
         """The victim; there must be one."""

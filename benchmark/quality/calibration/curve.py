@@ -78,10 +78,6 @@ class Choice:
     passed_over: tuple[Point, ...]
     dips: tuple[tuple[Point, Point], ...]
 
-    @property
-    def is_monotone(self) -> bool:
-        return not self.dips
-
 
 def point_of(value: float, full: Mapping[str, Answers], answers: Mapping[str, Answers]) -> Point:
     """The point of one value; both mappings are by family, with the same prompts in the same order.

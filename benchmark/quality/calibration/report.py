@@ -92,7 +92,7 @@ def verdict(result: Calibration) -> list[str]:
 
 
 def flags(result: Calibration, config: str | None) -> str | None:
-    """Of `launch_server`, for the chosen value; None where nothing was chosen."""
+    """Flags of `launch_server` for the chosen value; None where nothing was chosen."""
     if result.choice.value is None:
         return None
     method = ["--chunk-cache", "--chunk-cache-method", result.method.partition(":")[0]]

@@ -112,7 +112,7 @@ def _try_notes(rng: random.Random, shape: Shape) -> Notes | None:
         return room[chunk] >= 0
 
     def put_apart(facts: list[_Fact]) -> bool:
-        """In order, each into a chunk of its own while there are enough, and only where there is room."""
+        """Notes in order, each in a chunk of its own while there are enough, and only where there is room."""
         open_chunks = [chunk for chunk in range(len(room)) if room[chunk] >= len(facts[0].words)]
         rng.shuffle(open_chunks)
         if shape.apart and len(open_chunks) < len(facts):

@@ -87,7 +87,7 @@ def lay_out(tokens: PromptTokens, shown: Span, max_width: int, cell_width: float
 
 
 def text_width(text: str) -> int:
-    """In characters; signs of East Asia take two, and marks above a letter none."""
+    """Width in characters; signs of East Asia take two, and marks above a letter none."""
     return sum(_char_width(char) for char in text)
 
 

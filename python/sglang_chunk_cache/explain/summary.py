@@ -117,7 +117,7 @@ def unranked(explanations: Sequence[Explanation]) -> list[str]:
 
 
 def print_tables(explanations: Sequence[Explanation], console: Console) -> None:
-    """To a terminal, or to a file as plain text."""
+    """Prints them to a terminal, or to a file as plain text."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text

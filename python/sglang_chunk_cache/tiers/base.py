@@ -158,7 +158,7 @@ class Medium(Protocol):
         """
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
-        """In order of layers; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
+        """Layers in order; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
 
     def write(self, stored: StoredVariant) -> None:
         """The tensors may change as soon as it returns.
@@ -175,13 +175,13 @@ class Medium(Protocol):
         """
 
     def scan(self) -> Iterator[VariantInfo]:
-        """In no order; entries that come and go meanwhile may be among them. Raises and skips as `find`."""
+        """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`."""
 
     def close(self) -> None: ...
 
 
 Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Where K and V of a layer are to be put."""
+"""Tensors that K and V of a layer are put into."""
 
 
 class LayerwiseMedium(ABC):

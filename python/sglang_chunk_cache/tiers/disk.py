@@ -132,7 +132,7 @@ class DiskMedium(LayerwiseMedium):
                 yield layer, k, v
 
     def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
-        """Of the entries in a key's folder; those that cannot be read are told."""
+        """Descriptions in a key's folder; entries that cannot be read are told."""
         with told(folder):
             try:
                 with os.scandir(folder) as entries:
@@ -209,7 +209,7 @@ def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]
 
 
 def _remove(path: Path, file: io.FileIO) -> None:
-    """Unless it was replaced since it was opened, or may only be read."""
+    """Removes it unless it was replaced since it was opened, or may only be read."""
     with suppress(OSError):
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             path.unlink()

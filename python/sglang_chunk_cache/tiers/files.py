@@ -27,7 +27,7 @@ from sglang_chunk_cache.tiers.base import TierError
 from sglang_chunk_cache.tiers.record import corrupt
 
 _UNLOCKABLE_AGE_S = 3600.0
-"""Where the file system knows no locks, what was not written to for so long has no writer any more."""
+"""Age at which a file has no writer any more, where the file system knows no locks."""
 _NUM_TRIES = 100
 """Each loses a race against another process, so a few are many."""
 _REASONS = {
@@ -131,7 +131,7 @@ def _open_locked(folder: Path, name: str) -> tuple[io.FileIO, Path]:
 
 
 def _rename(temporary: Path, path: Path) -> None:
-    """Into a folder that others remove as soon as it is empty."""
+    """Renames into a folder that others remove as soon as it is empty."""
     for _ in range(_NUM_TRIES):
         try:
             os.replace(temporary, path)
@@ -157,7 +157,7 @@ def _is_abandoned(file: io.FileIO) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the name survives a crash of the machine."""
+    """Makes the names in it survive a crash of the machine."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # deleted already, and its folder with it

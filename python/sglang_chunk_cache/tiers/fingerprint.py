@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sgl_kernel_ext.rotary import RotarySpec
 
 FORMAT_VERSION = 1
-"""Of the bytes that media write; another version is another fingerprint, so it is never found."""
+"""Version of the bytes that media write; another is another fingerprint, so it is never found."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOCK_LEN = 4096
@@ -39,10 +39,10 @@ class Fingerprint:
     weights: str
     """`weights_digest` of the model."""
     dtype: str
-    """Of the KV, as torch names it: "bfloat16", "float8_e4m3fn", "uint8", ..."""
+    """Dtype of the KV, as torch names it: "bfloat16", "float8_e4m3fn", "uint8", ..."""
     num_layers: int
     kv_heads: int
-    """Of this rank."""
+    """Heads of this rank."""
     head_dim: int
     v_head_dim: int
     rotary: str
@@ -52,7 +52,7 @@ class Fingerprint:
     settings: tuple[tuple[str, str], ...] = ()
     """Whatever else changes the KV that this server computes: dtype of the weights, quantization, scales of fp8 KV."""
     model: str = field(default="", compare=False)
-    """For people; neither compared nor in the digest."""
+    """Name for people; neither compared nor in the digest."""
 
     def __post_init__(self) -> None:
         sizes = (self.num_layers, self.kv_heads, self.head_dim, self.v_head_dim)
@@ -70,7 +70,7 @@ class Fingerprint:
         return _digest(self)
 
     def describe(self) -> dict[str, Any]:
-        """For people and for JSON; all but "model" is in the digest."""
+        """All of it, for people and for JSON; all but "model" is in the digest."""
         return {
             "format": FORMAT_VERSION,
             "byte_order": sys.byteorder,

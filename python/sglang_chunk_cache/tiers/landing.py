@@ -120,7 +120,7 @@ class Landings:
                 self.fail(landing)
 
     def fail(self, landing: Landing) -> None:
-        """Its KV will not come; no effect where that is known."""
+        """Gives a node up whose KV will not come; no effect where that is known."""
         if landing.variant.variant_id in self._open:
             landing.stream.fail("unavailable")
             self._index.discard(landing.variant.variant_id)
@@ -146,7 +146,7 @@ class Landings:
         return LayerLoads(self, self._assembler, copies)
 
     def wait(self, landings: Sequence[Landing], layer: int, deadline: float) -> None:
-        """Until all of them have a layer, on all ranks.
+        """Waits until all of them have a layer, on all ranks.
 
         Args:
             deadline: of `time.monotonic`.

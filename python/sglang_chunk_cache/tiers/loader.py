@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.writer import TierWriter
 
 MAX_STAGED_BYTES = 2 << 30
-"""Of chunks for requests that wait; while there are more, no further load is begun."""
+"""Bytes of chunks for requests that wait; while there are more, no further load is begun."""
 
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
@@ -104,9 +104,9 @@ class TierLoader:
         self._staged: dict[bytes, int] = {}
         self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
         self.num_staged_bytes = 0
-        """Of chunks that are loaded, or under way, and wanted by a request that was not admitted yet."""
+        """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
         self.estimates = Estimates()
-        """Of the loads that were estimated, by this rank."""
+        """What the loads that this rank estimated have taken."""
 
     # Requests.
 
@@ -250,7 +250,7 @@ class TierLoader:
         return len(chunk.token_ids) * self._bytes_per_token
 
     def _queued_bytes(self) -> dict[str, int]:
-        """That were asked for and are not there yet, by tier; each worker reads a share of them."""
+        """Bytes asked for and not there yet, by tier; each worker reads a share of them."""
         queued = {tier.name: 0 for tier in self._tiers}
         for key, chunk in self._wanted.items():
             tier = None if key in self._found else self._tier_of(chunk)
@@ -326,7 +326,7 @@ class TierLoader:
             self._preload.pop(key, None)
 
     def _find(self, chunk: Wanted, num_layers: int | None) -> Found:
-        """In a worker."""
+        """A worker's part: nobody may want it any more."""
         return self._search.find(chunk, num_layers) if self._num_wanting.get(chunk.key) else NOT_STORED
 
     def _settle(self, rids: Sequence[str]) -> None:

@@ -121,7 +121,7 @@ class ChunkTiers:
         self._loader.poll(queued)
 
     def wait(self, timeout_s: float) -> None:
-        """For a worker to be done; where a step has nothing else to do, so that the workers get the interpreter."""
+        """Waits for a worker; where a step has nothing else to do, so that the workers get the interpreter."""
         self._workers.wait_done(timeout_s)
 
     def is_held(self, rid: str) -> bool:
@@ -244,7 +244,7 @@ class ChunkTiers:
             tier.medium.close()
 
     def _place(self, variant: Variant) -> str | None:
-        """Where a variant is kept: the cheapest tier whose load hides behind what is recomputed of it."""
+        """The tier that keeps a variant: the cheapest one whose load hides behind what is recomputed of it."""
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         costs = {name: dict(self._config.costs)[name] for name in channels}
         compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
@@ -304,7 +304,7 @@ def create_tiers(
 def _listed(
     tier: Tier, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
 ) -> tuple[Tier, list[VariantInfo]]:
-    """In a worker: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
+    """A worker's part: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
         return tier, list(list_infos())
     except TierError as error:

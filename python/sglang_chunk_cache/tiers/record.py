@@ -46,9 +46,9 @@ class Record:
 
     info: VariantInfo
     checksums: tuple[int, ...]
-    """Of each layer."""
+    """One of each layer."""
     place: str
-    """Where the medium put the payload, where it needs to know."""
+    """Place of the payload, for media that need to know."""
 
 
 def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int], place: str = "") -> bytes:
@@ -133,7 +133,7 @@ def checksum(k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def checksums_of(stored: StoredVariant) -> list[int]:
-    """Of every layer."""
+    """One checksum of every layer."""
     return [checksum(k, v) for k, v in zip(stored.k, stored.v, strict=True)]
 
 

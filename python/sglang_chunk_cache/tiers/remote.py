@@ -163,7 +163,7 @@ class RemoteMedium(LayerwiseMedium):
                 self._forget(key, name, raw)
 
     def _publish(self, info: VariantInfo, raw: bytes, payload: str, before: bytes | None) -> None:
-        """From here on the payload is found, and that of `before`, the description so far, expires."""
+        """Names the payload, so that it is found; that of `before`, the description so far, expires."""
         key = self._key(info)
         old_payload = self._named_by(key, info.name, before)
         with self._client.pipeline() as pipe:

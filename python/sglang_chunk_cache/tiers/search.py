@@ -105,7 +105,7 @@ class TierSearch:
         self._max_generation = max_generation
 
     def find(self, chunk: Wanted, num_layers: int | None) -> Found:
-        """In a worker: the best variant of the first tier below the host's that has one.
+        """The best variant of the first tier below the host's that has one; in a worker.
 
         Args:
             num_layers: that are there when this returns, and a stream brings the others; None = all, without one.

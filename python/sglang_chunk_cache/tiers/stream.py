@@ -55,7 +55,7 @@ class LayerStream:
         return self.stored.info.payload_len * (self.num_layers - self.num_ready) // self.num_layers
 
     def run_until(self, num_layers: int) -> None:
-        """In a worker: reads until so many layers are there, or it has failed."""
+        """Reads until so many layers are there, or it has failed; in a worker."""
         start = time.perf_counter()
         try:
             while self.num_ready < min(num_layers, self.num_layers) and self.reason is None:
@@ -71,7 +71,7 @@ class LayerStream:
         self.seconds += time.perf_counter() - start
 
     def wait(self, layer: int, timeout_s: float) -> bool:
-        """Until a layer is there; False where it will not be, or is not after so long."""
+        """Waits until a layer is there; False where it will not be, or is not after so long."""
         with self._changed:
             is_there = self._changed.wait_for(lambda: self.num_ready > layer or self.reason is not None, timeout_s)
         if not is_there:
@@ -86,7 +86,7 @@ class LayerStream:
 
 
 def run_all(streams: Sequence[LayerStream]) -> None:
-    """In a worker: reads the rest of streams that one forward reads, layer by layer as it will need them."""
+    """Reads the rest of streams that one forward reads, layer by layer as it will need them; in a worker."""
     for layer in range(max(stream.num_layers for stream in streams)):
         for stream in streams:
             stream.run_until(layer + 1)

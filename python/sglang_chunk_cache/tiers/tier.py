@@ -31,7 +31,7 @@ class Tier:
 
     @property
     def is_host(self) -> bool:
-        """Its medium is memory of this process, so it is used without a worker."""
+        """Whether its medium is memory of this process, so that it is used without a worker."""
         return self.name == HOST
 
     def takes(self, info: VariantInfo, max_variants_per_chunk: int) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2 << 30
-"""That wait to be written, in each tier counted; what comes while there are more is not written for now."""
+"""Bytes that wait to be written, in each tier counted; what comes while there are more is not written for now."""
 
 MAX_LOOKS = 64
 """Variants that one eviction looks at."""
@@ -68,7 +68,7 @@ class TierWriter:
             self._save(variant, self._tiers if self._place is None else self._tiers_named(self._place(variant)))
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
-        """So many tokens of the pool are about to be evicted; the next to go are written down, if they are not.
+        """Writes down what is about to be evicted from the pool, so many tokens, where it is not yet.
 
         Args:
             variants: in the order in which they go.
@@ -82,7 +82,7 @@ class TierWriter:
             num_tokens -= self._save(variant, tiers)
 
     def put(self, tier: Tier, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
-        """Into one tier, if it takes it.
+        """Writes a variant into one tier, if it takes it.
 
         Args:
             wait: returns once the tensors hold what they shall; called where they are read, by a worker.

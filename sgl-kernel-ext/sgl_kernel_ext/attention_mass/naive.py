@@ -20,7 +20,7 @@ def attention_mass_reference(
     row_starts: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `attention_mass`, everything computed in `dtype`."""
+    """`attention_mass`, everything computed in `dtype`."""
     (num_rows, num_heads, _), kv_len = q.shape, k.shape[0]
     group = num_heads // k.shape[1]
     weights = torch.zeros(num_rows, kv_len, dtype=dtype, device=q.device)

@@ -162,7 +162,7 @@ def attention_mass_triton(
     logit_cap: float,
     skip_self: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `attention_mass`, without a host synchronisation; the last dimension of q and k must be dense.
+    """`attention_mass` without a host synchronisation; the last dimension of q and k must be dense.
 
     Args:
         starts: int64 on the device, the starts of the segments and kv_len behind them; None = no segments.

@@ -99,7 +99,7 @@ def kv_deviation_triton(
     position_delta: torch.Tensor | None,
     spec: RotarySpec | None,
 ) -> torch.Tensor:
-    """As `kv_deviation`, without a host synchronisation; the last dimension of all four must be dense."""
+    """`kv_deviation` without a host synchronisation; the last dimension of all four must be dense."""
     check_dense(k_new=k_new, v_new=v_new, k_old=k_old, v_old=v_old)
     num_tokens, num_heads, head_dim = k_new.shape
     out = torch.empty(num_tokens, dtype=torch.float32, device=k_new.device)

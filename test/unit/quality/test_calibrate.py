@@ -53,7 +53,7 @@ def result_of(points: Sequence[Point], keep: float = 0.95, **changes: Any) -> Ca
 def test_the_smallest_that_suffices() -> None:
     choice = choose(curve({0.5: 0.6, 1: 0.8, 2: 0.96, 3: 0.99, 4: 1.0}), 0.95)
     assert (choice.value, choice.sure) == (2, 3)
-    assert choice.is_monotone
+    assert not choice.dips
     assert choice.passed_over == ()
 
 
