@@ -1,38 +1,87 @@
-"""The docs list what the code knows."""
+"""The documents: links lead somewhere, what the code knows is told, the README has figures of the results."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+import prometheus_client
 import pytest
 
 from chunk_cache.config import STATISTICS_LAYERS, Config
 from chunk_cache.methods import METHODS, NOT_BUILT
 from chunk_cache.request_options import KEYS, MODES
+from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
+from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.host import refusals
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.tiers.base import TIER_REASONS
+from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.verify.__main__ import main as verify
+from sglang_chunk_cache.warm.__main__ import main as warm
 
-DOCS = Path(__file__).parents[3] / "docs"
-
-
-@pytest.mark.parametrize("word", [*REASONS, *Status, *METHODS, *MODES, *KEYS, *Config.__dataclass_fields__])
-def test_api_doc_knows(word):
-    assert f"`{word}`" in (DOCS / "api.md").read_text()
-
-
-OPTIONS = sorted({option.name for method in METHODS.values() for option in method.options_schema})
-
-
-@pytest.mark.parametrize("word", [*METHODS, *NOT_BUILT, *OPTIONS, *STATISTICS_LAYERS], ids=repr)
-def test_methods_doc_knows(word):
-    assert f"`{word}`" in (DOCS / "methods.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/**/*.md")})
+DOCS = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))
 
 
-@pytest.mark.parametrize("rule", refusals.FLAG_RULES + refusals.BACKEND_RULES, ids=lambda rule: rule.name)
-def test_compatibility_doc_knows(rule):
-    assert f"--{rule.name.replace('_', '-')}" in (DOCS / "compatibility.md").read_text()
+def told(words: Iterable[str]) -> list[str]:
+    """Those of them that no document names."""
+    return [word for word in words if not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", DOCS)]
 
 
-@pytest.mark.parametrize("word", [*refusals.ARCHITECTURES, *refusals.ROPE_TYPES, *refusals.ATTENTION_BACKENDS])
-def test_compatibility_doc_lists_what_is_served(word):
-    assert f"`{word}`" in (DOCS / "compatibility.md").read_text()
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as they are shown on the web."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            target = page if not name else (page.parent / name).resolve()
+            if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_keys_reasons_and_options_are_told() -> None:
+    options = {option.name for method in METHODS.values() for option in method.options_schema}
+    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__)
+    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *NOT_BUILT, *Status)
+    tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
+    assert not told((*keys, *choices, *options, *REASONS, *tier_reasons))
+
+
+def test_what_is_refused_and_served_is_told() -> None:
+    flags = (f"--{rule.name.replace('_', '-')}" for rule in refusals.FLAG_RULES + refusals.BACKEND_RULES)
+    assert not told((*flags, *refusals.ARCHITECTURES, *refusals.ROPE_TYPES, *refusals.ATTENTION_BACKENDS))
+
+
+def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    for kind in ("Counter", "Gauge"):
+        monkeypatch.setattr(prometheus_client, kind, lambda name, *_, **__: names.append(name))
+    ChunkMetrics(enabled=True)
+    TierMetrics(enabled=True)
+    assert len(names) > 15
+    assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
+
+
+@pytest.mark.parametrize("command", [explain, warm, verify])
+def test_flags_of_commands_are_told(command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command(["--help"])
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", capsys.readouterr().out))
+    assert not told(flags - {"--help", "--prime"})
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    rows = re.findall(r"^\| `.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    results = (ROOT / "benchmark" / "results" / "serving" / "long.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) >= 3
+    assert set(rows) <= set(results)

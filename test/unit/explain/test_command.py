@@ -8,14 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
 from sglang_chunk_cache.explain import replies
-from sglang_chunk_cache.explain.__main__ import PROG, _parser, main
+from sglang_chunk_cache.explain.__main__ import PROG, main
 
 PROMPT = "Read.<|chunk|>Paris.<|chunk|>Rome.<|chunk|>Where?"
 
@@ -175,9 +174,3 @@ def test_help_names_all_methods(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "cacheblend" in capsys.readouterr().out
-
-
-def test_the_doc_lists_every_flag():
-    doc = (Path(__file__).parents[3] / "docs" / "explain.md").read_text(encoding="utf-8")
-    flags = {option for action in _parser()._actions for option in action.option_strings if option.startswith("--")}
-    assert [flag for flag in flags - {"--help", "--prime"} if f"`{flag}`" not in doc] == []
