@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     results: dict[str, dict[str, str]] = {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
-            match = re.search(r"test_equals_stock(?:_everywhere)?\[(page\d+-tp\d+-\w+-\w+)-\w+?-(\w+)\]", report.nodeid)
+            match = re.search(r"test_equals_stock(?:_everywhere)?\[(page[\w-]+)-llama-(\w+)\]", report.nodeid)
             if match:
                 results.setdefault(match[2], {})[match[1]] = outcome
     columns = sorted({column for row in results.values() for column in row})

@@ -4,7 +4,8 @@ Verbs: `generate` (submit all, run to the end, return the replies), `run` (submi
 abort, look at the scheduler after every step).
 
 Nothing is mocked: the model, the KV pool, the radix tree, admission, the event loop (overlap or not) are SGLang's. Only
-the two sockets are replaced, by a list of requests and a list of replies. A start costs the construction of the
+the two sockets are replaced, by a list of requests and a list of replies, which are encoded and decoded as there
+(`SGLANG_USE_PICKLE_IPC`). A start costs the construction of the
 scheduler, not the minute that a whole server takes, and a test can stand between two steps of the loop. One process
 holds one scheduler at a time; tests start a child per configuration (`test/scheduler_child.py`).
 """
@@ -12,6 +13,7 @@ holds one scheduler at a time; tests start a child per configuration (`test/sche
 from __future__ import annotations
 
 import json
+import pickle
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ class Request:
     logprob_start: int = -1
     extra_key: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     rid: str = ""
     ignore_eos: bool = True
 
@@ -100,6 +103,20 @@ class LocalScheduler:
         self._on_step: Callable[[int], Sequence[Any] | None] | None = None
         self._step_count = 0
 
+    @property
+    def index(self) -> Any:
+        """The `ChunkIndex` of ours."""
+        return self.cache._index
+
+    def covered_len(self, variant: Any) -> int:
+        """Leading tokens of a variant that the tree still has."""
+        return int(self.cache._store.resolve(variant))
+
+    def num_used_slots(self) -> int:
+        """Of the KV pool, by requests and by what is cached."""
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        return int(allocator.size - allocator.available_size())
+
     # Requests.
 
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
@@ -139,6 +156,7 @@ class LocalScheduler:
             stream=False,
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
+            priority=request.priority,
         )
 
     def run(self, on_step: Callable[[int], Sequence[Any] | None], *, max_steps: int = 100_000) -> list[Reply]:
@@ -179,7 +197,7 @@ class LocalScheduler:
                 self._order.append(message.rid)
                 self._unfinished.add(message.rid)
                 self._replies[message.rid] = Reply(message.rid)
-        self.scheduler.process_input_requests(list(messages))
+        self.scheduler.process_input_requests([_through_the_socket(message) for message in messages])
         if self._exhausted and not self._unfinished:
             self._idle_steps += 1  # let the loop process the last batch and run its idle checks
             self.scheduler.gracefully_exit = self._idle_steps > 3 and self.scheduler.is_fully_idle()
@@ -194,6 +212,7 @@ class LocalScheduler:
             self._unfinished.discard(output.rid)
         if not isinstance(output, BatchTokenIDOutput):
             return
+        output = _through_the_socket(output)
         infos = unwrap_from_pickle(output.customized_info) if output.customized_info is not None else {}
         for i, rid in enumerate(output.rids):
             if rid.startswith(HEALTH_CHECK_RID_PREFIX) and rid not in self._replies:
@@ -219,3 +238,12 @@ class LocalScheduler:
             if output.finished_reasons[i] is not None:
                 reply.finish = output.finished_reasons[i]
                 self._unfinished.discard(rid)
+
+
+def _through_the_socket(message: Any) -> Any:
+    """As the other process would receive it."""
+    from sglang.srt.managers import io_struct
+
+    if io_struct.envs.SGLANG_USE_PICKLE_IPC.get():
+        return pickle.loads(pickle.dumps(message))
+    return io_struct.msgpack_decode(io_struct.msgpack_encode(message))

@@ -32,7 +32,10 @@ class Config:
     page_size: int = 1
     tp_size: int = 1
     chunked: bool = False
+    step_len: int = 64  # of chunked prefill
     overlap: bool = True
+    tree_core: str = "rust"  # of SGLang's radix tree
+    typed: bool = False  # messages between processes: of msgspec's types, or pickled
     kind: str = "llama"
     rope: str | None = None
     layers: int = 2
@@ -42,8 +45,10 @@ class Config:
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
     def __str__(self) -> str:
-        parts = [f"page{self.page_size}", f"tp{self.tp_size}", "chunked" if self.chunked else "whole"]
-        parts += ["overlap" if self.overlap else "normal", self.kind, *([self.rope] if self.rope else [])]
+        parts = [f"page{self.page_size}", f"tp{self.tp_size}", f"chunked{self.step_len}" if self.chunked else "whole"]
+        parts += ["overlap" if self.overlap else "normal"]
+        parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
+        parts += [self.kind, *([self.rope] if self.rope else [])]
         parts += [f"{name}={value}" for name, value in self.options]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
@@ -58,7 +63,7 @@ class Config:
             "dtype": "float32",
             "page_size": self.page_size,
             "tp_size": self.tp_size,
-            "chunked_prefill_size": 64 if self.chunked else -1,
+            "chunked_prefill_size": self.step_len if self.chunked else -1,
             "disable_overlap_schedule": not self.overlap,
             "max_total_tokens": self.max_total_tokens,
             "schedule_conservativeness": self.conservativeness,
@@ -66,7 +71,11 @@ class Config:
 
 
 def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = "exactness.cases") -> dict[str, Any]:
-    """Per case what it returned, or else all replies; a case that failed is a string with its traceback."""
+    """Per case what it returned, or else all replies; a case that failed is a string with its traceback.
+
+    Args:
+        names: of cases in `module`; numbers behind a name, with spaces between, are arguments of the case.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -96,6 +105,8 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"
     os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
+    os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = config.tree_core
+    os.environ["SGLANG_USE_PICKLE_IPC"] = str(int(not config.typed))
     sys.path.insert(0, str(TEST_DIR))
     import importlib
 
@@ -107,11 +118,15 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     torch.set_num_threads(1)
     try:
         cases = importlib.import_module(module)
+        # Read when the module is imported, which the fork server has done.
+        importlib.import_module("sglang.srt.managers.io_struct")._USE_PICKLE_IPC = not config.typed
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers)
         chunk_cache = {"config": dict(config.options)} if is_ours else None
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
+        is_rust = type(local.cache.tree_core).__name__.startswith("Rust")
+        assert is_rust == (config.tree_core == "rust"), "SGLang chose the other core"
         gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
     except BaseException:
@@ -124,11 +139,13 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
 
 def _run_case(cases: Any, name: str, local: Any, is_ours: bool) -> Any:
     session = cases.Session(local, is_ours=is_ours)
+    case, *numbers = name.split()
     try:
-        value = cases.CASES[name](session)
+        value = cases.CASES[case](session, *map(int, numbers))
         if is_ours:
             local.cache.chunks.check_integrity()
         assert local.flush(), "the cache could not be flushed: a request left something behind"
+        assert local.num_used_slots() == 0, f"{local.num_used_slots()} slots of the KV pool have leaked"
     except Exception:  # noqa: BLE001 - whatever it is, it is reported for this case and the next one runs
         return traceback.format_exc()
     return session.replies if value is None else value

@@ -1,77 +1,249 @@
-"""Long runs on one scheduler: memory pressure, retraction, and what fused requests leave behind."""
+"""Long runs on one scheduler: memory pressure, retraction, and what fused requests leave behind.
+
+    cd test && ../.venv/bin/python -m exactness.stress --seeds 3 --requests 1000
+
+Random requests of every method, each seed on the next of `PRESSURE`. What must equal stock SGLang (ratio 1.0, modes exact
+and off, plain requests) is sent to stock SGLang as well, alone and with room.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
+from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.methods import METHODS
+from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
+from chunk_cache.request_options import MODES, parse_request
 from exactness.cases import Prompt, Session
+from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
 
-METHODS = ["full-reuse", "epic", "random", "full"]
+NUM_LAYERS = 4
+RATIOS = (0, 0.05, 0.15, 0.5, 0.9, 1.0)
+SERVER_RATIO = 0.15
+TOLERANCE = 1e-4  # log-probabilities, fp32
 
 
-def random_request(s: Session, chunks: list[list[int]], *, max_chunks: int) -> Request:
-    """Any mixture of stored and new chunks, plain text, modes, methods, ratios and tenants."""
+@dataclass(frozen=True)
+class Pressure(Config):
+    """A configuration in which requests are in each other's way."""
+
+    layers: int = NUM_LAYERS
+    max_total_tokens: int = 900
+    conservativeness: float = 0.05
+    has_priorities: bool = False
+    loading: str = ""  # of tiers below the pool, smaller than what is written to them; empty = none
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), *(["priorities"] if self.has_priorities else []), self.loading]).rstrip("-")
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {**super().flags, "enable_priority_scheduling": self.has_priorities}
+
+    def with_tiers(self, folder: str) -> Pressure:
+        if not self.loading:
+            return self
+        disk = {"path": folder, "max_bytes": "1MB"}
+        tiers = {"host_bytes": "200KB", "disk": disk, "loading": self.loading, "controller": False}
+        return replace(self, options=(*self.options, ("tiers", tiers)))
+
+    @property
+    def relaxed(self) -> Config:
+        """Stock SGLang with room for all."""
+        return Config(**{name: getattr(self, name) for name in ("page_size", "layers", "kind")}, max_total_tokens=16384)
+
+
+UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
+BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
+PRESSURE = [
+    Pressure(force_retract=True),
+    # Without the room for reused chunks, so that requests are admitted until the pool overflows.
+    Pressure(max_total_tokens=1024, page_size=16, chunked=True, options=(("keep_share", 0.0),), typed=True),
+    Pressure(overlap=False, chunked=True, force_retract=True, tree_core="python", loading="layerwise"),
+    Pressure(chunked=True, step_len=16, options=UPKEEP, has_priorities=True),
+    Pressure(max_total_tokens=2048, page_size=16, chunked=True, step_len=256, loading="prefetch", options=UPKEEP),
+    Pressure(overlap=False, options=BOUNDS, has_priorities=True, tree_core="python", typed=True),
+]
+
+
+def random_recipe(rng: random.Random) -> dict[str, Any]:
+    """Some method of the registry, any of its options, any ratio; each may be left to the server."""
+    while True:
+        method = METHODS[rng.choice(list(METHODS))]
+        recipe: dict[str, Any] = {"explain": rng.random() < 0.3}
+        if rng.random() < 0.6:
+            recipe["ratio"] = rng.choice(RATIOS)
+        if rng.random() < 0.9:
+            recipe["method"] = method.name
+        if "method" in recipe and rng.random() < 0.5:
+            chosen = [option for option in method.options_schema if rng.random() < 0.4]
+            recipe["options"] = {option.name: random_value(rng, option) for option in chosen}
+        try:
+            method.check_model(parse_request(recipe).options, NUM_LAYERS, "")
+        except ChunkCacheRequestError:
+            continue  # two that do not fit
+        return recipe
+
+
+def random_value(rng: random.Random, option: Option) -> Any:
+    match option:
+        case IntOption():
+            return rng.randrange(option.minimum, min(option.maximum, 9) + 1)
+        case FloatOption():
+            return rng.choice([option.minimum, option.default, rng.uniform(option.minimum, min(option.maximum, 4.0))])
+        case ChoiceOption():
+            return rng.choice(option.choices)
+        case LayersOption():
+            layers = sorted(rng.sample(range(NUM_LAYERS), rng.randrange(1, NUM_LAYERS + 1)))
+            return rng.choice(["last", "all", layers])
+    raise AssertionError(f"no values for {option}")
+
+
+def random_requests(s: Session, total: int) -> list[Request]:
+    """Any mixture of stored and new chunks, plain text, modes, methods, ratios, tenants and priorities."""
     rng = s.rng
-    prompt = Prompt().text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(0, 6)))
-    for _ in range(rng.randrange(0, max_chunks + 1)):
+    chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(24)))
+    requests = []
+    for i in range(total):
+        prompt = Prompt().text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(0, 6)))
+        for _ in range(rng.randrange(0, 6)):
+            if rng.random() < 0.15:
+                prompt.text(s.tokens(rng.randrange(1, 20)))
+            prompt.chunk(rng.choice(chunks) if rng.random() < 0.9 else s.tokens(rng.randrange(1, 60)))
+        if rng.random() < 0.9 or not prompt.ids:
+            prompt.text(s.tokens(rng.randrange(1, 25)))
+        options = {"spans": prompt.spans, **random_recipe(rng)}
         if rng.random() < 0.15:
-            prompt.text(s.tokens(rng.randrange(1, 20)))
-        prompt.chunk(rng.choice(chunks) if rng.random() < 0.9 else s.tokens(rng.randrange(1, 60)))
-    if rng.random() < 0.9 or not prompt.ids:
-        prompt.text(s.tokens(rng.randrange(1, 25)))
-    options: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        options["ratio"] = rng.choice([0, 0.05, 0.15, 0.5, 1.0])
-    if rng.random() < 0.6:
-        options["method"] = rng.choice(METHODS)
-    if rng.random() < 0.15:
-        options["mode"] = rng.choice(["auto", "exact", "off"])
-    return Request(
-        prompt.ids,
-        {"spans": prompt.spans, **options} if rng.random() < 0.85 else None,
-        max_new_tokens=rng.choice([0, 1, 2, 5, 20, 40]),
-        logprob_start=rng.choice([-1, -1, -1, rng.randrange(0, len(prompt.ids))]),
-        extra_key=rng.choice([None, None, None, "tenant"]),
-        ignore_eos=rng.random() < 0.5,
+            options["mode"] = rng.choice(MODES)
+        request = Request(
+            prompt.ids,
+            options if rng.random() < 0.85 else None,
+            max_new_tokens=rng.choice([0, 1, 2, 5, 20, 40]),
+            logprob_start=rng.choice([-1, -1, -1, rng.randrange(0, len(prompt.ids))]),
+            extra_key=rng.choice([None, None, None, "tenant"]),
+            cache_salt=rng.choice([None, None, None, None, "salt"]),
+            priority=rng.randrange(0, 3),
+            rid=f"r{i}",
+            ignore_eos=rng.random() < 0.5,
+        )
+        requests.append(request)
+    return requests
+
+
+def equals_stock(options: dict[str, Any] | None) -> bool:
+    if options is None or options.get("mode") in ("exact", "off"):
+        return True
+    if (options.get("options") or {}).get("alpha"):
+        return False
+    method = METHODS.get(options.get("method", ""))
+    ratio = options.get("ratio")
+    return (
+        (SERVER_RATIO if ratio is None else ratio) == 1.0
+        if method is None
+        else (method.effective_ratio(ratio, SERVER_RATIO) == 1.0)
     )
 
 
-def case_random_requests(s: Session, total: int = 300) -> dict[str, int]:
-    """Random requests, some aborted, in a pool that holds a few of them; integrity after every step."""
-    chunks = s.chunks(*(s.rng.randrange(1, 90) for _ in range(24)))
-    sent, live = 0, []
-    counts = {"hits": 0, "misses": 0, "memory": 0, "retracted_fused": 0, "aborted": 0, "finished": 0, "steps": 0}
+def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str], dict[str, Reply]]:
+    """Random requests, some aborted, in a pool that holds a few of them; integrity after every step.
+
+    Returns:
+        What happened, how often; and the replies, by request, that must be those of stock SGLang.
+    """
+    s.rng.seed(seed)
+    requests = random_requests(s, total)
+    by_rid = {request.rid: request for request in requests}
+    live: list[str] = []
+    counts: Counter[str] = Counter()
 
     def on_step(step: int) -> list[Any] | None:
-        nonlocal sent
-        counts["steps"] = step
-        s.local.cache.chunks.check_integrity()
-        if sent == total:
+        s.local.cache.check_integrity()
+        if counts["sent"] == total:
             return None
         messages: list[Any] = []
-        while sent < total and s.rng.random() < 0.35:
-            request = random_request(s, chunks, max_chunks=5)
+        while counts["sent"] < total and s.rng.random() < 0.35:
+            request = requests[counts["sent"]]
             messages.append(s.local.prepare(request))
             live.append(request.rid)
-            sent += 1
+            counts["sent"] += 1
         if live and s.rng.random() < 0.03:
             messages.append(s.local.abort(live.pop(s.rng.randrange(len(live)))))
-            counts["aborted"] += 1
+            counts["aborts sent"] += 1
         return messages
 
+    exact = {}
     for reply in s.local.run(on_step):
         assert reply.finish is not None, reply
         counts["finished"] += 1
-        if reply.info is None:
-            continue
-        statuses = s.statuses(reply)
-        counts["hits"] += statuses.count("hit")
-        counts["misses"] += statuses.count("miss")
-        counts["memory"] += reply.info["fallback_reason"] == "memory"
-        counts["retracted_fused"] += reply.retractions > 0 and reply.info["reused_tokens"] > 0
+        counts["aborted"] += reply.finish["type"] == "abort"
+        counts["retracted"] += reply.retractions > 0
+        request = by_rid[reply.rid]
+        if equals_stock(request.chunk_cache) and reply.finish["type"] != "abort":
+            exact[reply.rid] = reply
+        if reply.info is not None:
+            count_reply(counts, request, reply)
+    return counts, exact
+
+
+def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
+    info = reply.info
+    assert info is not None
+    assert info["prefix_tokens"] + info["reused_tokens"] + info["computed_tokens"] == len(request.ids), info
+    assert 0 <= info["recomputed_tokens"] <= info["reused_tokens"], info
+    assert [[chunk["start"], chunk["end"]] for chunk in info["chunks"]] == request.chunk_cache["spans"], info
+    if equals_stock(request.chunk_cache):
+        assert info["recomputed_tokens"] == info["reused_tokens"], info
+    counts.update(chunk["status"] for chunk in info["chunks"])
+    counts.update(f"tier {chunk['tier']}" for chunk in info["chunks"] if chunk.get("tier"))
+    if info["fallback_reason"]:
+        counts[f"fallback {info['fallback_reason']}"] += 1
+    if info["reused_tokens"]:
+        counts[f"fused {info['method']}"] += 1
+        counts["retracted_fused"] += reply.retractions > 0
+
+
+def case_same_requests(s: Session, total: int, seed: int) -> dict[str, Reply]:
+    """Those of `case_random_requests` that must equal stock SGLang, without chunks."""
+    s.rng.seed(seed)
+    requests = [one for one in random_requests(s, total) if equals_stock(one.chunk_cache)]
+    for request in requests:
+        request.chunk_cache = None
+    return {reply.rid: reply for i in range(0, len(requests), 8) for reply in s.local.generate(requests[i : i + 8])}
+
+
+def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[str]:
+    """Runs them on ours and on stock SGLang.
+
+    Raises:
+        AssertionError: something was lost, leaked or differs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        counts, ours = _run(config.with_tiers(folder), True, f"random_requests {total} {seed}")
+    stock = _run(config.relaxed, False, f"same_requests {total} {seed}")
+    for rid, mine in ours.items():
+        theirs = stock[rid]
+        assert mine.output_ids == theirs.output_ids, (rid, mine, theirs)
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE), rid
+        expected = [None if value is None else pytest.approx(value, abs=TOLERANCE) for value in theirs.input_logprobs]
+        assert mine.input_logprobs == expected, rid
+    counts["equal to stock"] = len(ours)
     return counts
+
+
+def _run(config: Config, is_ours: bool, name: str) -> Any:
+    result = run_cases(config, is_ours=is_ours, names=[name], module="exactness.stress")[name]
+    assert not isinstance(result, str), result
+    return result
 
 
 def case_22_retraction_of_fused_requests(s: Session) -> list[Reply]:
@@ -123,8 +295,32 @@ def case_full_reuse_is_another_result(s: Session) -> list[tuple[Reply, Reply]]:
 
 CASES = {
     "random_requests": case_random_requests,
-    "more_random_requests": partial(case_random_requests, total=1000),
+    "same_requests": case_same_requests,
     "22_retraction": case_22_retraction_of_fused_requests,
     "exact_after_fused": case_exact_after_fused,
     "full_reuse": case_full_reuse_is_another_result,
 }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="0 to N - 1")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="begin with this one")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="of each seed")
+    args = parser.parse_args()
+    num_findings = 0
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        config, start = PRESSURE[seed % len(PRESSURE)], time.monotonic()
+        try:
+            found = ", ".join(
+                f"{name} {num}" for name, num in sorted(check_random_requests(config, args.requests, seed).items())
+            )
+        except (AssertionError, RuntimeError) as error:
+            found = f"FINDING: {error}"
+            num_findings += 1
+        print(f"seed {seed}, {config}, {time.monotonic() - start:.0f} s: {found}", flush=True)
+    return int(num_findings > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

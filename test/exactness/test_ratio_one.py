@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,18 +15,20 @@ from exactness.runner import Config, run_cases
 
 TOLERANCE = 1e-4  # log-probabilities, fp32
 
-# Every pair of values of page size, TP size, chunked prefill and overlap occurs in one of these.
+# Every pair of values of page size, TP size, chunked prefill, overlap, tree core and messages is in one of these.
 PAIRWISE = [
-    Config(page_size=1, tp_size=1, chunked=False, overlap=True),
-    Config(page_size=16, tp_size=1, chunked=True, overlap=False),
+    Config(page_size=1, tp_size=1, chunked=False, overlap=True, typed=True),
+    Config(page_size=16, tp_size=1, chunked=True, overlap=False, typed=True),
     Config(page_size=16, tp_size=2, chunked=False, overlap=True),
-    Config(page_size=1, tp_size=2, chunked=True, overlap=False),
-    Config(page_size=16, tp_size=1, chunked=True, overlap=True),
-    Config(page_size=1, tp_size=1, chunked=False, overlap=False),
+    Config(page_size=1, tp_size=2, chunked=True, overlap=False, tree_core="python", typed=True),
+    Config(page_size=16, tp_size=1, chunked=True, overlap=True, tree_core="python"),
+    Config(page_size=1, tp_size=1, chunked=False, overlap=False, tree_core="python"),
 ]
-FULL = [
-    Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap)
+OTHERS = [
+    config
     for page, tp, chunked, overlap in itertools.product((1, 16), (1, 2), (False, True), (True, False))
+    if (config := Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap))
+    not in [replace(one, tree_core="rust", typed=False) for one in PAIRWISE]
 ]
 # Case 12, and the other model classes.
 MODELS = [
@@ -75,7 +78,7 @@ def test_equals_stock(config: Config, case: str) -> None:
 
 
 @pytest.mark.all
-@matrix([config for config in FULL if config not in PAIRWISE])
+@matrix(OTHERS)
 def test_equals_stock_everywhere(config: Config, case: str) -> None:
     compare(config, case, tuple(CASES))
 
@@ -85,3 +88,9 @@ def test_equals_stock_everywhere(config: Config, case: str) -> None:
 @pytest.mark.parametrize("case", MODEL_CASES)
 def test_case_12_rope_scaling_and_other_models(config: Config, case: str) -> None:
     compare(config, case, tuple(MODEL_CASES))
+
+
+def test_pairwise_covers_every_pair() -> None:
+    fields = ("page_size", "tp_size", "chunked", "overlap", "tree_core", "typed")
+    for one, other in itertools.combinations(fields, 2):
+        assert len({(getattr(config, one), getattr(config, other)) for config in PAIRWISE}) == 4, (one, other)
