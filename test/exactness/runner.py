@@ -21,6 +21,7 @@ from typing import Any
 TEST_DIR = Path(__file__).resolve().parent.parent
 MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several spin where cores are shared: ten times slower
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"])
 
