@@ -103,15 +103,6 @@ class LocalScheduler:
         self._on_step: Callable[[int], Sequence[Any] | None] | None = None
         self._step_count = 0
 
-    @property
-    def index(self) -> Any:
-        """The `ChunkIndex` of ours."""
-        return self.cache._index
-
-    def covered_len(self, variant: Any) -> int:
-        """Leading tokens of a variant that the tree still has."""
-        return int(self.cache._store.resolve(variant))
-
     def num_used_slots(self) -> int:
         """Of the KV pool, by requests and by what is cached."""
         allocator = self.scheduler.token_to_kv_pool_allocator

@@ -167,7 +167,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
     counts: Counter[str] = Counter()
 
     def on_step(step: int) -> list[Any] | None:
-        s.local.cache.check_integrity()
+        s.local.cache.chunks.check_integrity()
         if counts["sent"] == total:
             return None
         messages: list[Any] = []
