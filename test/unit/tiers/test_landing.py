@@ -19,13 +19,13 @@ import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 
 from chunk_cache.index import ChunkIndex
+from chunk_cache.prefetch import Votes
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
 from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
-from sglang_chunk_cache.tiers.loader import Votes
 from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_chunk_cache.tiers.stream import LayerStream, run_all
 from sglang_chunk_cache.tiers.throttled import Throttled
