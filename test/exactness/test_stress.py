@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from exactness.runner import Config, run_cases
+from chunk_cache.methods import METHODS
+from exactness.runner import Config
+from exactness.stress import PRESSURE, check_random_requests, run_case
 
-PRESSURE = [
-    Config(max_total_tokens=900, conservativeness=0.05, force_retract=True),
-    # Without the room for reused chunks, so that requests are admitted until the pool overflows.
-    Config(max_total_tokens=1024, conservativeness=0.05, page_size=16, chunked=True, options=(("keep_share", 0.0),)),
-    Config(max_total_tokens=900, conservativeness=0.05, overlap=False, chunked=True, force_retract=True),
-]
+# Without tiers, on a smaller model.
+RETRACTION = [replace(config, loading="", layers=2) for config in PRESSURE[:3]]
 
 
-@cache
 def outcome(config: Config, is_ours: bool, case: str) -> Any:
-    result = run_cases(config, is_ours=is_ours, names=[case], module="exactness.stress")[case]
-    assert not isinstance(result, str), result
-    return result
+    return run_case(config, is_ours, case)
 
 
 def same(ours: list[Any], stock: list[Any], tolerance: float) -> None:
@@ -31,30 +26,37 @@ def same(ours: list[Any], stock: list[Any], tolerance: float) -> None:
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=tolerance), f"request {i}"
 
 
-def check_random_requests(config: Config, case: str, num: int) -> None:
-    counts = outcome(config, True, case)
+def check(seed: int, num: int) -> None:
+    config = PRESSURE[seed]
+    counts = check_random_requests(config, num, seed)
     assert counts["finished"] == num
-    assert counts["hits"] > num / 10
-    assert counts["misses"] > num / 10
+    assert counts["hit"] > num / 10
+    assert counts["miss"] > num / 10
     assert counts["aborted"] > num / 100
     assert counts["retracted_fused"] >= (num / 200 if config.force_retract else 0)
+    assert counts["equal to stock"] > num / 5
+    assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)
+
+
+def seeds(first: int, last: int) -> Any:
+    return pytest.mark.parametrize("seed", range(first, last), ids=[str(config) for config in PRESSURE[first:last]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", PRESSURE, ids=str)
-def test_random_requests_under_pressure(config: Config) -> None:
-    check_random_requests(config, "random_requests", 300)
+@seeds(0, 3)
+def test_random_requests_under_pressure(seed: int) -> None:
+    check(seed, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.all
-@pytest.mark.parametrize("config", PRESSURE, ids=str)
-def test_more_random_requests_under_pressure(config: Config) -> None:
-    check_random_requests(config, "more_random_requests", 1000)
+@seeds(0, len(PRESSURE))
+def test_more_random_requests_under_pressure(seed: int) -> None:
+    check(seed, 1000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", PRESSURE, ids=str)
+@pytest.mark.parametrize("config", RETRACTION, ids=str)
 def test_case_22_retraction(config: Config) -> None:
     ours, stock = outcome(config, True, "22_retraction"), outcome(config, False, "22_retraction")
     same(ours, stock, 1e-4)
