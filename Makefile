@@ -3,6 +3,7 @@
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
+# make check-sglang VERSION=x.y.z   whether the project fits another SGLang (docs/upgrading.md)
 # make bench     stock SGLang, the reordering baseline and reuse under load, side by side (17 to 30 minutes on two cores)
 # make bench-ttft, make bench-index   the measurements behind the README's figures
 # make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
@@ -11,7 +12,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench bench-ttft bench-index bench-tiers soak-tiers bench-quality \
+.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality \
 	clean distclean
 
 BIN := .venv/bin
@@ -49,6 +50,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+check-sglang: $(STAMP)
+	$(PY) test/check_sglang.py $(VERSION) $(if $(WITH),--with $(WITH))
 
 bench: $(STAMP)
 	$(PY) benchmark/serving/bench_serving.py

@@ -25,6 +25,7 @@ ROUNDING = 1e-8  # and absolute: deviations of tokens that stand where and behin
 CONFIGS = [
     Config(layers=4),
     Config(layers=6, page_size=16, tp_size=2),
+    Config(layers=4, page_size=16, chunked=True),
 ]
 MORE_CONFIGS = [
     Config(layers=6),
@@ -34,6 +35,7 @@ MORE_CONFIGS = [
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),
     Config(layers=4, kind="qwen3"),
+    Config(layers=6, chunked=True, overlap=False, tree_core="python", typed=True),
 ]
 
 on_each_config = pytest.mark.parametrize(

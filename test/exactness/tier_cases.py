@@ -23,7 +23,7 @@ __all__ = ["CASES", "Session"]
 def settle(s: Session) -> None:
     """Until everything is written down."""
     tiers = s.local.cache.chunks.tiers
-    while tiers._workers.num_running:
+    while tiers.stats()["queued_write_bytes"]:
         tiers.wait(1.0)
         tiers.poll(())
 
@@ -89,10 +89,18 @@ def land(s: Session, chunk: list[int]) -> None:
     """A chunk on disk begins to land for somebody else."""
     from sglang_chunk_cache.tiers.search import Wanted
 
-    cache = s.local.cache
-    wanted = Wanted(chunk_key(Partition(), chunk), array("q", chunk), Partition())
-    found = cache.chunks.tiers._loader._search.find(wanted, 1)
-    assert cache.bring_in(found.stored, Partition(), found.stream)
+    tiers, key = s.local.cache.chunks.tiers, chunk_key(Partition(), chunk)
+    tiers.want("another", [Wanted(key, array("q", chunk), Partition())], num_keys=len(chunk), num_rows_ahead=0)
+    tiers.poll(["another"])
+    while tiers.is_held("another"):
+        tiers.wait(1.0)
+        tiers.poll(["another"])
+    assert tiers.bring_in("another")[key] == ("disk", None)
+
+
+def num_landing(s: Session) -> int:
+    chunks = s.local.cache.chunks
+    return sum(chunks.landings.of(variant) is not None for variant in chunks.manager.index)
 
 
 def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
@@ -104,11 +112,11 @@ def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
 
     def with_a_full_pool(load: Callable[[Any], Any], params: Any) -> Any:
         land(s, other)
-        allocator, landings = s.local.cache.token_to_kv_pool_allocator, s.local.cache.chunks.landings
-        num_open.append(len(landings._open))
+        allocator = s.local.cache.token_to_kv_pool_allocator
+        num_open.append(num_landing(s))
         held = allocator.alloc(allocator.available_size() - 1)
         result = load(params)
-        num_open.append(len(landings._open))
+        num_open.append(num_landing(s))
         allocator.free(held)
         return result
 
@@ -130,9 +138,9 @@ def case_room_is_needed_between_admission_and_forward(s: Session) -> dict[str, A
 
     def then_evict_everything(load: Callable[[Any], Any], params: Any) -> Any:
         result = load(params)
-        num_open.append(len(cache.chunks.landings._open))
+        num_open.append(num_landing(s))
         cache.evict(EvictParams(num_tokens=cache.token_to_kv_pool_allocator.size))
-        num_open.append(len(cache.chunks.landings._open))
+        num_open.append(num_landing(s))
         return result
 
     with around_loads(s, then_evict_everything):
