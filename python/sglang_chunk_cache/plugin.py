@@ -50,7 +50,9 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
 
 
 def _add_admin_routes() -> None:
-    from sglang_chunk_cache.admin.routes import add_routes  # once the flags are checked: it imports the HTTP server
+    from sglang_chunk_cache.host.admin_routes import (
+        add_routes,  # once the flags are checked: it imports the HTTP server
+    )
 
     add_routes()
 

@@ -36,6 +36,11 @@ def user_error(kind: type[ErrorT], path: str, problem: str, remedy: str) -> Erro
     return kind(f"{path}: {problem}; {remedy}")
 
 
+def request_error(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
+    """A user's mistake in a request."""
+    return user_error(ChunkCacheRequestError, path, problem, remedy)
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text from outside can be tokenized: JSON may hold half of a surrogate pair, which is no character."""
     try:

@@ -7,7 +7,7 @@ checked value between processes as one JSON string. A `RequestOptions` never cha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunk_cache.errors import ChunkCacheRequestError, show, user_error
@@ -80,14 +80,29 @@ def parse_request(
     if "ratio" in value and dict(options).get(ALPHA.name):
         problem = "given beside a ratio, which says the same budget"
         raise _error(f"{path}.options.{ALPHA.name}", problem, "give one of them")
-    return RequestOptions(
-        spans=_parse_spans(value.get("spans", []), f"{path}.spans", num_tokens),
+    opts = RequestOptions(
+        spans=_parse_spans(value.get("spans", []), f"{path}.spans"),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
         method=method or (default_method if options else None),
         ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
         options=options,
         explain=_parse_bool(value.get("explain", False), f"{path}.explain"),
     )
+    if num_tokens is not None:
+        check_spans(opts.spans, num_tokens, path)
+    return opts
+
+
+def check_spans(spans: Sequence[Span], num_tokens: int, path: str = DEFAULT_PATH) -> None:
+    """Check that spans end within a prompt; `path` is where the options stood.
+
+    Raises:
+        ChunkCacheRequestError: one does not.
+    """
+    for i, (_, end) in enumerate(spans):
+        if end > num_tokens:
+            problem = f"{show(end)} is outside the prompt of {num_tokens} tokens"
+            raise _error(f"{path}.spans[{i}][1]", problem, "end the span within the prompt")
 
 
 def dumps(opts: RequestOptions) -> str:
@@ -119,7 +134,7 @@ def loads(text: str) -> RequestOptions:
         raise _error(DEFAULT_PATH, f"not an option string ({error})", "pass the string that dumps() wrote") from error
 
 
-def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span, ...]:
+def _parse_spans(value: object, path: str) -> tuple[Span, ...]:
     if not isinstance(value, (list, tuple)):
         raise _error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
     spans = []
@@ -129,9 +144,6 @@ def _parse_spans(value: object, path: str, num_tokens: int | None) -> tuple[Span
         if span[0] < previous_end:
             problem = f"starts at {span[0]}, before the end {previous_end} of the span before it"
             raise _error(f"{path}[{i}][0]", problem, "give ascending spans that do not overlap")
-        if num_tokens is not None and span[1] > num_tokens:
-            problem = f"{show(span[1])} is outside the prompt of {num_tokens} tokens"
-            raise _error(f"{path}[{i}][1]", problem, "end the span within the prompt")
         previous_end = span[1]
         spans.append(span)
     if len(spans) > MAX_CHUNKS:

@@ -1,7 +1,7 @@
 """Admin: the administration of a server, in its launching process.
 
 Verbs: `stats`, `variants`, `stored`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection becomes token
-ids and keys); `init_communicators` (handler of the hook that makes the one `Admin` of a tokenizer manager), `admin_of`.
+ids and keys). `ChunkTokenizerManager` owns the one that there is.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
 also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
@@ -22,16 +22,13 @@ import psutil
 from fastapi.encoders import jsonable_encoder
 
 from chunk_cache.config import describe
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.admin import messages, warming
 from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Warm
 from sglang_chunk_cache.api.marks import MarkedText
 from sglang_chunk_cache.api.tokens import encode_marked
-from sglang_chunk_cache.server_args import ChunkCacheArgs
-
-_ADMIN = "chunk_cache_admin"
+from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
 
 
 class AdminRefused(ChunkCacheRequestError):
@@ -59,7 +56,7 @@ class Admin:
     """See the head of this file.
 
     Args:
-        manager: SGLang's tokenizer manager.
+        manager: our tokenizer manager.
         communicator: asks all schedulers and returns their replies.
     """
 
@@ -73,7 +70,7 @@ class Admin:
     @property
     def args(self) -> ChunkCacheArgs:
         """The options of the server."""
-        args = options.attached(self.manager.server_args)
+        args = attached(self.manager.server_args)
         assert args is not None, "the routes exist only where the chunk cache is on"
         return args
 
@@ -230,10 +227,10 @@ class Admin:
         """
         self.check_text(text, path)
         if not text.strip():
-            raise user_error(ChunkCacheRequestError, path, "the chunk is empty", "give it text, or remove it")
+            raise request_error(path, "the chunk is empty", "give it text, or remove it")
         marked = encode_marked(self.manager.tokenizer, MarkedText(("", text, ""), (False, True, False)), path)
         ((start, end),) = marked.spans
-        return marked.ids[start:end]
+        return tuple(marked.ids[start:end])
 
     def check_text(self, text: str, path: str) -> None:
         """Checks that this server can tokenize a text and that it has no separator.
@@ -243,10 +240,10 @@ class Admin:
         """
         if self.manager.tokenizer is None:
             problem = "the server runs with --skip-tokenizer-init"
-            raise user_error(ChunkCacheRequestError, path, problem, "send input_ids, or keys")
+            raise request_error(path, problem, "send input_ids, or keys")
         if self.args.separator in text:
             problem = f"has a separator {self.args.separator!r}"
-            raise user_error(ChunkCacheRequestError, path, problem, "send each chunk as a text of its own")
+            raise request_error(path, problem, "send each chunk as a text of its own")
 
     def check_vocabulary(self, ids: Sequence[int], path: str) -> None:
         """Checks that all ids are tokens of the model.
@@ -257,7 +254,7 @@ class Admin:
         vocab_size = self.manager.model_config.vocab_size
         if ids and max(ids) >= vocab_size:
             problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
-            raise user_error(ChunkCacheRequestError, path, problem, "remove it")
+            raise request_error(path, problem, "remove it")
 
     async def _ask(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
         self.manager.auto_create_handle_loop()
@@ -332,24 +329,3 @@ def _unknown(path: str, keys: Sequence[bytes]) -> AdminRefused:
     shown = ", ".join(key.hex() for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     message = f"{path}: {shown} not known; GET /chunk_cache/variants lists what is"
     return AdminRefused(message, HTTPStatus.NOT_FOUND)
-
-
-def admin_of(manager: Any) -> Admin:
-    """The administration of the server that a tokenizer manager belongs to."""
-    admin = getattr(manager, _ADMIN, None)
-    assert isinstance(admin, Admin), "the chunk cache is off"
-    return admin
-
-
-# Handler of the hook.
-
-
-def init_communicators(_result: None, manager: Any) -> None:
-    """AFTER `TokenizerControlMixin.init_communicators`."""
-    from sglang.srt.managers.communicator import FanOutCommunicator
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.utils import TypeBasedDispatcher
-
-    communicator = FanOutCommunicator(manager._dispatch_to_scheduler, get_parallel().num_dp_ranks)
-    manager._result_dispatcher += TypeBasedDispatcher([(messages.ChunkCacheAdminReply, communicator.handle_recv)])
-    setattr(manager, _ADMIN, Admin(manager, communicator))

@@ -1,8 +1,7 @@
-"""The routes `/chunk_cache/...` of SGLang's HTTP server.
+"""The routes `/chunk_cache/...`: ROUTES, from a request to `Admin` and back.
 
-Verb: `add_routes`, called in the launching process where the chunk cache is on. Promises: JSON in and out; a user's
-mistake is a 400 that names the JSON path and the remedy, "not now" a 409, an unknown key a 404; who may ask is decided
-by SGLang, as for its own `/flush_cache` (`--api-key`, `--admin-api-key`).
+Promises: JSON in and out; a user's mistake is a 400 that names the JSON path and the remedy, "not now" a 409, an
+unknown key a 404. `host/admin_routes.py` adds them to SGLang's HTTP server.
 """
 
 from __future__ import annotations
@@ -14,24 +13,17 @@ from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error
 from sglang_chunk_cache.admin import body
-from sglang_chunk_cache.admin.client import Admin, AdminRefused, admin_of
+from sglang_chunk_cache.admin.client import Admin, AdminRefused
 
 PREFIX = "/chunk_cache"
 
 T = TypeVar("T")
 Answer: TypeAlias = Callable[[Admin, Request], Awaitable[Response | dict[str, Any]]]
-Route: TypeAlias = tuple[str, str, Callable[[Request], Awaitable[Response]]]
-"""Method, path, endpoint."""
-
-
-def _admin() -> Admin:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    return admin_of(get_global_state().tokenizer_manager)
+Route: TypeAlias = tuple[str, str, Answer]
+"""Method, path, what answers."""
 
 
 async def _json(request: Request) -> Any:
@@ -40,27 +32,18 @@ async def _json(request: Request) -> Any:
         return await request.json() if await request.body() else {}
     except ValueError as error:
         problem = f"not JSON ({str(error).splitlines()[0]})"
-        raise user_error(ChunkCacheRequestError, "body", problem, "send a JSON object") from None
+        raise request_error("body", problem, "send a JSON object") from None
 
 
-async def _reply(answer: Answer, request: Request) -> Response:
+async def reply(answer: Answer, admin: Admin, request: Request) -> Response:
+    """What the client gets."""
     try:
-        result = await answer(_admin(), request)
+        result = await answer(admin, request)
     except AdminRefused as error:
         return JSONResponse({"error": {"message": str(error), **error.details}}, status_code=error.status)
     except ChunkCacheRequestError as error:
         return JSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
     return result if isinstance(result, Response) else JSONResponse(result)
-
-
-def _route(method: str, name: str, answer: Answer) -> Route:
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def endpoint(request: Request) -> Response:
-        return await _reply(answer, request)
-
-    path = f"{PREFIX}/{name}"
-    endpoint.__name__, endpoint.__doc__ = name, f"{method} {path}"  # FastAPI describes it by them
-    return method, path, endpoint
 
 
 def _with_body(parse: Callable[[Any], T], act: Callable[[Admin, T], Awaitable[dict[str, Any]]]) -> Answer:
@@ -94,21 +77,11 @@ async def _json_lines(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byt
 
 
 ROUTES: tuple[Route, ...] = (
-    _route("GET", "stats", _stats),
-    _route("GET", "variants", _variants),
-    _route("POST", "pin", _with_body(body.parse_pin, Admin.pin)),
-    _route("POST", "unpin", _with_body(body.parse_unpin, Admin.unpin)),
-    _route("POST", "evict", _with_body(body.parse_selection, Admin.evict)),
-    _route("POST", "flush", _with_body(body.parse_flush, Admin.flush)),
-    _route("POST", "warm", _warm),
+    ("GET", f"{PREFIX}/stats", _stats),
+    ("GET", f"{PREFIX}/variants", _variants),
+    ("POST", f"{PREFIX}/pin", _with_body(body.parse_pin, Admin.pin)),
+    ("POST", f"{PREFIX}/unpin", _with_body(body.parse_unpin, Admin.unpin)),
+    ("POST", f"{PREFIX}/evict", _with_body(body.parse_selection, Admin.evict)),
+    ("POST", f"{PREFIX}/flush", _with_body(body.parse_flush, Admin.flush)),
+    ("POST", f"{PREFIX}/warm", _warm),
 )
-
-
-def add_routes() -> None:
-    """Adds the routes to SGLang's app, once."""
-    from sglang.srt.entrypoints.http_server import app
-
-    known = {getattr(route, "path", None) for route in app.router.routes}
-    for method, path, endpoint in ROUTES:
-        if path not in known:
-            app.add_api_route(path, endpoint, methods=[method], include_in_schema=True)

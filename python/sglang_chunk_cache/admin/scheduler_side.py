@@ -1,7 +1,7 @@
 """ChunkAdmin: administration in one scheduler process.
 
-Verbs: `ChunkAdmin.answer` (one request of `messages`), `before_eviction` and `after_reset` (called by the radix cache),
-`answer` (the reply of all ranks).
+Verbs: `answer` (one request of `messages`; `host/admin_requests.py` brings them here), `before_eviction` and
+`after_reset` (called by the radix cache).
 
 Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it
 from equal state, so all do the same; what they answered is compared. Nothing here waits for a clock, a file or a
@@ -10,11 +10,8 @@ client. What is evicted here leaves the tiers below the pool too, whenever their
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import psutil
 
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
@@ -181,17 +178,3 @@ def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
         "kept_tokens": admin.manager.num_kept_tokens(allocator.size),
     }
     return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers
-
-
-def answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
-    """Runs on every rank; only rank 0 has a socket to send the reply on."""
-    from sglang.srt.distributed import get_tp_group
-
-    result = scheduler.tree_cache.chunks.admin.answer(request)
-    group = get_tp_group()
-    if isinstance(request, messages.ChunkCacheStatsReq):
-        memory = psutil.Process().memory_info()
-        own = {"tp_rank": group.rank_in_group, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
-        return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
-    results = group.all_gather_object(result) if group.world_size > 1 else [result]
-    return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))

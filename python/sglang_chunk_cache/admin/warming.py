@@ -126,30 +126,26 @@ class Warming:
         return None
 
     async def _compute_on(self, replica: int | None, ids: tuple[int, ...]) -> str | None:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         start = len(self._prefix)
         spans = [[start, start + len(ids)]]
         async with self._admin.warm_slots:
             rid = uuid.uuid4().hex
-            obj = GenerateReqInput(
-                rid=rid,
-                # A prompt's last token never enters the tree before it is answered: one more than the chunk.
-                input_ids=[*self._prefix, *ids, ids[-1]],
-                sampling_params={
-                    "max_new_tokens": 1,
-                    "temperature": 0.0,
-                    "ignore_eos": True,
-                    "custom_params": {KEY: {"spans": spans, "mode": "exact"}},
-                },
-                extra_key=self._partition.extra_key,
-                cache_salt=self._partition.cache_salt,
-                routed_dp_rank=replica,
-            )
             is_answered = False
             try:
-                async for _ in self._admin.manager.generate_request(obj):
-                    pass
+                await self._admin.manager.compute_prompt(
+                    rid=rid,
+                    # A prompt's last token never enters the tree before it is answered: one more than the chunk.
+                    input_ids=[*self._prefix, *ids, ids[-1]],
+                    sampling_params={
+                        "max_new_tokens": 1,
+                        "temperature": 0.0,
+                        "ignore_eos": True,
+                        "custom_params": {KEY: {"spans": spans, "mode": "exact"}},
+                    },
+                    extra_key=self._partition.extra_key,
+                    cache_salt=self._partition.cache_salt,
+                    routed_dp_rank=replica,
+                )
                 is_answered = True
             except HTTPException as error:
                 return str(error.detail)
@@ -185,4 +181,4 @@ class Warming:
         marked = encode_marked(
             admin.manager.tokenizer, MarkedText((text, "a", ""), (False, True, False)), "prefix_text"
         )
-        return marked.ids[: marked.spans[0][0]]
+        return tuple(marked.ids[: marked.spans[0][0]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import request_error
 from chunk_cache.request_options import MAX_CHUNKS
 
 
@@ -52,17 +52,14 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
         return None
     pieces = tuple(text.split(separator))
     if len(pieces) == 2:
-        raise ChunkCacheRequestError(
-            f"{path}: only one separator {separator!r}; put one before and one after each chunk, or remove it"
+        raise request_error(
+            path, f"only one separator {separator!r}", "put one before and one after each chunk, or remove it"
         )
     if len(pieces) - 2 > MAX_CHUNKS:
-        raise ChunkCacheRequestError(
-            f"{path}: {len(pieces) - 2} chunks between separators {separator!r}, and {MAX_CHUNKS} is the limit; mark "
-            "longer chunks"
-        )
+        problem = f"{len(pieces) - 2} chunks between separators {separator!r}, and {MAX_CHUNKS} is the limit"
+        raise request_error(path, problem, "mark longer chunks")
     for index, piece in enumerate(pieces[1:-1]):
         if not piece.strip():
-            raise ChunkCacheRequestError(
-                f"{path}: chunk {index} between two separators {separator!r} is empty; give it text, or remove one"
-            )
+            problem = f"chunk {index} between two separators {separator!r} is empty"
+            raise request_error(path, problem, "give it text, or remove one")
     return MarkedText(pieces, (False, *(True for _ in pieces[1:-1]), False))

@@ -1,7 +1,6 @@
 """From a request to token ids and one JSON string of options.
 
-Verbs: `parse_items` (checks, cheap, changes nothing), `prepare` (rewrites a `GenerateReqInput`), `generate_request`
-(handler of the hook that all routes and `Engine.generate` pass).
+Verb: `prepare`, which rewrites a `GenerateReqInput`; `has_options` asks a request that went through it.
 
 Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
 the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
@@ -12,13 +11,12 @@ that every transport of SGLang can carry.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request_options import RequestOptions, dumps, parse_request
-from sglang_chunk_cache import server_args as options
+from chunk_cache.errors import request_error
+from chunk_cache.request_options import RequestOptions, check_spans, dumps, parse_request
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import encode_marked
@@ -57,25 +55,23 @@ class Item:
         opts: its options; None where the request has neither marks nor options.
         path: JSON path of the text.
         opts_path: JSON path of the options.
-        raw: the options as the client sent them.
     """
 
     text: str | None
-    ids: list[int] | None
+    ids: Sequence[int] | None
     marked: MarkedText | None
     opts: RequestOptions | None
     path: str
     opts_path: str
-    raw: object = None
 
     @property
-    def needs_length(self) -> bool:
-        """Whether the spans can be checked only after the text was tokenized."""
-        return self.ids is None and self.opts is not None and bool(self.opts.spans)
+    def is_tokenized_here(self) -> bool:
+        """Whether its text is split, or has spans to compare with its length."""
+        return self.ids is None and self.opts is not None and (self.marked is not None or self.opts.has_marks)
 
 
-def parse_items(
-    text: object, input_ids: object, sampling_params: object, args: ChunkCacheArgs, names: Names = GENERATE_NAMES
+def _parse_items(
+    text: object, input_ids: object, sampling_params: object, args: ChunkCacheArgs, names: Names
 ) -> list[Item]:
     """Checks all prompts of a request.
 
@@ -123,9 +119,10 @@ def _check_number(
     has_marks = any(isinstance(prompt, str) and args.separator in prompt for prompt in prompts)
     if has_marks or any(_raw_options(one) is not _ABSENT for one in params):
         expected = f"{len(prompts)} prompts" if is_batch else "one prompt that is no list"
-        raise ChunkCacheRequestError(
-            f"{names.sampling_params}: a list of {len(params)} for {expected}; give one object for all prompts, or a "
-            "list with one for each prompt of a list"
+        raise request_error(
+            names.sampling_params,
+            f"a list of {len(params)} for {expected}",
+            "give one object for all prompts, or a list with one for each prompt of a list",
         )
 
 
@@ -157,36 +154,22 @@ def _raw_options(params: object) -> object:
 
 def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, *, path: str, opts_path: str) -> Item:
     text = prompt if isinstance(prompt, str) else None
-    ids = list(prompt) if isinstance(prompt, (list, tuple)) else None
+    ids = prompt if isinstance(prompt, (list, tuple)) else None
     marked = None if text is None else split_marked(text, args.separator, path)
     if raw is _ABSENT:
         return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
     opts = parse_request(raw, path=opts_path, num_tokens=None if ids is None else len(ids), default_method=args.method)
-    if marked is not None and opts.spans:
-        raise ChunkCacheRequestError(
-            f"{opts_path}.spans: {path} has separators {args.separator!r} too; mark chunks in one of the two ways"
+    if opts.spans and marked is not None:
+        raise request_error(
+            f"{opts_path}.spans", f"{path} has separators {args.separator!r} too", "mark chunks in one of the two ways"
         )
     if opts.spans and text is None and ids is None:
-        raise ChunkCacheRequestError(f"{opts_path}.spans: spans need a text or token ids as the prompt; give one")
-    return Item(text, ids, marked, opts, path, opts_path, raw)
-
-
-def check_length(item: Item, num_tokens: int, args: ChunkCacheArgs) -> None:
-    """Checks the spans of a text prompt against its number of tokens.
-
-    Raises:
-        ChunkCacheRequestError: a span ends behind the prompt.
-    """
-    parse_request(item.raw, path=item.opts_path, num_tokens=num_tokens, default_method=args.method)
-
-
-def is_prepared(obj: Any) -> bool:
-    """Whether `prepare` has seen this request."""
-    return bool(getattr(obj, _PREPARED, False))
+        raise request_error(f"{opts_path}.spans", "spans need a text or token ids as the prompt", "give one")
+    return Item(text, ids, marked, opts, path, opts_path)
 
 
 def mark_prepared(obj: Any) -> None:
-    """Notes that `prepare` must not run again."""
+    """Notes that `prepare` need not run, or not again."""
     setattr(obj, _PREPARED, True)
 
 
@@ -202,78 +185,80 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
     Raises:
         ChunkCacheRequestError: the request breaks the contract.
     """
-    if is_prepared(obj):
+    if getattr(obj, _PREPARED, False):
         return
-    items = parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names)
-    if all(item.opts is None for item in items):
-        mark_prepared(obj)
-        return
-    _check_combinations(obj, items)
-    for item in items:
-        check_served(item.opts, manager, args, item.opts_path)
-    if any(item.marked is not None or item.needs_length for item in items):
-        items = [_tokenize(item, manager, args) for item in items]
-        ids = [item.ids for item in items]
-        obj.text, obj.input_ids = None, ids if _is_batch(obj) else ids[0]
-    for item in items:
-        _check_ids(item, manager)
-    obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
+    items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names)
+    if any(item.opts is not None for item in items):
+        _rewrite(obj, items, manager, args)
     mark_prepared(obj)
 
 
-def _is_batch(obj: Any) -> bool:
-    return _prompts(obj.text, obj.input_ids)[1]
+def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
+    _check_combinations(obj, items)
+    for item in items:
+        check_served(item.opts, manager, args, item.opts_path)
+    if any(item.is_tokenized_here for item in items):
+        items = [_tokenize(item, manager) for item in items]
+        ids = [item.ids for item in items]
+        is_batch = _prompts(obj.text, obj.input_ids)[1]
+        obj.text, obj.input_ids = None, ids if is_batch else ids[0]
+    for item in items:
+        _check_ids(item, manager)
+    obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
 
 
 def _check_combinations(obj: Any, items: list[Item]) -> None:
     has_marks = any(item.marked or (item.opts and item.opts.spans) for item in items)
     if has_marks and obj.session_params is not None:
-        raise ChunkCacheRequestError(
-            "session_params: chunks cannot be marked in a request that continues a session; drop one of the two"
-        )
+        problem = "chunks cannot be marked in a request that continues a session"
+        raise request_error("session_params", problem, "drop one of the two")
     if has_marks and obj.text is not None and obj.input_ids is not None:
-        raise ChunkCacheRequestError("input_ids: chunks are marked and there is a text too; send one of the two")
+        raise request_error("input_ids", "chunks are marked and there is a text too", "send one of the two")
     params = obj.sampling_params
     for one in params if isinstance(params, (list, tuple)) else [params]:
         if isinstance(one, Mapping) and one.get("beam_width") not in (None, 1):
-            raise ChunkCacheRequestError(
-                "sampling_params.beam_width: beam search cannot be combined with marked chunks or chunk_cache options; "
-                "drop one of the two"
-            )
+            problem = "beam search cannot be combined with marked chunks or chunk_cache options"
+            raise request_error("sampling_params.beam_width", problem, "drop one of the two")
 
 
-def _tokenize(item: Item, manager: Any, args: ChunkCacheArgs) -> Item:
+def _tokenize(item: Item, manager: Any) -> Item:
+    """The item with its ids; texts of a batch that need none get some too, since a batch has texts or ids."""
     if item.text is None:
         return item
     if manager.tokenizer is None:
-        raise ChunkCacheRequestError(
-            f"{item.path}: the server runs with --skip-tokenizer-init and cannot split text; send input_ids and "
-            f"{item.opts_path}.spans"
-        )
+        problem = "the server runs with --skip-tokenizer-init and cannot split text"
+        raise request_error(item.path, problem, f"send input_ids and {item.opts_path}.spans")
     if item.marked is not None:
-        marked_ids = encode_marked(manager.tokenizer, item.marked, item.path)
         assert item.opts is not None
-        opts = dataclasses.replace(item.opts, spans=marked_ids.spans)
-        return dataclasses.replace(item, ids=list(marked_ids.ids), opts=opts)
-    ids = list(manager.tokenizer.encode(item.text))
-    if item.needs_length:
-        check_length(item, len(ids), args)
+        encoded = encode_marked(manager.tokenizer, item.marked, item.path)
+        return dataclasses.replace(item, ids=encoded.ids, opts=dataclasses.replace(item.opts, spans=encoded.spans))
+    ids = manager.tokenizer.encode(item.text)
+    if item.opts is not None:
+        check_spans(item.opts.spans, len(ids), item.opts_path)
     return dataclasses.replace(item, ids=ids)
 
 
 def _check_ids(item: Item, manager: Any) -> None:
-    """A marked prompt is never truncated, not even with --allow-auto-truncate: its spans would be wrong."""
+    """Compares a marked prompt with the model, where it is refused and never truncated: its spans would be wrong."""
     if item.ids is None or item.opts is None or not item.opts.spans:
         return
     path = item.path if item.text is not None else "input_ids"
-    if len(item.ids) + manager.num_reserved_tokens >= manager.context_len:
-        raise ChunkCacheRequestError(
-            f"{path}: the prompt has {len(item.ids)} tokens and the context length of the model is "
-            f"{manager.context_len}; shorten the prompt"
-        )
+    check_length(len(item.ids), manager, path)
     vocab_size = manager.model_config.vocab_size
-    if not 0 <= min(item.ids) <= max(item.ids) < vocab_size:
-        raise ChunkCacheRequestError(f"{path}: a token id is not in the vocabulary, 0 to {vocab_size - 1}; remove it")
+    if item.text is None and not 0 <= min(item.ids) <= max(item.ids) < vocab_size:
+        problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
+        raise request_error(path, problem, "remove it")
+
+
+def check_length(num_tokens: int, manager: Any, path: str) -> None:
+    """Checks that a marked prompt fits into the context, also with --allow-auto-truncate.
+
+    Raises:
+        ChunkCacheRequestError: it does not.
+    """
+    if num_tokens + manager.num_reserved_tokens >= manager.context_len:
+        problem = f"the prompt has {num_tokens} tokens and the context length of the model is {manager.context_len}"
+        raise request_error(path, problem, "shorten the prompt")
 
 
 def with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
@@ -292,23 +277,6 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
     return copied
 
 
-def generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
-    """AROUND `TokenizerManager.generate_request`."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    args = options.attached(manager.server_args)
-    if args is not None and isinstance(obj, GenerateReqInput):
-        prepare(obj, manager, args)
-    generator = original(manager, obj, request)
-    sink = getattr(obj, "chunk_cache_sink", None)
-    return generator if sink is None else _tee(generator, sink)
-
-
-async def _tee(generator: AsyncIterator[Any], sink: dict[int, Any]) -> AsyncIterator[Any]:
-    async for out in generator:
-        if isinstance(out, dict):
-            index = out.get("index", 0)
-            sink[index] = out["meta_info"].get(KEY, sink.get(index))  # None: a choice without marks keeps its place
-        yield out
+def has_options(obj: Any) -> bool:
+    """Whether a prepared single request has marks or options, and so gets a reply."""
+    return KEY in _custom_params(getattr(obj, "sampling_params", None))

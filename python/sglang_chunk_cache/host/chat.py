@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: marks inside message contents.
 
-Verb: `convert_chat`. The chat template is applied to the messages with their separators; the rendered text is then
+The chat template is applied to the messages with their separators; the rendered text is then
 split at them, and its pieces are tokenized one by one. Each text of a message marks its own chunks, so that a
 conversation whose earlier turns are sent again keeps the chunks of every turn.
 
@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+from chunk_cache.errors import request_error
 from chunk_cache.request_options import RequestOptions, parse_request
-from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
-from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, mark_prepared, prepare, with_options
+from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, check_length, mark_prepared, prepare, with_options
 from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
-from sglang_chunk_cache.server_args import ChunkCacheArgs
+from sglang_chunk_cache.host import sglext
+from sglang_chunk_cache.host.completions import ChunkServing
+from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args
 
 _OPTS_PATH = f"custom_params.{KEY}"
 
@@ -62,10 +65,11 @@ class Rendering:
         expected = [chunk for text in self.texts for chunk in text.chunks]
         found = [piece for piece, chunk in zip(pieces, is_chunk, strict=False) if chunk]
         if len(pieces) != len(is_chunk) or found != expected:
-            raise ChunkCacheRequestError(
-                f"{self.path}: the chat template of this model, or a separator outside message contents, changes "
-                f"the marked chunks; apply the template yourself and send input_ids with {_OPTS_PATH}.spans"
+            problem = (
+                "the chat template of this model, or a separator outside message contents, changes the marked chunks"
             )
+            remedy = f"apply the template yourself and send input_ids with {_OPTS_PATH}.spans"
+            raise request_error(self.path, problem, remedy)
         return MarkedText(pieces, tuple(is_chunk))
 
 
@@ -94,72 +98,80 @@ def _marked_texts(request: Any, args: ChunkCacheArgs) -> list[tuple[str, MarkedT
     return [(path, marked) for path, marked in found if marked is not None]
 
 
-def convert_chat(
-    original: Callable[..., tuple[Any, Any]], serving: Any, request: Any, raw_request: Any = None
-) -> tuple[Any, Any]:
-    """AROUND `OpenAIServingChat._convert_to_internal_request`; runs in a thread of its own pool."""
-    manager = serving.tokenizer_manager
-    args = options.attached(manager.server_args)
-    if args is None:
-        return original(serving, request, raw_request)
-    opts = _opts(request, args)
-    check_served(opts, manager, args, _OPTS_PATH)
-    marked = [] if request.input_ids is not None else _marked_texts(request, args)
-    if marked:
-        _check_marked(request, opts, marked)
-    rendering = Rendering(args.separator, tuple(text for _, text in marked), tuple(path for path, _ in marked))
-    _thread.rendering = rendering
-    try:
-        adapted, request = original(serving, request, raw_request)
-    finally:
-        _thread.rendering = None
-    if marked:
-        _finish(adapted, rendering, opts or RequestOptions(), manager)
-    else:
-        prepare(adapted, manager, args, CHAT_NAMES)
-    return adapted, request
+class ChunkServingChat(ChunkServing, OpenAIServingChat):
+    """See the head of this file."""
+
+    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
+        """Runs in a thread of SGLang's pool."""
+        manager, args = self.tokenizer_manager, self.chunk_cache_args
+        if args is None:
+            return super()._convert_to_internal_request(request, raw_request)
+        marked = [] if request.input_ids is not None else _marked_texts(request, args)
+        opts = _marked_options(request, marked, manager, args) if marked else RequestOptions()
+        rendering = Rendering(args.separator, tuple(text for _, text in marked), tuple(path for path, _ in marked))
+        _thread.rendering = rendering
+        try:
+            adapted, request = super()._convert_to_internal_request(request, raw_request)
+        finally:
+            _thread.rendering = None
+        if marked:
+            _finish(adapted, rendering, opts, manager)
+        else:
+            prepare(adapted, manager, args, CHAT_NAMES)
+        return adapted, request
+
+    def _apply_conversation_template(self, request: Any, is_multimodal: bool) -> Any:
+        """With a built-in template SGLang tokenizes here."""
+        result = super()._apply_conversation_template(request, is_multimodal)
+        rendering = _current()
+        if rendering is not None and rendering.separator in result.prompt:
+            result.prompt_ids = _encode(rendering, self.tokenizer_manager.tokenizer, result.prompt, None)
+        return result
+
+    def _build_chat_response(self, request: Any, ret: list[dict[str, Any]], created: int) -> Any:
+        return sglext.add_reply(super()._build_chat_response(request, ret, created), ret)
+
+    def _generate_chat_stream(self, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        events = super()._generate_chat_stream(adapted_request, request, raw_request)
+        return sglext.end_with_reply(events, adapted_request, "chat.completion.chunk", request.model)
 
 
-def _opts(request: Any, args: ChunkCacheArgs) -> RequestOptions | None:
-    custom_params = request.custom_params or {}
-    if KEY not in custom_params:
-        return None
-    return parse_request(custom_params[KEY], path=_OPTS_PATH, default_method=args.method)
+def _marked_options(
+    request: Any, marked: list[tuple[str, MarkedText]], manager: Any, args: ChunkCacheArgs
+) -> RequestOptions:
+    """The options of a request with separators, so far without spans.
 
-
-def _check_marked(request: Any, opts: RequestOptions | None, marked: list[tuple[str, MarkedText]]) -> None:
-    if opts is not None and opts.spans:
-        raise ChunkCacheRequestError(
-            f"{_OPTS_PATH}.spans: {marked[0][0]} has separators too; mark chunks in one of the two ways"
-        )
+    Raises:
+        ChunkCacheRequestError: they are bad, mark chunks too, or chunks are marked where they cannot be.
+    """
+    opts = RequestOptions()
+    if KEY in (request.custom_params or {}):
+        opts = parse_request(request.custom_params[KEY], path=_OPTS_PATH, default_method=args.method)
+        check_served(opts, manager, args, _OPTS_PATH)
+    if opts.spans:
+        problem = f"{marked[0][0]} has separators too"
+        raise request_error(f"{_OPTS_PATH}.spans", problem, "mark chunks in one of the two ways")
     last = f"messages[{len(request.messages) - 1}].content"
     if request.continue_final_message and marked[-1][0] == last:
-        raise ChunkCacheRequestError(
-            f"{last}: chunks cannot be marked in the message that is continued (continue_final_message); remove the "
-            "separators"
-        )
+        problem = "chunks cannot be marked in the message that is continued (continue_final_message)"
+        raise request_error(last, problem, "remove the separators")
+    return opts
 
 
 def _finish(adapted: Any, rendering: Rendering, opts: RequestOptions, manager: Any) -> None:
-    if rendering.encoded is None:
-        raise ChunkCacheRequestError(
-            f"{rendering.path}: the tokenizer of this model renders chats in a way in which chunks cannot be "
-            f"marked; send input_ids with {_OPTS_PATH}.spans"
-        )
-    if len(adapted.input_ids) + manager.num_reserved_tokens >= manager.context_len:
-        raise ChunkCacheRequestError(
-            f"messages: the prompt has {len(adapted.input_ids)} tokens and the context length of the model is "
-            f"{manager.context_len}; shorten the prompt"
-        )
-    opts = dataclasses.replace(opts, spans=rendering.encoded.spans)
-    adapted.sampling_params = with_options(adapted.sampling_params, [opts])
+    encoded = rendering.encoded
+    if encoded is None:
+        problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
+        raise request_error(rendering.path, problem, f"send input_ids with {_OPTS_PATH}.spans")
+    check_length(len(adapted.input_ids), manager, "messages")
+    adapted.sampling_params = with_options(adapted.sampling_params, [dataclasses.replace(opts, spans=encoded.spans)])
     mark_prepared(adapted)
 
 
 def _encode(rendering: Rendering, tokenizer: Any, rendered: str, encode_kwargs: Any) -> list[int]:
     marked = rendering.split(rendered)
     rendering.encoded = encode_marked(tokenizer, marked, rendering.path, encode_kwargs)
-    return list(rendering.encoded.ids)
+    return rendering.encoded.ids
 
 
 def _encode_marked_rendering(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int] | None:
@@ -168,14 +180,13 @@ def _encode_marked_rendering(tokenizer: Any, text: str, encode_kwargs: Any) -> l
     Raises:
         ChunkCacheRequestError: it has some on a route that does not mark chunks (/v1/responses).
     """
-    args = options.get_args()
+    args = get_args()
     if args is None or args.separator not in text:
         return None
     rendering = _current()
     if rendering is None:
-        raise ChunkCacheRequestError(
-            f"input: chunks cannot be marked on this route; use /v1/chat/completions, or remove {args.separator!r}"
-        )
+        remedy = f"use /v1/chat/completions, or remove {args.separator!r}"
+        raise request_error("input", "chunks cannot be marked on this route", remedy)
     return _encode(rendering, tokenizer, text, encode_kwargs)
 
 
@@ -193,12 +204,3 @@ def encode_prompt_segments(
     """AROUND the function that tokenizes the segments of a template written in Python."""
     encoded = _encode_marked_rendering(tokenizer, "".join(segments), encode_kwargs)
     return original(tokenizer, segments, encode_kwargs) if encoded is None else encoded
-
-
-def apply_conversation_template(original: Callable[..., Any], serving: Any, request: Any, is_multimodal: bool) -> Any:
-    """AROUND `OpenAIServingChat._apply_conversation_template`, which tokenizes by itself."""
-    result = original(serving, request, is_multimodal)
-    rendering = _current()
-    if rendering is not None and rendering.separator in result.prompt:
-        result.prompt_ids = _encode(rendering, serving.tokenizer_manager.tokenizer, result.prompt, None)
-    return result

@@ -14,8 +14,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.api.prepare import prepare
+from sglang_chunk_cache.server_args import attached
 
 
 def top_level_error(body: Any, remedy: str = "sampling_params.custom_params.chunk_cache") -> str | None:
@@ -50,7 +50,7 @@ async def serve_generate_request(original: Callable[..., Any], obj: Any, request
     from sglang.srt.entrypoints.http_server import get_global_state
 
     manager = get_global_state().tokenizer_manager
-    args = options.attached(manager.server_args)
+    args = attached(manager.server_args)
     if args is not None:
         try:
             prepare(obj, manager, args)

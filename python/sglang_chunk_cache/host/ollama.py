@@ -5,29 +5,36 @@ SGLang turns their texts into token ids before anything of ours sees them, so se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
+from sglang.srt.entrypoints.ollama.serving import OllamaServing
 
-from sglang_chunk_cache import server_args as options
+from chunk_cache.errors import request_error
+from sglang_chunk_cache.server_args import attached
+
+_REMEDY = "use /v1/chat/completions or /v1/completions, or remove the separators"
 
 
-async def handle(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any) -> Any:
-    """AROUND `OllamaServing.handle_chat` and `OllamaServing.handle_generate`.
+class ChunkOllamaServing(OllamaServing):
+    """See the head of this file."""
 
-    Raises:
-        HTTPException: a text has the separator; status 400.
-    """
-    args = options.attached(serving.tokenizer_manager.server_args)
-    if args is not None:
-        for path, text in _texts(request):
+    async def handle_chat(self, request: Any, raw_request: Any) -> Any:
+        self._check_unmarked(request)
+        return await super().handle_chat(request, raw_request)
+
+    async def handle_generate(self, request: Any, raw_request: Any) -> Any:
+        self._check_unmarked(request)
+        return await super().handle_generate(request, raw_request)
+
+    def _check_unmarked(self, request: Any) -> None:
+        args = attached(self.tokenizer_manager.server_args)
+        for path, text in () if args is None else _texts(request):
             if args.separator in text:
-                problem = f"{path}: this route cannot mark chunks with {args.separator!r}"
-                remedy = "use /v1/chat/completions or /v1/completions, or remove the separators"
-                raise HTTPException(HTTPStatus.BAD_REQUEST, f"{problem}; {remedy}")
-    return await original(serving, request, raw_request)
+                error = request_error(path, f"this route cannot mark chunks with {args.separator!r}", _REMEDY)
+                raise HTTPException(HTTPStatus.BAD_REQUEST, str(error))
 
 
 def _texts(request: Any) -> Iterator[tuple[str, str]]:

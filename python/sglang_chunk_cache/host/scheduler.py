@@ -7,14 +7,11 @@ starts only when the scheduler is idle, one at a time.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.utils import TypeBasedDispatcher
 
-from sglang_chunk_cache.admin import messages
-from sglang_chunk_cache.admin.scheduler_side import answer
+from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import refresh_request
@@ -44,7 +41,7 @@ class ChunkScheduler(Scheduler):
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
-        self._request_dispatcher += TypeBasedDispatcher([(kind, partial(answer, self)) for kind in messages.REQUESTS])
+        add_admin_requests(self)
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super()._add_request_to_queue(req, *args, **kwargs)

@@ -1,0 +1,32 @@
+"""Requests of administration on their way through a scheduler process: `add_admin_requests`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import psutil
+from sglang.srt.distributed import get_tp_group
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_chunk_cache.admin import messages
+
+
+def add_admin_requests(scheduler: Any) -> None:
+    """Lets a scheduler answer the requests of `messages`; called once its dispatcher is there."""
+    scheduler._request_dispatcher += TypeBasedDispatcher(
+        [(kind, partial(_answer, scheduler)) for kind in messages.REQUESTS]
+    )
+
+
+def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
+    """Runs on every rank; only rank 0 has a socket to send the reply on."""
+    result = scheduler.tree_cache.chunks.admin.answer(request)
+    group = get_tp_group()
+    if isinstance(request, messages.ChunkCacheStatsReq):
+        memory = psutil.Process().memory_info()
+        own = {"tp_rank": group.rank_in_group, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
+        return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
+    results = group.all_gather_object(result) if group.world_size > 1 else [result]
+    return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))

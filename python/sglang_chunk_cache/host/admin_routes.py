@@ -1,0 +1,33 @@
+"""The routes `/chunk_cache/...` of SGLang's HTTP server: `add_routes`, in the launching process.
+
+Who may ask is decided by SGLang, as for its own `/flush_cache` (`--api-key`, `--admin-api-key`).
+"""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+from sglang.srt.entrypoints.http_server import app, get_global_state
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_chunk_cache.admin.routes import ROUTES, Route, reply
+
+
+def add_routes() -> None:
+    """Adds the routes to SGLang's app, once."""
+    known = {getattr(route, "path", None) for route in app.router.routes}
+    for route in ROUTES:
+        if route[1] not in known:
+            _add(route)
+
+
+def _add(route: Route) -> None:
+    method, path, answer = route
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def endpoint(request: Request) -> Response:
+        return await reply(answer, get_global_state().tokenizer_manager.chunk_cache_admin, request)
+
+    # FastAPI describes it by its name and text.
+    endpoint.__name__, endpoint.__doc__ = path.rpartition("/")[2], f"{method} {path}"
+    app.add_api_route(path, endpoint, methods=[method], include_in_schema=True)

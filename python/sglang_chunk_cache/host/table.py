@@ -1,0 +1,220 @@
+"""What of SGLang is changed, in two tables: HOOKS (replaced or wrapped) and TOUCHED (everything else). Each row is a debt.
+
+A class is replaced by a subclass of it (`HookType.REPLACE`), so `isinstance` holds and `super()` is SGLang's own code; a
+function is wrapped. `SUBCLASSES` names the classes that SGLang takes from us through seams of its own. What each of
+them overrides is computed from them (`signatures.py`) and never written by hand.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_chunk_cache.server_args import refuse
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A replaced class or a wrapped function.
+
+    Attributes:
+        target: dotted path in SGLang.
+        kind: REPLACE for a class; otherwise how the function is wrapped, see `sglang.srt.plugins.hook_registry`.
+        handler: `"package.module:name"` of our class or function, imported when the hook is applied.
+        why: one line.
+        breaks: what would break in silence if the target kept its name and signature and changed its meaning.
+    """
+
+    target: str
+    kind: HookType
+    handler: str
+    why: str
+    breaks: str
+
+    @property
+    def replaces_class(self) -> bool:
+        return self.kind is HookType.REPLACE
+
+    def resolve(self) -> Any:
+        """Imports the handler.
+
+        Raises:
+            StartRefused: the handler, or what it is built on, is not there.
+        """
+        try:
+            return pkgutil.resolve_name(self.handler)
+        except (ImportError, AttributeError) as error:
+            refuse(f"the handler {self.handler} for {self.target} cannot be imported: {error}.")
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A name of SGLang that is used in a way that SGLang did not offer, without a hook.
+
+    Attributes:
+        name: dotted path; the last part may be an attribute that instances get.
+        file: ours, below `python/sglang_chunk_cache/`.
+        why: one line.
+        breaks: as for a hook.
+    """
+
+    name: str
+    file: str
+    why: str
+    breaks: str
+
+
+_HOST = "sglang_chunk_cache.host"
+
+# Applied in every launching process, on or off: without them there are no flags.
+FLAG_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        "sglang_chunk_cache.plugin:add_cli_args",
+        "the flags",
+        "the flags would be unknown to the command line.",
+    ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        HookType.AROUND,
+        "sglang_chunk_cache.plugin:from_cli_args",
+        "reads the flags and turns everything else on",
+        "a command line that is read elsewhere would start a server without the chunk cache.",
+    ),
+)
+
+# Applied in the launching process, which tokenizes and answers, only where --chunk-cache is on.
+API_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        HookType.AROUND,
+        "sglang_chunk_cache.plugin:resolve_once",
+        "checks the resolved flags and the model before any child is started",
+        "flags that are resolved later would not be checked, and a model we cannot serve would be served wrongly.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        HookType.AROUND,
+        "sglang_chunk_cache.plugin:launch_subprocesses",
+        "children inherit the options",
+        "children that are started outside of it would run without the hooks, and remember nothing.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.api_contract.generate_contract_error",
+        HookType.AROUND,
+        f"{_HOST}.generate:generate_contract_error",
+        "options at a place of `/generate` that is not read are a 400",
+        "a `chunk_cache` at the top of a request would be dropped unseen.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server.serve_generate_request",
+        HookType.AROUND,
+        f"{_HOST}.generate:serve_generate_request",
+        "bad marks and options on `/generate` are a 400, also with `stream`",
+        "a bad request with `stream` would get status 200 and an error event.",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+        HookType.REPLACE,
+        f"{_HOST}.tokenizer_manager:ChunkTokenizerManager",
+        "checks options, splits and tokenizes marked text; the reply is one object; asks the schedulers for `/chunk_cache/...`",
+        "a route that does not come by `generate_request` would send separators to the model as text; a reply could be "
+        "missing in later outputs of a stream.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat",
+        HookType.REPLACE,
+        f"{_HOST}.chat:ChunkServingChat",
+        "marks in message contents; `sglext.chunk_cache`; options at a place that is not read are a 400",
+        "chunks of a chat could get other token ids than those of `/generate`, and would never be found again.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion",
+        HookType.REPLACE,
+        f"{_HOST}.completions:ChunkServingCompletion",
+        "marks in prompts; an echo without separators; `sglext.chunk_cache`; as for chats, a 400",
+        "an echo could show separators; a reply could lack `sglext.chunk_cache`.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.ollama.serving.OllamaServing",
+        HookType.REPLACE,
+        f"{_HOST}.ollama:ChunkOllamaServing",
+        "marked text is a 400: these routes tokenize by themselves",
+        "separators would reach the model as text.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.parallel_prompt_encode.parallel_prompt_encode",
+        HookType.AROUND,
+        f"{_HOST}.chat:parallel_prompt_encode",
+        "tokenizes the pieces of a rendered chat prompt one by one",
+        "a chat whose prompt is encoded elsewhere is refused (its rendering was never seen), never served wrongly.",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.parallel_prompt_encode.encode_prompt_segments",
+        HookType.AROUND,
+        f"{_HOST}.chat:encode_prompt_segments",
+        "the same for a template written in Python",
+        "as above.",
+    ),
+)
+
+# Applied in the children, only where --chunk-cache is on; the launching process applies them too, so that a name that
+# is missing stops the start there, with a sentence, before a child exists.
+SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler",
+        HookType.REPLACE,
+        f"{_HOST}.scheduler:ChunkScheduler",
+        "requests wait for their chunks, are charged their rows and get a reply; `/chunk_cache/...` is heard",
+        "requests that enter the queue elsewhere would not have their chunks loaded; a step that admits them elsewhere "
+        "would compute more rows than its budget.",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        HookType.AROUND,
+        f"{_HOST}.schedule_batch:init_next_round_input",
+        "what was loaded goes into the KV pool just before the request is matched",
+        "a request matched before it would compute what was loaded for it.",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        HookType.AROUND,
+        f"{_HOST}.schedule_batch:prepare_for_extend",
+        "`cached_tokens` counts exact tokens only",
+        "`cached_tokens` would count tokens that came from chunks.",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+        HookType.REPLACE,
+        f"{_HOST}.weight_updater:ChunkWeightUpdater",
+        "KV of other weights must not come up again from below the pool",
+        "a new way to change the weights would leave KV of the old ones in the tiers below the pool.",
+    ),
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        HookType.AROUND,
+        f"{_HOST}.forward:init_forward_batch",
+        "adds the chosen rows to the batch that the model sees",
+        "a length that is derived elsewhere would not count the rows; logits would be taken from wrong ones.",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        HookType.AROUND,
+        f"{_HOST}.forward:forward",
+        "announces the rows to the attention; no captured graph",
+        "a captured graph would replay a forward without the rows.",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
+        HookType.AROUND,
+        f"{_HOST}.attention_backend:forward",
+        "fused batches attend by row positions",
+        "a backend that attends past this method would mask rows by their order and not by their positions.",
+    ),
+)
+
+HOOKS: tuple[Hook, ...] = API_HOOKS + SCHEDULER_HOOKS

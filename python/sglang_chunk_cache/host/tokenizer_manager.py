@@ -1,0 +1,85 @@
+"""ChunkTokenizerManager: where every request enters, and every reply leaves, the process that tokenizes.
+
+All routes and `Engine.generate` come by `generate_request`; there a request is checked, and marked text tokenized. On
+the way back the scheduler's reply, one JSON string in `customized_info`, becomes one object in `meta_info`, and stays
+in every later output of a stream. It also owns the administration of the server (`admin`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.runtime_context import get_parallel
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
+from sglang_chunk_cache.api.prepare import KEY, has_options, prepare
+from sglang_chunk_cache.host.sglext import collect
+from sglang_chunk_cache.server_args import attached
+
+_REPLY = "chunk_cache_reply"
+
+
+class ChunkTokenizerManager(TokenizerManager):
+    """See the head of this file."""
+
+    chunk_cache_admin: Admin
+
+    def init_communicators(self) -> None:
+        super().init_communicators()
+        communicator = FanOutCommunicator(self._dispatch_to_scheduler, get_parallel().num_dp_ranks)
+        self._result_dispatcher += TypeBasedDispatcher([(ChunkCacheAdminReply, communicator.handle_recv)])
+        self.chunk_cache_admin = Admin(self, communicator)
+
+    def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """A bad request is refused by this call itself, before the first output is asked for."""
+        args = attached(self.server_args)
+        if args is not None and isinstance(obj, GenerateReqInput):
+            prepare(obj, self, args)
+        return collect(super().generate_request(obj, request), obj)
+
+    async def compute_prompt(self, **fields: Any) -> None:
+        """Serves a request of our own; `fields` are those of a `GenerateReqInput`."""
+        async for _ in self.generate_request(GenerateReqInput(**fields)):
+            pass
+
+    def update_request_meta_info(
+        self,
+        meta_info: dict[str, Any],
+        state: Any,
+        customized_info: Mapping[str, list[list[Any]]],
+        index: int,
+        finish_reason: Any,
+    ) -> None:
+        """SGLang joins the values of all outputs to one list; ours is one object."""
+        values = customized_info.get(KEY)
+        if values is not None:
+            if values[index]:
+                setattr(state, _REPLY, json.loads(values[index][-1]))
+            customized_info = {key: others for key, others in customized_info.items() if key != KEY}
+        super().update_request_meta_info(meta_info, state, customized_info, index, finish_reason)
+        _add_reply(meta_info, state)
+
+    def _stream_one_response(self, obj: Any, state: Any, request: Any = None) -> AsyncIterator[Any]:
+        generator = super()._stream_one_response(obj, state, request)
+        return _with_reply(generator, state) if has_options(obj) else generator
+
+
+def _add_reply(meta_info: dict[str, Any], state: Any) -> None:
+    """Puts the reply of a request, once it is known, into an output."""
+    reply = getattr(state, _REPLY, None)
+    if reply is not None:
+        meta_info[KEY] = reply
+
+
+async def _with_reply(generator: AsyncIterator[Any], state: Any) -> AsyncIterator[Any]:
+    async for out in generator:
+        if isinstance(out, dict) and "meta_info" in out:
+            _add_reply(out["meta_info"], state)
+        yield out
