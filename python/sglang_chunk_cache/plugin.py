@@ -15,9 +15,23 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.host import hooks, refusals
-from sglang_chunk_cache.server_args import RADIX_CACHE_BACKEND, ChunkCacheArgs, refuse
+from sglang_chunk_cache.server_args import (
+    DEFAULT_METHOD,
+    DEFAULT_RATIO,
+    DEFAULT_SEPARATOR,
+    RADIX_CACHE_BACKEND,
+    ChunkCacheArgs,
+    StartRefused,
+    add_flags,
+    attach,
+    attached,
+    exported,
+    from_flags,
+    inherit,
+    refuse,
+    set_args,
+)
 
 if TYPE_CHECKING:
     from sglang import Engine
@@ -25,7 +39,7 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Called by SGLang's plugin loader in every process; with the chunk cache off it only adds the flags."""
-    if options.inherit() is not None:
+    if inherit() is not None:
         hooks.register_radix_cache()
         hooks.register_hooks(hooks.SCHEDULER_HOOKS)
         return
@@ -41,7 +55,7 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     if server_args.radix_cache_backend not in (None, RADIX_CACHE_BACKEND):
         refuse(f"--radix-cache-backend {server_args.radix_cache_backend} cannot be combined with --chunk-cache.")
     server_args.radix_cache_backend = RADIX_CACHE_BACKEND
-    options.attach(server_args, args)
+    attach(server_args, args)
     refusals.check_flags(server_args)
     refusals.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
@@ -59,9 +73,9 @@ def _add_admin_routes() -> None:
 
 def engine(
     *,
-    chunk_cache_method: str = options.DEFAULT_METHOD,
-    chunk_cache_ratio: float = options.DEFAULT_RATIO,
-    chunk_cache_separator: str = options.DEFAULT_SEPARATOR,
+    chunk_cache_method: str = DEFAULT_METHOD,
+    chunk_cache_ratio: float = DEFAULT_RATIO,
+    chunk_cache_separator: str = DEFAULT_SEPARATOR,
     chunk_cache_config: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Engine:
@@ -71,7 +85,7 @@ def engine(
         chunk_cache_method: default method of a request.
         chunk_cache_ratio: default recompute ratio, in [0, 1].
         chunk_cache_separator: marks chunks in text prompts.
-        chunk_cache_config: all other options.
+        chunk_cache_config: all other
         **engine_args: what `sglang.Engine` takes.
 
     Raises:
@@ -92,7 +106,7 @@ def engine(
         server_args = ServerArgs(**engine_args)
         enable(server_args, args)
         return Engine(server_args=server_args)
-    except options.StartRefused as error:
+    except StartRefused as error:
         raise ValueError(error.code) from None
 
 
@@ -101,12 +115,12 @@ def engine(
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER `ServerArgs.add_cli_args`."""
-    options.add_flags(parser)
+    add_flags(parser)
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
     """AROUND `ServerArgs.from_cli_args`."""
-    args = options.from_flags(namespace)
+    args = from_flags(namespace)
     server_args = original(cls, namespace)
     if args is not None:
         enable(server_args, args)
@@ -117,14 +131,14 @@ def resolve_once(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs.resolve_once`; a record that was resolved before is not checked again."""
     resolved_before = getattr(server_args, "_resolution_finished", False)
     original(server_args)
-    if not resolved_before and options.attached(server_args) is not None:
+    if not resolved_before and attached(server_args) is not None:
         refusals.check_resolved(server_args)
 
 
 def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """AROUND `Engine._launch_subprocesses`."""
     server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
-    chunk_cache_args = options.attached(server_args)
-    options.set_args(chunk_cache_args)
-    with options.exported(chunk_cache_args):
+    chunk_cache_args = attached(server_args)
+    set_args(chunk_cache_args)
+    with exported(chunk_cache_args):
         return original(cls, *args, **kwargs)

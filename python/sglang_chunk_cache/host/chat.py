@@ -25,8 +25,8 @@ from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, check_length, mark_p
 from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
-from sglang_chunk_cache.host.completions import ChunkServing
-from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args
+from sglang_chunk_cache.host.generate import misplaced_options
+from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
 
 _OPTS_PATH = f"custom_params.{KEY}"
 
@@ -65,11 +65,9 @@ class Rendering:
         expected = [chunk for text in self.texts for chunk in text.chunks]
         found = [piece for piece, chunk in zip(pieces, is_chunk, strict=False) if chunk]
         if len(pieces) != len(is_chunk) or found != expected:
-            problem = (
-                "the chat template of this model, or a separator outside message contents, changes the marked chunks"
-            )
+            reason = "the chat template of this model, or a separator outside message contents,"
             remedy = f"apply the template yourself and send input_ids with {_OPTS_PATH}.spans"
-            raise request_error(self.path, problem, remedy)
+            raise request_error(self.path, f"{reason} changes the marked chunks", remedy)
         return MarkedText(pieces, tuple(is_chunk))
 
 
@@ -98,12 +96,17 @@ def _marked_texts(request: Any, args: ChunkCacheArgs) -> list[tuple[str, MarkedT
     return [(path, marked) for path, marked in found if marked is not None]
 
 
-class ChunkServingChat(ChunkServing, OpenAIServingChat):
+class ChunkServingChat(OpenAIServingChat):
     """See the head of this file."""
+
+    async def handle_request(self, request: Any, raw_request: Any) -> Any:
+        error = await misplaced_options(self, raw_request)
+        return await super().handle_request(request, raw_request) if error is None else error
 
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Runs in a thread of SGLang's pool."""
-        manager, args = self.tokenizer_manager, self.chunk_cache_args
+        manager = self.tokenizer_manager
+        args = attached(manager.server_args)
         if args is None:
             return super()._convert_to_internal_request(request, raw_request)
         marked = [] if request.input_ids is not None else _marked_texts(request, args)

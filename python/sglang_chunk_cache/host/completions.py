@@ -1,7 +1,4 @@
-"""`/v1/completions`, and what it shares with `/v1/chat/completions`: ChunkServing.
-
-Promises: a bad request is a 400 also with `stream`; the echo of a prompt has no separators.
-"""
+"""`/v1/completions`: marks in prompts. The echo of a prompt has no separators."""
 
 from __future__ import annotations
 
@@ -13,36 +10,20 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, prepare
 from sglang_chunk_cache.host import sglext
-from sglang_chunk_cache.host.generate import misplaced_error, top_level_error
+from sglang_chunk_cache.host.generate import misplaced_options
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
 
 
-class ChunkServing:
-    """What the two routes of OpenAI share; stands in front of SGLang's class."""
-
-    tokenizer_manager: Any
-
-    @property
-    def chunk_cache_args(self) -> ChunkCacheArgs | None:
-        """The options of the server; None where the chunk cache is off."""
-        return attached(self.tokenizer_manager.server_args)
+class ChunkServingCompletion(OpenAIServingCompletion):
+    """See the head of this file."""
 
     async def handle_request(self, request: Any, raw_request: Any) -> Any:
-        """Refuses options at a place that is not read; the body was decoded before, for `request`."""
-        if raw_request is not None and self.chunk_cache_args is not None:
-            body, remedy = await raw_request.json(), "custom_params.chunk_cache"
-            error = top_level_error(body, remedy) or misplaced_error(body, "sampling_params", "custom_params", remedy)
-            if error is not None:
-                return self.create_error_response(error)  # type: ignore[attr-defined]
-        return await super().handle_request(request, raw_request)  # type: ignore[misc]
-
-
-class ChunkServingCompletion(ChunkServing, OpenAIServingCompletion):
-    """See the head of this file."""
+        error = await misplaced_options(self, raw_request)
+        return await super().handle_request(request, raw_request) if error is None else error
 
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         adapted, request = super()._convert_to_internal_request(request, raw_request)
-        args = self.chunk_cache_args
+        args = attached(self.tokenizer_manager.server_args)
         if args is not None:
             prepare(adapted, self.tokenizer_manager, args, COMPLETION_NAMES)
             if request.echo:

@@ -1,6 +1,7 @@
-"""Bad `/generate` requests, refused before the answer starts.
+"""Bad requests that are refused before the answer starts.
 
-Verbs: `generate_contract_error` (a field that SGLang would drop unseen), `serve_generate_request` (marks and options).
+Verbs: `generate_contract_error`, `misplaced_options` (a field that SGLang would drop unseen, on `/generate` and on the
+OpenAI routes), `serve_generate_request` (marks and options).
 A stream sends its status 200 before SGLang looks at the request itself, so everything that can be wrong with marks and
 options is looked for here.
 """
@@ -43,6 +44,18 @@ def generate_contract_error(original: Callable[[Any], str | None], body: Any) ->
     """AROUND `api_contract.generate_contract_error`."""
     remedy = "sampling_params.custom_params.chunk_cache"
     return top_level_error(body) or misplaced_error(body, None, "custom_params", remedy) or original(body)
+
+
+async def misplaced_options(serving: Any, raw_request: Any) -> Any:
+    """The error response of an OpenAI route for options at a place that it does not read, or None.
+
+    SGLang decoded the body before, and the request keeps it.
+    """
+    if raw_request is None or attached(serving.tokenizer_manager.server_args) is None:
+        return None
+    body, remedy = await raw_request.json(), "custom_params.chunk_cache"
+    error = top_level_error(body, remedy) or misplaced_error(body, "sampling_params", "custom_params", remedy)
+    return None if error is None else serving.create_error_response(error)
 
 
 async def serve_generate_request(original: Callable[..., Any], obj: Any, request: Any) -> Any:

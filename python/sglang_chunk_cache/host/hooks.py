@@ -57,13 +57,21 @@ def _replace_class(target: str, ours: type) -> None:
 
     At once, and not with the registry's other hooks: a subclass that is defined later then has ours as its base. What
     still refers to the original afterwards is `ours`, type hints, and instances that were made before.
+
+    Raises:
+        StartRefused: another plugin's subclass cannot take ours as its base.
     """
     original = pkgutil.resolve_name(target)
     HookRegistry._apply_target(target, [(HookType.REPLACE, ours, _SOURCE)])
     HookRegistry._patched.add(target)
     for subclass in original.__subclasses__():
-        if not issubclass(subclass, ours):
+        if issubclass(subclass, ours):
+            continue
+        try:
             subclass.__bases__ = tuple(ours if base is original else base for base in subclass.__bases__)
+        except TypeError as error:
+            name = f"{subclass.__module__}.{subclass.__qualname__}"
+            refuse(f"{name}, a subclass of {target}, cannot get what the chunk cache adds to it: {error}.")
 
 
 def _check_alone(hook: Hook) -> None:

@@ -1,8 +1,9 @@
-"""What of SGLang is changed, in two tables: HOOKS (replaced or wrapped) and TOUCHED (everything else). Each row is a debt.
+"""Everything of SGLang that is changed. Each row is a debt.
 
-A class is replaced by a subclass of it (`HookType.REPLACE`), so `isinstance` holds and `super()` is SGLang's own code; a
-function is wrapped. `SUBCLASSES` names the classes that SGLang takes from us through seams of its own. What each of
-them overrides is computed from them (`signatures.py`) and never written by hand.
+HOOKS: classes that are replaced by a subclass of ours (so `isinstance` holds, and `super()` is SGLang's own code), and
+functions that are wrapped. SUBCLASSES: classes that SGLang takes from us through seams of its own. What a class
+overrides is computed from it (`signatures.py`) and never written by hand. TOUCHED: what is used in a way that SGLang
+did not offer.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ API_HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager",
         HookType.REPLACE,
         f"{_HOST}.tokenizer_manager:ChunkTokenizerManager",
-        "checks options, splits and tokenizes marked text; the reply is one object; asks the schedulers for `/chunk_cache/...`",
+        "checks options, tokenizes marked text, makes one object of the reply, speaks to the schedulers",
         "a route that does not come by `generate_request` would send separators to the model as text; a reply could be "
         "missing in later outputs of a stream.",
     ),

@@ -119,8 +119,7 @@ class Service:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+    from sglang.srt.entrypoints.openai import serving_chat, serving_completions, serving_responses
     from sglang.srt.runtime_context import publish, restore_context, snapshot_context
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -142,8 +141,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     http_server.set_global_state(
         http_server._GlobalState(tokenizer_manager=manager, template_manager=templates, scheduler_info={})
     )
-    http_server.app.state.openai_serving_completion = OpenAIServingCompletion(manager, templates)
-    http_server.app.state.openai_serving_chat = OpenAIServingChat(manager, templates)
+    state = http_server.app.state
+    state.openai_serving_completion = serving_completions.OpenAIServingCompletion(manager, templates)
+    state.openai_serving_chat = serving_chat.OpenAIServingChat(manager, templates)
+    state.openai_serving_responses = serving_responses.OpenAIServingResponses(manager, templates)
     options.set_args(args)
     yield Service(manager, http_server.app, SchedulerEnd(port_args))
     options.set_args(None)

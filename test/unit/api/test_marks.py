@@ -56,7 +56,7 @@ def test_chunk_has_the_same_ids_wherever_it_stands(add_bos):
         index = marked.chunks.index(chunk)
         start, end = encoded.spans[index]
         found.append(encoded.ids[start:end])
-    assert found[0] == found[1] == found[2] == tuple(tokenizer.encode(chunk, add_special_tokens=False))
+    assert found[0] == found[1] == found[2] == tokenizer.encode(chunk, add_special_tokens=False)
 
 
 def test_bos_comes_once_and_the_pieces_give_the_prompt():
