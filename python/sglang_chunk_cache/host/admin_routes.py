@@ -5,7 +5,7 @@ Who may ask is decided by SGLang, as for its own `/flush_cache` (`--api-key`, `-
 
 from __future__ import annotations
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from sglang.srt.entrypoints.http_server import app, get_global_state
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -13,15 +13,15 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_chunk_cache.admin.routes import ROUTES, Route, reply
 
 
-def add_routes() -> None:
+def add_routes(to: FastAPI = app) -> None:
     """Adds the routes to SGLang's app, once."""
-    known = {getattr(route, "path", None) for route in app.router.routes}
+    known = {getattr(route, "path", None) for route in to.router.routes}
     for route in ROUTES:
         if route[1] not in known:
-            _add(route)
+            _add(to, route)
 
 
-def _add(route: Route) -> None:
+def _add(to: FastAPI, route: Route) -> None:
     method, path, answer = route
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -30,4 +30,4 @@ def _add(route: Route) -> None:
 
     # FastAPI describes it by its name and text.
     endpoint.__name__, endpoint.__doc__ = path.rpartition("/")[2], f"{method} {path}"
-    app.add_api_route(path, endpoint, methods=[method], include_in_schema=True)
+    to.add_api_route(path, endpoint, methods=[method], include_in_schema=True)

@@ -65,7 +65,7 @@ def _replace_class(target: str, ours: type) -> None:
     HookRegistry._apply_target(target, [(HookType.REPLACE, ours, _SOURCE)])
     HookRegistry._patched.add(target)
     for subclass in original.__subclasses__():
-        if issubclass(subclass, ours):
+        if ours in subclass.__mro__:  # an abstract class would remember the answer of issubclass
             continue
         try:
             subclass.__bases__ = tuple(ours if base is original else base for base in subclass.__bases__)
@@ -86,7 +86,7 @@ def _check_alone(hook: Hook) -> None:
     if found is not hook.resolve() and f"{found.__module__}.{found.__qualname__}" != hook.target:
         others.append(found)
     if others:
-        names = ", ".join(f"{other.__module__}.{other.__qualname__}" for other in others)
+        names = ", ".join(dict.fromkeys(f"{other.__module__}.{other.__qualname__}" for other in others))
         refuse(f"another SGLang plugin replaces {hook.target} too, by {names}; drop one of the two plugins.")
 
 

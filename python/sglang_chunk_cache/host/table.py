@@ -219,3 +219,128 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
 )
 
 HOOKS: tuple[Hook, ...] = API_HOOKS + SCHEDULER_HOOKS
+
+# Subclasses that SGLang takes through seams of its own: methods of the scheduler, the registry of caches, a platform.
+SUBCLASSES: tuple[str, ...] = (
+    f"{_HOST}.prefill_adder:ChunkPrefillAdder",
+    f"{_HOST}.output_streamer:ChunkOutputStreamer",
+    f"{_HOST}.radix_cache:ChunkRadixCache",
+    "sglang_chunk_cache.platform_cpu.platform:TorchCpuPlatform",
+)
+
+TOUCHED: tuple[Touch, ...] = (
+    Touch(
+        "sglang.srt.entrypoints.openai.protocol.SglExt",
+        "host/sglext.py",
+        "gets the field `chunk_cache`, after which the four response types are built anew",
+        "a response type that is built otherwise would drop the reply.",
+    ),
+    Touch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._result_dispatcher",
+        "host/tokenizer_manager.py",
+        "`+=`: replies of the schedulers to `/chunk_cache/...`",
+        "the routes would wait for ever.",
+    ),
+    Touch(
+        "sglang.srt.managers.scheduler.Scheduler._request_dispatcher",
+        "host/admin_requests.py",
+        "`+=`: requests of `/chunk_cache/...`",
+        "the routes would wait for ever.",
+    ),
+    Touch(
+        "sglang.srt.managers.scheduler.Scheduler.waiting_queue",
+        "host/scheduler.py",
+        "another list within one call: requests whose loads run are not seen by this step",
+        "a reference that SGLang keeps to the list would miss requests that are put back, and they would hang.",
+    ),
+    Touch(
+        "sglang.srt.model_executor.model_runner.ModelRunner.prefill_cuda_graph_runner",
+        "host/forward.py",
+        "None for the time of a fused forward",
+        "a captured prefill graph would replay a forward without the rows.",
+    ),
+    Touch(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.residual_stream",
+        "selection/executor.py",
+        "cut to the rows that are left, between layers",
+        "hidden states of one row would be added to those of another.",
+    ),
+    Touch(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf",
+        "kv/store.py",
+        "frees the node of a variant that is not needed any more",
+        "slots of a node could be freed while its entry stays in the tree.",
+    ),
+    Touch(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.tree_core",
+        "kv/store.py",
+        "`collect_path_info`, `match_full_device_prefix`: what lies in front of a node, without a use being counted",
+        "a variant could be found where other tokens lie.",
+    ),
+    Touch(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._enable_metrics_flag",
+        "host/runtime.py",
+        "whether there are metrics",
+        "metrics of the chunk cache would be missing.",
+    ),
+    Touch(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.log_hit_tokens",
+        "host/prefill_adder.py",
+        "loaded tokens are taken out of what SGLang counted as hits, with the three other counters beside it",
+        "the log line and the metrics of a prefill would count loaded tokens as hits.",
+    ),
+    Touch(
+        "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
+        "host/refresh.py",
+        "names requests of our own, whose replies nobody waits for",
+        "every refresh would leave a warning in the log.",
+    ),
+    Touch(
+        "sglang.srt.server_args.ServerArgs._resolution_finished",
+        "plugin.py",
+        "a record is checked once",
+        "a record would be checked at each use: slower, not wrong.",
+    ),
+    Touch(
+        "sglang.srt.entrypoints.http_server.app",
+        "host/admin_routes.py",
+        "gets the routes `/chunk_cache/...`",
+        "the routes would be missing.",
+    ),
+    Touch(
+        "sglang.srt.utils.auth.auth_level",
+        "host/admin_routes.py",
+        "marks the routes as administration, as SGLang marks its own",
+        "anybody could administrate a server that has an admin key.",
+    ),
+    Touch(
+        "sglang.srt.managers.io_struct.hook_custom_types",
+        "admin/messages.py",
+        "makes our messages known to the decoder of SGLang's sockets",
+        "the routes would wait for ever.",
+    ),
+    Touch(
+        "sglang.srt.plugins.hook_registry.HookRegistry._hooks",
+        "host/hooks.py",
+        "whether a name carries our handler, and who else replaces a class",
+        "another plugin's replacement of one of our classes would not be noticed.",
+    ),
+    Touch(
+        "sglang.srt.plugins.hook_registry.HookRegistry._patched",
+        "host/hooks.py",
+        "whether a hook was applied",
+        "a hook that was not applied would not be noticed.",
+    ),
+    Touch(
+        "sglang.srt.plugins.hook_registry.HookRegistry._apply_target",
+        "host/hooks.py",
+        "replaces a class at once, and wraps a function that another plugin has wrapped",
+        "modules that imported a name before would go on with SGLang's own.",
+    ),
+    Touch(
+        "sglang.lang.ir.SglConstantText",
+        "frontend.py",
+        "its text is a string that shares separators with the text in front of it",
+        "two chunks that follow each other would have an empty one between them, and be refused.",
+    ),
+)

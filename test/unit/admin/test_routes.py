@@ -16,6 +16,7 @@ from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.admin import client, messages, routes
 from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.host import admin_routes
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
 DOC = Path(__file__).parents[3] / "docs" / "admin.md"
@@ -54,15 +55,14 @@ def admin(schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch) -> Admin:
         tokenizer=None,
         auto_create_handle_loop=lambda: None,
     )
-    admin = Admin(manager, schedulers)
-    monkeypatch.setattr(routes, "_admin", lambda: admin)
-    return admin
+    manager.chunk_cache_admin = Admin(manager, schedulers)
+    monkeypatch.setattr(admin_routes, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
+    return manager.chunk_cache_admin
 
 
 def ask(method: str, path: str, body: Any = None, after_s: float = 0.0) -> httpx.Response:
     app = FastAPI()
-    for verb, route, endpoint in routes.ROUTES:
-        app.add_api_route(route, endpoint, methods=[verb])
+    admin_routes.add_routes(app)
 
     async def call() -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
@@ -185,22 +185,16 @@ def test_stats_names_the_options(admin, schedulers):
     assert json.dumps(stats)
 
 
-@pytest.mark.parametrize("route", routes.ROUTES, ids=lambda route: route[1])
-def test_every_route_is_guarded_and_in_the_docs(route):
+@pytest.mark.parametrize("path", [path for _, path, _ in routes.ROUTES])
+def test_every_route_is_guarded_and_in_the_docs_and_added_once(path):
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel
 
-    _, path, endpoint = route
-    assert endpoint._auth_level is AuthLevel.ADMIN_OPTIONAL
+    admin_routes.add_routes()
+    admin_routes.add_routes()
+    (route,) = (route for route in app.router.routes if getattr(route, "path", "") == path)
+    assert route.endpoint._auth_level is AuthLevel.ADMIN_OPTIONAL
     assert f"$URL{path}" in DOC.read_text()
-
-
-def test_routes_are_added_once():
-    from sglang.srt.entrypoints.http_server import app
-
-    routes.add_routes()
-    routes.add_routes()
-    paths = [getattr(route, "path", "") for route in app.router.routes]
-    assert [paths.count(path) for _, path, _ in routes.ROUTES] == [1] * len(routes.ROUTES)
 
 
 def test_the_docs_know_every_flag_of_the_command():
