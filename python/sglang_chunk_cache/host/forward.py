@@ -221,8 +221,9 @@ def _forward_with(
 ) -> Any:
     graph_runner, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, None
     attention = extras.attention
-    is_layerwise = isinstance(attention, LayerwiseForward)
-    layerwise = attention.run(model_runner.model) if is_layerwise else contextlib.nullcontext()
+    layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(attention, LayerwiseForward):
+        layerwise = attention.run(model_runner.model)
     try:
         with attending(attention, extras.taker, extras.loads), layerwise:
             output = original(model_runner, forward_batch, *args, **kwargs)

@@ -145,4 +145,5 @@ def register_radix_cache() -> None:
 def _create_radix_cache(ctx: object) -> object:
     from sglang_chunk_cache.host.radix_cache import create
 
+    verify_hooks()  # in this process
     return create(ctx)

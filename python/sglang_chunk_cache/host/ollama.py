@@ -31,8 +31,8 @@ class ChunkOllamaServing(OllamaServing):
 
     def _check_unmarked(self, request: Any) -> None:
         args = attached(self.tokenizer_manager.server_args)
-        for path, text in () if args is None else _texts(request):
-            if args.separator in text:
+        for path, text in _texts(request):
+            if args is not None and args.separator in text:
                 error = request_error(path, f"this route cannot mark chunks with {args.separator!r}", _REMEDY)
                 raise HTTPException(HTTPStatus.BAD_REQUEST, str(error))
 

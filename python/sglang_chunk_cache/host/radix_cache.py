@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.plan import replan_without_load
-from sglang_chunk_cache.host import hooks
 from sglang_chunk_cache.host.runtime import ChunkRuntime, create_runtime
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
@@ -44,9 +43,8 @@ def create(ctx: TreeCacheBuildContext) -> ChunkRadixCache:
     """Factory of `--radix-cache-backend chunk_cache`.
 
     Raises:
-        StartRefused: a hook is missing in this process, or the model's rotation is not supported.
+        StartRefused: the model's rotation is not supported.
     """
-    hooks.verify_hooks()
     args = get_args()
     if args is None:
         refuse("the radix cache backend chunk_cache is chosen by --chunk-cache, not by --radix-cache-backend.")

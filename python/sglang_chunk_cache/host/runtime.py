@@ -14,9 +14,9 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
-from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.kv.store import VariantStore

@@ -31,6 +31,7 @@ IDLE_WAIT_S = 0.002
 class ChunkScheduler(Scheduler):
     """See the head of this file."""
 
+    waiting_queue: list[Req]
     _num_refreshes = 0
 
     def get_prefill_adder_class(self) -> type[ChunkPrefillAdder]:

@@ -14,7 +14,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def _short(path: str) -> str:
     return f"`{path.removeprefix('sglang.srt.')}`"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|" + " --- |" * len(head)
     for row in rows:

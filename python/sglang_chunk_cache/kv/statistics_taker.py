@@ -22,9 +22,9 @@ from sglang.srt.distributed import get_tp_group
 from chunk_cache.chunk_statistics import ChunkStatistics
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
+from sglang_chunk_cache.kv.choose import chunk_of, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
-from sglang_chunk_cache.selection.choose import chunk_of, keep_where
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_chunk_cache.host.model import decoder_of, keep_residual_rows
+from sglang_chunk_cache.kv.model import decoder_of, keep_residual_rows
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress

@@ -19,9 +19,9 @@ import torch
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan import RecomputePlan
+from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
-from sglang_chunk_cache.selection.choose import chunk_of, group_mask, keep_best, keep_where
 from sglang_chunk_cache.selection.focus import FocusTracker
 from sglang_chunk_cache.selection.report import SelectionReport
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.methods.grouping import group_rows
-from sglang_chunk_cache.selection.choose import chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
 
 # Few values, so that ties are common; +inf marks rows that must stay.
 SCORES = st.sampled_from((0.0, -0.0, 0.5, 1.0, 7.0, math.inf)) | st.floats(-10, 10, width=32)

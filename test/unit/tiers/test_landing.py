@@ -22,8 +22,8 @@ from chunk_cache.index import ChunkIndex
 from chunk_cache.prefetch import Votes
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
-from sglang_chunk_cache.host.model import rotary_of
 from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
 from sglang_chunk_cache.tiers.search import TierSearch
