@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache.host import weight_updater
-from sglang_chunk_cache.host.hooks import SCHEDULER_HOOKS
+from sglang_chunk_cache.host.signatures import overrides
+from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_chunk_cache.tiers.search import TierSearch
@@ -186,9 +186,11 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
 
 
 def weights_change(tiers: ChunkTiers) -> None:
-    """The handler, as SGLang's updater calls it."""
+    """What every way to change them ends with."""
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(chunks=SimpleNamespace(tiers=tiers)))
-    weight_updater.weights_changed(None, SimpleNamespace(scheduler=scheduler))
+    updater = ChunkWeightUpdater.__new__(ChunkWeightUpdater)
+    updater.scheduler = scheduler
+    assert updater._changed("its answer") == "its answer"
 
 
 def test_kv_of_other_weights_neither_comes_up_nor_goes_down(open_chunk_tiers, tmp_path):
@@ -233,9 +235,6 @@ def test_who_waits_while_the_weights_change_waits_no_longer(open_chunk_tiers):
 
 
 def test_every_way_to_change_the_weights_is_known():
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-
-    handler = "sglang_chunk_cache.host.weight_updater:weights_changed"
-    hooked = {hook.target.rpartition(".")[2] for hook in SCHEDULER_HOOKS if hook.handler == handler}
-    ways = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights_")}
-    assert hooked == {*ways, "begin_weight_update"}
+    stock = ChunkWeightUpdater.__base__
+    ways = {name for name in vars(stock) if name.startswith("update_weights_")}
+    assert {*ways, "begin_weight_update"} == set(overrides(ChunkWeightUpdater))
