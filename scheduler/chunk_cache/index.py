@@ -117,7 +117,7 @@ class ChunkIndex:
         self._next_id = 0
         self._clock = 0
         self.version = 0
-        """Changes whenever a lookup may find something else."""
+        """Changes whenever a lookup may find something better or worse; by a use it only finds another as good."""
 
     def __len__(self) -> int:
         return len(self._order)

@@ -334,7 +334,7 @@ class ChunkManager:
             is_cold = 2 * popular_lens[path] < variant.start + variant.length
             if is_cold and self.store.resolve(variant) == variant.length:
                 yield Promote(variant, self.new_priority(self.priority(variant) or 0))
-                del popular_lens[path]
+                popular_lens.clear()  # carrying it out may have moved or evicted others
 
     def evicted(self, num_tokens: int, capacity: int) -> None:
         """The store of `capacity` tokens has evicted so many."""

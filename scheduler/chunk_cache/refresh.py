@@ -45,6 +45,7 @@ class RefreshQueue:
         """A derived variant was stored."""
         if self._min_uses:
             self._origins[variant.variant_id] = origin
+            self._origins.move_to_end(variant.variant_id)
             while len(self._origins) > MAX_NOTED:
                 self._origins.popitem(last=False)
 

@@ -1,0 +1,343 @@
+"""ChunkManager: what it keeps and promotes, against an oracle that compares everything with everything, and when it
+looks chunks up again."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+
+from chunk_cache.config import Config
+from chunk_cache.keys import Partition
+from chunk_cache.manager import REMEMBER, ChunkManager, ChunkPrompt, Forgo, Keep, Promote
+from chunk_cache.plan import RecomputePlan
+from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
+from chunk_cache.types import Status
+from chunk_cache.variant import PathHome, PathTokens, Variant
+from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
+
+QUESTION_LEN = 3
+
+
+class Server:
+    """A manager over a `DictStore`, whose prompts, ends and failures are drawn by lot."""
+
+    def __init__(self, seed: int, **given: Any) -> None:
+        rng = self.rng = random.Random(seed)
+        self.page_size = rng.choice((1, 1, 4))
+        self.store = DictStore()
+        drawn: dict[str, Any] = {
+            "max_variants_per_chunk": rng.choice((1, 2, 8)),
+            "max_variants": rng.choice((4, 100)),
+            "max_generation": rng.choice((0, 1, 2, 8)),
+            "max_cfo": rng.choice((None, None, 0.4, 0.9)),
+            "alpha": rng.choice((None, None, 1.0)),
+            "promote_uses": rng.choice((0, 1, 2)),
+        }
+        self.manager = ChunkManager(
+            Config(**drawn | given),
+            self.store,
+            method="epic",
+            ratio=rng.choice((0.0, 0.15, 1.0)),
+            page_size=self.page_size,
+            remember=rng.choice(REMEMBER),
+        )
+
+    @property
+    def config(self) -> Config:
+        return self.manager.config
+
+    def draw_prompt(self) -> tuple[ChunkPrompt, array[int]]:
+        rng = self.rng
+        chunks = [rng.randrange(len(LENS)) for _ in range(rng.randint(1, 5))]
+        gaps = [rng.choice((0, 0, 1, 6)) for _ in chunks]
+        ratio = rng.choice((None, None, None, 0.0, 0.15, 1.0))
+        return prompt_of(chunks, gaps=gaps, mode=rng.choice(("auto", "auto", "auto", "exact")), ratio=ratio)
+
+    def plan(self, prompt: ChunkPrompt, tokens: array[int], prefix_len: int = 0) -> RecomputePlan:
+        prompt_len = len(tokens) + QUESTION_LEN
+        return self.manager.plan(prompt, prompt_len=prompt_len, prefix_len=prefix_len, max_prefix_len=prompt_len - 1)
+
+    def cut(self, num_tokens: int) -> int:
+        """Whole pages of so many tokens."""
+        return num_tokens // self.page_size * self.page_size
+
+    def complete(self, prompt: ChunkPrompt, keep: Keep, path: PathTokens) -> Variant | None:
+        start, end = prompt.options.spans[keep.chunk]
+        if keep.in_path:
+            home: Any = PathHome(path, start)
+        else:
+            home = new_node(TOKENS[KEYS.index(prompt.keys[keep.chunk])], self.page_size)
+            self.store.put(home, end - start)
+        inter = [self.rng.randint(0, 3) for _ in range(keep.chunk)]
+        statistics = self.rng.choice((None, some_statistics(end - start, inter)))
+        return self.manager.complete(prompt, keep, home, statistics)
+
+    def promote(self, action: Promote) -> None:
+        home = new_node(action.variant.token_ids, self.page_size)
+        self.store.put(home, action.variant.length)
+        self.manager.index.move(action.variant, home)
+
+    def evict_some(self) -> None:
+        for holder in self.rng.sample(list(self.store.left), len(self.store.left) // 4):
+            self.store.evict(holder, self.rng.choice((0, 0, self.rng.randint(0, 20))))
+
+    def forget_gone(self) -> None:
+        """The index has nothing that the store has not, so what it forgets while it is asked makes no difference."""
+        self.manager.index.sweep(self.store.resolve, 10**6)
+
+    def send(self) -> list[Keep | Forgo | Promote]:
+        """One prompt from its plan to what it leaves, each decision beside the oracle's."""
+        manager, rng = self.manager, self.rng
+        prompt, tokens = self.draw_prompt()
+        prefix_len = self.cut(rng.choice((0, 0, rng.randint(0, len(tokens)))))
+        plan = self.plan(prompt, tokens, prefix_len)
+        manager.use(manager.sources(plan))
+        self.forget_gone()
+        computed_len = len(tokens) + QUESTION_LEN
+        up_to = rng.choice((computed_len, computed_len, rng.randint(prefix_len, computed_len)))
+        path = PathTokens(tokens, Partition())
+        done: list[Keep | Forgo | Promote] = []
+        if plan.num_reused:
+            steps = zip_longest(
+                fused_by_oracle(self, prompt, plan, up_to), manager.remember_fused(prompt, plan, up_to=up_to)
+            )
+        else:
+            in_tree = self.cut(rng.choice((up_to, up_to, rng.randint(0, up_to))))
+            self.store.put(path, in_tree)
+            decided = manager.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
+            steps = zip_longest(exact_by_oracle(self, prompt, plan, in_tree, up_to), decided)
+        for expected, action in steps:
+            assert action == expected, (plan, prompt)
+            if isinstance(action, Keep):
+                assert_honest(plan, action, prompt)
+                if rng.random() < 0.8:  # else there is no room
+                    self.complete(prompt, action, path)
+            done.append(action)
+        for variant, promotion in zip_longest(promoted_by_oracle(self, plan), manager.promote(plan)):
+            assert promotion is not None
+            assert promotion.variant is variant
+            if rng.random() < 0.3:  # making room for it
+                self.evict_some()
+                self.forget_gone()
+            elif rng.random() < 0.8:
+                self.promote(promotion)
+            done.append(promotion)
+        manager.check_integrity()
+        return done
+
+
+# The oracle.
+
+
+def best_stored(server: Server, prompt: ChunkPrompt, chunk: int) -> tuple[int, float]:
+    """Tokens that the best usable variant holds, and its CFO at alpha 1 by the paper's equations; 0 where none does."""
+    length, context = prompt.length(chunk), prompt.context(chunk)
+    found = []
+    for variant in usable(server, prompt.keys[chunk]):
+        statistics = variant.statistics
+        if statistics is None:
+            cci, inter = 1.0 if variant.context else 0.5, [0.0] * len(variant.context)
+        else:
+            cci, inter = statistics.cci, statistics.inter
+        beta = prefix_overlap(variant.context, inter, context)
+        cfo = round(cci * (1.0 - adjusted_overlap(beta, order_penalty(variant.context, context))), 9)
+        covered_len = server.store.resolve(variant)
+        to_compute = round(length - covered_len + cfo * covered_len, 9)
+        found.append((to_compute, cfo, variant.generation, -variant.last_use, covered_len))
+    if not found:
+        return 0, 0.0
+    _, cfo, _, _, covered_len = min(found)
+    return covered_len, cfo
+
+
+def usable(server: Server, key: bytes) -> list[Variant]:
+    stored = [v for v in server.manager.index if v.key == key and server.store.resolve(v)]
+    return [v for v in stored if v.generation <= server.config.max_generation]
+
+
+def is_taken(server: Server, prompt: ChunkPrompt, chunk: int, generation: int) -> bool:
+    """Whether the index has nothing at least as good in its place, or room beside it."""
+    place = prompt.options.spans[chunk][0], prompt.context(chunk)
+    peers = [v for v in server.manager.index if v.key == prompt.keys[chunk]]
+    if generation and any(v.is_exact and v.context == place[1] for v in peers):
+        return False
+    generations = [v.generation for v in peers if (v.start, v.context) == place]
+    if not generations and len(peers) < server.config.max_variants_per_chunk:
+        return True
+    return generation <= max(generations or [v.generation for v in peers])
+
+
+def is_new(server: Server, prompt: ChunkPrompt, plan: RecomputePlan, chunk: int, generation: int) -> bool:
+    covered_len, cfo = best_stored(server, prompt, chunk)
+    is_stored = covered_len == prompt.length(chunk)
+    was_too_far = plan.chunks[chunk].reason == "high_cfo" and cfo > 0.0
+    return (not is_stored or was_too_far) and is_taken(server, prompt, chunk, generation)
+
+
+def exact_by_oracle(
+    server: Server, prompt: ChunkPrompt, plan: RecomputePlan, in_tree: int, up_to: int
+) -> Iterator[Keep]:
+    for i, (start, end) in enumerate(prompt.options.spans):
+        in_path = sum(position < in_tree for position in range(start, end))
+        elsewhere = max((server.store.resolve(v) for v in usable(server, prompt.keys[i])), default=0)
+        if in_path < (end - start) / 2:  # too little to be worth a hit: a home of its own
+            if end <= up_to and is_new(server, prompt, plan, i, 0):
+                yield Keep(i, 0, in_path=False)
+        elif in_path == end - start or in_path > elsewhere:
+            yield Keep(i, 0, in_path=True)
+
+
+def fused_by_oracle(server: Server, prompt: ChunkPrompt, plan: RecomputePlan, up_to: int) -> Iterator[Keep | Forgo]:
+    with_contexts = server.manager._remembers_contexts
+    for i, chunk in enumerate(plan.chunks):
+        in_front = [c.generation for c in plan.chunks[: i + 1] if c.generation is not None and plan.ratio < 1.0]
+        generation = 1 + max(in_front) if in_front else 0
+        is_computed = chunk.status is Status.MISS or chunk.reason == "high_cfo"
+        is_fixed = chunk.status is Status.HIT and chunk.cfo is not None and chunk.cfo > 0.0 and with_contexts
+        if chunk.end > up_to or not (is_computed or is_fixed):
+            continue
+        if generation > server.config.max_generation:
+            yield Forgo(i, "generation_limit")
+        elif is_taken(server, prompt, i, generation) if is_fixed else is_new(server, prompt, plan, i, generation):
+            yield Keep(i, generation, in_path=False)
+
+
+def promoted_by_oracle(server: Server, plan: RecomputePlan) -> Iterator[Variant]:
+    min_uses = server.config.promote_uses
+    for chunk in plan.chunks:
+        variants = [v for v in server.manager.index if v.variant_id == chunk.variant_id]
+        for variant in variants:
+            if not min_uses or variant.num_uses < min_uses or not isinstance(variant.holder, PathTokens):
+                continue
+            others = [v for v in server.manager.index if v.holder is variant.holder and v.num_uses >= min_uses]
+            popular_len = sum(v.length for v in others)
+            is_whole = server.store.resolve(variant) == variant.length
+            if is_whole and popular_len < (variant.start + variant.length) / 2:
+                yield variant
+
+
+def assert_honest(plan: RecomputePlan, keep: Keep, prompt: ChunkPrompt) -> None:
+    """What is called exact has nothing approximate in front of it or in it."""
+    computed = set(plan.row_positions.tolist())
+    _, end = prompt.options.spans[keep.chunk]
+    reused = {p for c in plan.chunks for p in range(c.dst_start, c.dst_end) if p < end}
+    assert keep.generation > 0 or reused <= computed, (keep, plan)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_kept_and_promoted_is_what_the_oracle_says(seed: int) -> None:
+    server = Server(seed)
+    for _ in range(25):
+        server.send()
+        if server.rng.random() < 0.3:
+            server.evict_some()
+
+
+def test_the_oracle_sees_everything_that_can_happen() -> None:
+    seen: set[object] = set()
+    for seed in range(20):
+        server = Server(seed)
+        for _ in range(25):
+            for action in server.send():
+                if isinstance(action, Keep):
+                    seen.add(("path" if action.in_path else "node", min(action.generation, 2)))
+                else:
+                    seen.add(type(action))
+    assert seen == {("path", 0), ("node", 0), ("node", 1), ("node", 2), Forgo, Promote}
+
+
+def test_a_promotion_is_decided_on_what_the_one_before_it_left() -> None:
+    """Making room for 4 evicts 3, the end of a path that is not cold only because of it; 0 must leave it then."""
+    server = Server(0, max_variants=100, max_variants_per_chunk=8, promote_uses=1, max_cfo=None)
+    manager, store = server.manager, server.store
+    paths = []
+    for chunks, gap in (((1, 0, 3), 12), ((4,), 12)):
+        prompt, tokens = prompt_of(chunks, gaps=[gap])
+        paths.append(PathTokens(tokens, Partition()))
+        store.put(paths[-1], len(tokens))
+        for keep in manager.remember_exact(prompt, None, in_tree=len(tokens), up_to=len(tokens)):
+            server.complete(prompt, keep, paths[-1])
+    for chunks in ((3,), (1, 4, 0)):
+        prompt, tokens = prompt_of(chunks)
+        plan = server.plan(prompt, tokens)
+        manager.use(manager.sources(plan))
+    actions = manager.promote(plan)
+    assert next(actions).variant.key == KEYS[4]
+    store.evict(paths[0], len(paths[0]) - LENS[3])
+    server.forget_gone()
+    assert [action.variant.key for action in actions] == [KEYS[0]]
+
+
+# Lookups are made once per state of index and store.
+
+
+def num_lookups(server: Server) -> int:
+    return server.manager.index.counters.num_lookups
+
+
+def new_server(seed: int) -> Server:
+    """One that has stored a few prompts."""
+    server = Server(seed)
+    for _ in range(10):
+        server.send()
+    return server
+
+
+def as_new(prompt: ChunkPrompt) -> ChunkPrompt:
+    return ChunkPrompt(prompt.options, prompt.keys)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_prompt_is_looked_up_once_while_nothing_changes(seed: int) -> None:
+    server = new_server(seed)
+    prompt, tokens = server.draw_prompt()
+    before = num_lookups(server)
+    plan = server.plan(prompt, tokens)
+    asked = num_lookups(server)
+    assert asked == before + len(prompt.keys)
+    assert server.plan(prompt, tokens) is plan
+    other = server.plan(prompt, tokens, prefix_len=server.page_size)  # another plan of the same lookups
+    assert other.prefix_len == server.page_size
+    for chunk in range(len(prompt.keys)):
+        server.manager.look_up(prompt, chunk)
+    next(server.manager.remember_exact(prompt, plan, in_tree=0, up_to=len(tokens)), None)
+    assert num_lookups(server) == asked
+
+    server.store.evict(next(iter(server.store.left)))
+    server.plan(prompt, tokens)
+    assert num_lookups(server) == asked + len(prompt.keys)
+
+    newcomer, _ = prompt_of([0])
+    server.complete(newcomer, Keep(0, generation=0, in_path=False), PathTokens(tokens, Partition()))
+    server.plan(prompt, tokens)
+    assert num_lookups(server) == asked + 2 * len(prompt.keys)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_is_never_out_of_date(seed: int, is_used: bool) -> None:
+    """Whatever happens, it is what a prompt that comes just now would be told.
+
+    But a use only decides which of equally good variants is found, and waiting prompts are not planned again for that.
+    """
+    server = new_server(seed)
+    manager = server.manager
+    waiting = [server.draw_prompt() for _ in range(5)]
+    for _ in range(40):
+        server.rng.choice((server.evict_some, server.forget_gone, server.send, manager.index.clear, lambda: None))()
+        for prompt, tokens in waiting:
+            plan, fresh = server.plan(prompt, tokens), server.plan(ChunkPrompt(prompt.options, prompt.keys), tokens)
+            assert (without_variants(plan) == without_variants(fresh)) if is_used else (plan == fresh)
+            if is_used:
+                manager.use(manager.sources(plan))
+
+
+def without_variants(plan: RecomputePlan) -> RecomputePlan:
+    chunks = (replace(chunk, variant_id=None, shift=0) for chunk in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))
