@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache.host.signatures import overrides
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_chunk_cache.tiers.stream import LayerStream
+from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, stored, variant, wanted
 

@@ -1,10 +1,10 @@
 """The signatures of SGLang that our code is written against, and what differs from them in the installed SGLang.
 
 Verbs: `check_signatures` (the differences, one sentence each; runs with any version of SGLang), `current_signatures`
-(what `signatures.json` holds, computed), `overrides` (methods that a class of ours overrides), `tables` (the tables of
-docs/compatibility.md). Run as a module it writes `signatures.json` and the section of that page anew.
+(what `sglang_signatures.json` holds, computed), `overrides` (methods that a class of ours overrides), `tables` (those of
+docs/compatibility.md). `python test/sglang_signatures.py` writes `sglang_signatures.json` and that page's section anew.
 
-`signatures.json` says for each dotted path what `inspect.signature` gave; null for what has none.
+`sglang_signatures.json` says for each dotted path what `inspect.signature` gave; null for what has none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, SUBCLASSES, TOUCHED
 
-FILE = Path(__file__).with_name("signatures.json")
+FILE = Path(__file__).with_name("sglang_signatures.json")
 
 
 def check_signatures() -> list[str]:
-    """What differs between `signatures.json` and the SGLang that is installed; empty = nothing."""
+    """What differs between `sglang_signatures.json` and the SGLang that is installed; empty = nothing."""
     differences = []
     for path, written in json.loads(FILE.read_text()).items():
         try:
@@ -149,12 +149,12 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
         yield f"| {' | '.join(row)} |"
 
 
-BEGIN, END = "<!-- made by python -m sglang_chunk_cache.host.signatures -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by python test/sglang_signatures.py -->\n", "<!-- end -->\n"
 
 
 def main() -> None:
     FILE.write_text(json.dumps(current_signatures(), indent=1) + "\n")
-    page = Path(__file__).parents[3] / "docs" / "compatibility.md"
+    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
 
