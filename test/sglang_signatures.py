@@ -1,7 +1,7 @@
 """The signatures of SGLang that our code is written against, and what differs from them in the installed SGLang.
 
 Verbs: `check_signatures` (the differences, one sentence each; runs with any version of SGLang), `current_signatures`
-(what `sglang_signatures.json` holds, computed), `overrides` (methods that a class of ours overrides), `tables` (those of
+(what `sglang_signatures.json` holds, computed), `overrides` (methods that a class of ours overrides), `tables` (of
 docs/compatibility.md). `python test/sglang_signatures.py` writes `sglang_signatures.json` and that page's section anew.
 
 `sglang_signatures.json` says for each dotted path what `inspect.signature` gave; null for what has none.
