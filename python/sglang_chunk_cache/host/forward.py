@@ -307,40 +307,29 @@ def _layerwise(
 def _with_rows(batch: ScheduleBatch, due: list[DueRows], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
     """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows.
 
-    The new tensors are gathered from the old ones and the due rows behind them, by one packed upload: the number of
-    operations does not grow with the batch.
+    Put together on the host and uploaded at once: the number of operations does not grow with the batch.
     """
-    pool_indices = batch.req_pool_indices_cpu.tolist()
+    req_to_token = batch.req_to_token_pool.req_to_token
+    positions, ids, places = [], [], []
+    for req, one, row, start, length in zip(
+        batch.reqs, due, batch.req_pool_indices_cpu.tolist(), batch.prefix_lens, batch.extend_lens, strict=True
+    ):
+        own = np.concatenate((one.positions, np.arange(start, start + length)))
+        positions.append(own)
+        ids.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[own])
+        places.append(own + row * req_to_token.shape[1])
+    packed = torch.from_numpy(np.concatenate((*positions, *ids, *places))).to(device, non_blocking=True)
+    row_positions, row_ids, row_places = packed.chunk(3)
     num_added = [len(one.positions) for one in due]
-    positions, order, added_ids, added_rows, added_positions = [], [], [], [], []
-    begin, first_added = 0, sum(batch.extend_lens)
-    for i, req in enumerate(batch.reqs):
-        if num_added[i]:
-            added = due[i].positions
-            positions.append(added)
-            order.append(np.arange(first_added, first_added + num_added[i]))
-            added_ids.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[added])
-            added_rows.append(np.full(num_added[i], pool_indices[i]))
-            added_positions.append(added)
-            first_added += num_added[i]
-        length, prefix_len = batch.extend_lens[i], batch.prefix_lens[i]
-        positions.append(np.arange(prefix_len, prefix_len + length))
-        order.append(np.arange(begin, begin + length))
-        begin += length
-    total, num_all_added = first_added, sum(num_added)
-    parts = (*positions, *order, *added_ids, *added_rows, *added_positions)
-    packed = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-    row_positions, order_index, ids, rows, at = packed.split([total, total, *[num_all_added] * 3])
-    locs = batch.req_to_token_pool.req_to_token[rows, at]
     fused = copy.copy(batch)
-    fused.input_ids = torch.cat([batch.input_ids, ids.to(batch.input_ids)])[order_index.to(batch.input_ids.device)]
-    fused.out_cache_loc = torch.cat([batch.out_cache_loc, locs.to(batch.out_cache_loc.dtype)])[order_index]
+    fused.input_ids = row_ids.to(batch.input_ids)
+    fused.out_cache_loc = req_to_token.view(-1).index_select(0, row_places).to(batch.out_cache_loc.dtype)
     fused.extend_lens = [length + added for length, added in zip(batch.extend_lens, num_added, strict=True)]
     # Of these, only the sum with the extend has a meaning.
     fused.prefix_lens = [length - added for length, added in zip(batch.prefix_lens, num_added, strict=True)]
     starts = zip(batch.extend_logprob_start_lens, num_added, strict=True)
     fused.extend_logprob_start_lens = [start + added for start, added in starts]
-    fused.extend_num_tokens = total
+    fused.extend_num_tokens = sum(fused.extend_lens)
     if batch.replace_positions is not None:  # of other requests: embeddings by index into the flattened input ids
         moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
         fused.replace_positions = moved[batch.replace_positions]

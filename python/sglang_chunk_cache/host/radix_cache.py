@@ -139,8 +139,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state is None or state.private_indices is None:
             return super().prefix_device_indices(req)
         assert state.plan is not None
-        exact = self.path_device_indices(req.last_node)[: state.plan.prefix_len]
-        prefix = torch.cat([exact, state.private_indices])
+        prefix = state.private_indices
+        if state.plan.prefix_len:
+            prefix = torch.cat([self.path_device_indices(req.last_node)[: state.plan.prefix_len], prefix])
         assert len(prefix) == req.prefix_len, (req.rid, len(prefix), req.prefix_len)
         return prefix
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
-from chunk_cache.plan import RecomputePlan
+from chunk_cache.plan import ChunkPlan, RecomputePlan
 from chunk_cache.variant import Variant
 from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
 from sglang_chunk_cache.kv.store import VariantStore
@@ -81,27 +82,37 @@ class ChunkPool:
         slots = self.allocate(plan.load_len, [variant for _, variant in sources])
         if slots is None:
             return None
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        shifts: list[tuple[int, int]] = []
+        copied: dict[int, list[tuple[ChunkPlan, Variant]]] = {}  # by the node that they lie in
         layer_copies = []
-        paths: dict[int, torch.Tensor] = {}
         for chunk, variant in sources:
-            first = chunk.dst_start - plan.load_start
-            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused, paths)
-            target = slots[first : first + chunk.num_reused]
             landing = None if self._landings is None else self._landings.of(variant)
             if landing is None:
-                copies.append((source, target))
-                shifts.append((chunk.shift, chunk.num_reused))
-            else:
-                delta = torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device)
-                layer_copies.append(LayerCopy(landing, source, target, delta))
-        if copies:
-            source, target = (torch.cat(parts) for parts in zip(*copies, strict=True))
-            self._assembler.copy(source, target, _by_token(shifts, slots.device))
+                copied.setdefault(self._store.node_id(variant), []).append((chunk, variant))
+                continue
+            first = chunk.dst_start - plan.load_start
+            delta = torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device)
+            source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
+            layer_copies.append(LayerCopy(landing, source, slots[first : first + chunk.num_reused], delta))
+        if copied:
+            self._copy(copied, slots, plan.load_start)
         self._manager.use(sources)
         self._touch([variant for _, variant in sources])
         return slots, tuple(layer_copies)
+
+    def _copy(self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int) -> None:
+        """One gather per path of the tree, one copy for all."""
+        sources, targets, deltas = [], [], []
+        for group in copied.values():
+            path, starts = self._store.path_slots([variant for _, variant in group])
+            firsts = [start + chunk.src_offset for start, (chunk, _) in zip(starts, group, strict=True)]
+            at = [np.arange(first, first + chunk.num_reused) for first, (chunk, _) in zip(firsts, group, strict=True)]
+            sources.append(path.index_select(0, torch.from_numpy(np.concatenate(at)).to(path.device)))
+            targets += [np.arange(chunk.dst_start, chunk.dst_end) - load_start for chunk, _ in group]
+            deltas += [np.full(chunk.num_reused, chunk.shift) for chunk, _ in group]
+        packed = torch.from_numpy(np.concatenate((*targets, *deltas))).to(slots.device, non_blocking=True)
+        target, delta = packed.chunk(2)
+        source = sources[0] if len(sources) == 1 else torch.cat(sources)
+        self._assembler.copy(source, slots.index_select(0, target), delta)
 
     def _touch(self, variants: Sequence[Variant]) -> None:
         last_of: dict[object, Variant] = {}
@@ -156,9 +167,3 @@ class ChunkPool:
             assert self._landings is not None
             self._landings.open(variant, slots[:length].to(torch.int64), stream)
         return True
-
-
-def _by_token(shifts: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """`[num_tokens]` int64: each shift as often as it has tokens."""
-    values, counts = torch.tensor(shifts, dtype=torch.int64).unbind(1)
-    return values.repeat_interleave(counts).to(device, non_blocking=True)

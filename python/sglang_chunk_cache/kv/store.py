@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,20 +81,15 @@ class VariantStore:
         """The node where a variant was last seen."""
         return _seen(variant).node_id
 
-    def slots(
-        self, variant: Variant, offset: int, length: int, paths: dict[int, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before.
+    def slots(self, variant: Variant, offset: int, length: int) -> torch.Tensor:
+        """KV slots of the chunk's tokens `[offset, offset + length)`, int64 on the device; `resolve` came before."""
+        path, (start,) = self.path_slots([variant])
+        assert start + offset + length <= len(path), (start, offset, length, len(path))
+        return path[start + offset : start + offset + length]
 
-        Args:
-            paths: shared by calls between which nothing changes; each path of the tree is read once for all of them.
-        """
-        start, node_id = _start_in_path(variant) + offset, self.node_id(variant)
-        paths = {} if paths is None else paths
-        if node_id not in paths:
-            paths[node_id] = self._tree.path_device_indices(node_id)
-        assert start + length <= len(paths[node_id]), (start, length, len(paths[node_id]))
-        return paths[node_id][start : start + length]
+    def path_slots(self, variants: Sequence[Variant]) -> tuple[torch.Tensor, list[int]]:
+        """KV slots of the path that variants of one node lie in, as above, and where in it each begins."""
+        return self._tree.path_device_indices(self.node_id(variants[0])), [_start_in_path(one) for one in variants]
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
