@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import request_error, show
 from chunk_cache.methods import Options, OptionValue, find_method
 from chunk_cache.methods.options import ALPHA
 from chunk_cache.types import Span
@@ -71,15 +71,15 @@ def parse_request(
         ChunkCacheRequestError: anything that is not in the contract.
     """
     if not isinstance(value, Mapping):
-        raise _error(path, f"{show(value)} is not an object", 'give an object such as {"spans": [[0, 16]]}')
+        raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"spans": [[0, 16]]}')
     for key in value:
         if key not in KEYS:
-            raise _error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+            raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
     options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method)
     if "ratio" in value and dict(options).get(ALPHA.name):
         problem = "given beside a ratio, which says the same budget"
-        raise _error(f"{path}.options.{ALPHA.name}", problem, "give one of them")
+        raise request_error(f"{path}.options.{ALPHA.name}", problem, "give one of them")
     opts = RequestOptions(
         spans=_parse_spans(value.get("spans", []), f"{path}.spans"),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
@@ -102,7 +102,7 @@ def check_spans(spans: Sequence[Span], num_tokens: int, path: str = DEFAULT_PATH
     for i, (_, end) in enumerate(spans):
         if end > num_tokens:
             problem = f"{show(end)} is outside the prompt of {num_tokens} tokens"
-            raise _error(f"{path}.spans[{i}][1]", problem, "end the span within the prompt")
+            raise request_error(f"{path}.spans[{i}][1]", problem, "end the span within the prompt")
 
 
 def dumps(opts: RequestOptions) -> str:
@@ -131,68 +131,66 @@ def loads(text: str) -> RequestOptions:
             **fields,
         )
     except (ValueError, AttributeError, TypeError, KeyError) as error:
-        raise _error(DEFAULT_PATH, f"not an option string ({error})", "pass the string that dumps() wrote") from error
+        raise request_error(
+            DEFAULT_PATH, f"not an option string ({error})", "pass the string that dumps() wrote"
+        ) from error
 
 
 def _parse_spans(value: object, path: str) -> tuple[Span, ...]:
     if not isinstance(value, (list, tuple)):
-        raise _error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
+        raise request_error(path, f"{show(value)} is not a list", "give a list of [start, end] pairs")
     spans = []
     previous_end = 0
     for i, item in enumerate(value):
         span = _parse_span(item, f"{path}[{i}]")
         if span[0] < previous_end:
             problem = f"starts at {span[0]}, before the end {previous_end} of the span before it"
-            raise _error(f"{path}[{i}][0]", problem, "give ascending spans that do not overlap")
+            raise request_error(f"{path}[{i}][0]", problem, "give ascending spans that do not overlap")
         previous_end = span[1]
         spans.append(span)
     if len(spans) > MAX_CHUNKS:
         problem = f"one of {len(spans)} chunks, and {MAX_CHUNKS} is the limit"
-        raise _error(f"{path}[{MAX_CHUNKS}]", problem, "mark longer chunks")
+        raise request_error(f"{path}[{MAX_CHUNKS}]", problem, "mark longer chunks")
     return tuple(spans)
 
 
 def _parse_span(item: object, path: str) -> Span:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
-        raise _error(path, f"{show(item)} is not a [start, end] pair", "give a list of two integers")
+        raise request_error(path, f"{show(item)} is not a [start, end] pair", "give a list of two integers")
     for j, bound in enumerate(item):
         if isinstance(bound, bool) or not isinstance(bound, int):
-            raise _error(f"{path}[{j}]", f"{show(bound)} is not an integer", "give a token position")
+            raise request_error(f"{path}[{j}]", f"{show(bound)} is not an integer", "give a token position")
         if not 0 <= bound <= MAX_POSITION:
-            raise _error(f"{path}[{j}]", f"{show(bound)} is not a token position", "count positions from 0")
+            raise request_error(f"{path}[{j}]", f"{show(bound)} is not a token position", "count positions from 0")
     start, end = item
     if start >= end:
-        raise _error(path, f"[{show(start)}, {show(end)}] is empty", "let the end lie behind the start")
+        raise request_error(path, f"[{show(start)}, {show(end)}] is empty", "let the end lie behind the start")
     return start, end
 
 
 def _parse_mode(value: object, path: str) -> str:
     if not isinstance(value, str) or value not in MODES:
-        raise _error(path, f"unknown mode {show(value)}", f"known modes: {', '.join(MODES)}")
+        raise request_error(path, f"unknown mode {show(value)}", f"known modes: {', '.join(MODES)}")
     return value
 
 
 def _parse_ratio(value: object, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise _error(path, f"{show(value)} is not a number in [0, 1]", "give a number from 0 to 1")
+        raise request_error(path, f"{show(value)} is not a number in [0, 1]", "give a number from 0 to 1")
     return float(value) + 0.0  # -0.0 becomes 0.0
 
 
 def _parse_options(value: object, path: str, method: str | None) -> Options:
     if not isinstance(value, Mapping):
-        raise _error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
+        raise request_error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
     if not value:
         return ()
     if method is None:
-        raise _error(path, "given without a method", 'name the method they belong to in "method"')
+        raise request_error(path, "given without a method", 'name the method they belong to in "method"')
     return find_method(method, path).check_options(value, path)
 
 
 def _parse_bool(value: object, path: str) -> bool:
     if not isinstance(value, bool):
-        raise _error(path, f"{show(value)} is not a boolean", "give true or false")
+        raise request_error(path, f"{show(value)} is not a boolean", "give true or false")
     return value
-
-
-def _error(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
-    return user_error(ChunkCacheRequestError, path, problem, remedy)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, is_unicode, show, user_error
+from chunk_cache.errors import is_unicode, request_error, show
 from chunk_cache.keys import KEY_LEN
 
 MAX_ITEMS = 4096
@@ -90,7 +90,7 @@ def parse_pin(body: object) -> Pin:
     """The body of `pin`."""
     fields = _object(body, (*_SELECTORS, *_PARTITION, "ttl_s"))
     if "ttl_s" not in fields:
-        raise _error("ttl_s", "missing", f"give the seconds to keep the chunks, up to {MAX_TTL_S:g}")
+        raise request_error("ttl_s", "missing", f"give the seconds to keep the chunks, up to {MAX_TTL_S:g}")
     return Pin(_selection(fields, _SELECTORS), _positive(fields["ttl_s"], "ttl_s", MAX_TTL_S))
 
 
@@ -100,9 +100,9 @@ def parse_unpin(body: object) -> Selection | None:
     if "all" not in fields:
         return _selection(fields, _SELECTORS)
     if fields["all"] is not True:
-        raise _error("all", f"{show(fields['all'])} is not true", "give true, or name chunks instead")
+        raise request_error("all", f"{show(fields['all'])} is not true", "give true, or name chunks instead")
     if len(fields) > 1:
-        raise _error("all", "given beside other fields", "drop it, or the others")
+        raise request_error("all", "given beside other fields", "drop it, or the others")
     return None
 
 
@@ -111,7 +111,7 @@ def parse_warm(body: object) -> Warm:
     ways = _SELECTORS[:2]
     fields = _object(body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch"))
     if fields.get("prefix_text") is not None and fields.get("prefix_ids") is not None:
-        raise _error("prefix_ids", "given beside prefix_text", "give one of them")
+        raise request_error("prefix_ids", "given beside prefix_text", "give one of them")
     prefix_ids = fields.get("prefix_ids")
     return Warm(
         selection=_selection(fields, ways),
@@ -143,19 +143,19 @@ def parse_listing(query: Mapping[str, str]) -> Listing:
 def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:
     given = [way for way in ways if fields.get(way) is not None]
     if not given:
-        raise _error(ways[0], "missing", f"name the chunks by one of {', '.join(ways)}")
+        raise request_error(ways[0], "missing", f"name the chunks by one of {', '.join(ways)}")
     if len(given) > 1:
-        raise _error(given[1], f"given beside {given[0]}", "name the chunks in one way")
+        raise request_error(given[1], f"given beside {given[0]}", "name the chunks in one way")
     way, items = given[0], fields[given[0]]
     if not isinstance(items, list) or not items:
-        raise _error(way, f"{show(items)} is not a list with one entry or more", "give a list of chunks")
+        raise request_error(way, f"{show(items)} is not a list with one entry or more", "give a list of chunks")
     if len(items) > MAX_ITEMS:
-        raise _error(way, f"{len(items)} chunks, and {MAX_ITEMS} is the limit", "send several requests")
+        raise request_error(way, f"{len(items)} chunks, and {MAX_ITEMS} is the limit", "send several requests")
     extra_key, cache_salt = (_text(fields.get(name), name) or None for name in _PARTITION)  # as SGLang, empty is none
     if way == "keys":
         for name, value in zip(_PARTITION, (extra_key, cache_salt), strict=True):
             if value is not None:
-                raise _error(name, "given beside keys, which name the partition already", "drop it")
+                raise request_error(name, "given beside keys, which name the partition already", "drop it")
         return Selection(keys=tuple(_key(item, f"keys[{i}]") for i, item in enumerate(items)))
     if way == "input_ids":
         ids = tuple(_ids(item, f"input_ids[{i}]", is_chunk=True) for i, item in enumerate(items))
@@ -167,37 +167,39 @@ def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:
 def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:
     known = tuple(known)
     if not isinstance(value, Mapping):
-        raise _error("body", f"{show(value)} is not an object", f"give an object with {', '.join(known)}")
+        raise request_error("body", f"{show(value)} is not an object", f"give an object with {', '.join(known)}")
     for name in value:
         if name not in known:
             shown = str(name)[:40] if is_unicode(str(name)) else show(name)
-            raise _error(shown, "unknown field", f"known fields: {', '.join(known)}")
+            raise request_error(shown, "unknown field", f"known fields: {', '.join(known)}")
     return value
 
 
 def _chunk_text(value: object, path: str) -> str:
     text = _text(value, path)
     if text is None:
-        raise _error(path, "null is not a text", "give the passage")
+        raise request_error(path, "null is not a text", "give the passage")
     return text
 
 
 def _text(value: object, path: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise _error(path, f"{show(value)} is not a string", "give a string")
+        raise request_error(path, f"{show(value)} is not a string", "give a string")
     if value is not None and not is_unicode(value):
-        raise _error(path, "has half of a surrogate pair, which is no character", "cut the text between characters")
+        raise request_error(
+            path, "has half of a surrogate pair, which is no character", "cut the text between characters"
+        )
     return value
 
 
 def _ids(value: object, path: str, *, is_chunk: bool = False) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise _error(path, f"{show(value)} is not a list", "give a list of token ids")
+        raise request_error(path, f"{show(value)} is not a list", "give a list of token ids")
     if is_chunk and not value:
-        raise _error(path, "the chunk is empty", "give it token ids, or remove it")
+        raise request_error(path, "the chunk is empty", "give it token ids, or remove it")
     for i, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-            raise _error(f"{path}[{i}]", f"{show(token)} is not a token id", "give integers from 0")
+            raise request_error(f"{path}[{i}]", f"{show(token)} is not a token id", "give integers from 0")
     return tuple(value)
 
 
@@ -208,21 +210,19 @@ def _key(value: object, path: str) -> bytes:
         key = b""
     if len(key) != KEY_LEN or not isinstance(value, str) or len(value) != 2 * KEY_LEN:
         remedy = f"give {2 * KEY_LEN} hexadecimal digits, as GET /chunk_cache/variants shows them"
-        raise _error(path, f"{show(value)} is not a chunk key", remedy)
+        raise request_error(path, f"{show(value)} is not a chunk key", remedy)
     return key
 
 
 def _positive(value: object, path: str, highest: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= highest:
-        raise _error(path, f"{show(value)} is not a number of seconds", f"give a number above 0, up to {highest:g}")
+        raise request_error(
+            path, f"{show(value)} is not a number of seconds", f"give a number above 0, up to {highest:g}"
+        )
     return float(value)
 
 
 def _integer(value: object, path: str, lowest: int, highest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-        raise _error(path, f"{show(value)} is not a legal number", f"give an integer from {lowest} to {highest}")
+        raise request_error(path, f"{show(value)} is not a legal number", f"give an integer from {lowest} to {highest}")
     return value
-
-
-def _error(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
-    return user_error(ChunkCacheRequestError, path, problem, remedy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from chunk_cache.config import Config
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.methods import METHODS, Options
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import is_selecting
@@ -48,7 +48,7 @@ def _check(method_name: str, options: Options, num_layers: int, config: Config, 
     if method.statistic is not None and not config.layers_with_statistics(num_layers):
         problem = f"{method_name!r} ranks by statistics, which this server does not take"
         remedy = 'start it with "statistics_layers" in --chunk-cache-config, or choose another method'
-        raise user_error(ChunkCacheRequestError, f"{path}.method", problem, remedy)
+        raise request_error(f"{path}.method", problem, remedy)
     if has_lora and is_selecting(method, options):
         problem = f"{method_name!r} with these options drops rows between layers, which LoRA adapters do not follow"
-        raise user_error(ChunkCacheRequestError, f"{path}.method", problem, "choose another method, or no focus_window")
+        raise request_error(f"{path}.method", problem, "choose another method, or no focus_window")

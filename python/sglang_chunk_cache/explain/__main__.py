@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error, show
 from chunk_cache.methods import METHODS
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.marks import MarkedText
@@ -115,18 +115,16 @@ def _run(args: argparse.Namespace) -> None:
 def _need_packages() -> None:
     missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ChunkCacheRequestError(
-            f'{", ".join(missing)}: not installed; run `pip install "sglang-chunk-cache[bench]"`'
-        )
+        raise request_error(", ".join(missing), "not installed", 'run `pip install "sglang-chunk-cache[bench]"`')
 
 
 def _output(path: str) -> Path:
     target = Path(path)
     if target.suffix not in ENDINGS:
         problem = f"unknown ending {show(target.suffix)}"
-        raise user_error(ChunkCacheRequestError, f"--out {path}", problem, f"known endings: {', '.join(ENDINGS)}")
+        raise request_error(f"--out {path}", problem, f"known endings: {', '.join(ENDINGS)}")
     if not target.parent.is_dir():
-        raise user_error(ChunkCacheRequestError, f"--out {path}", "no such folder", "make it, or name another")
+        raise request_error(f"--out {path}", "no such folder", "make it, or name another")
     return target
 
 
@@ -138,9 +136,9 @@ def _local_tokens(args: argparse.Namespace) -> PromptTokens:
 def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], list[str]]:
     """Prompt, one explanation per method, and notes."""
     if args.prompt is None:
-        raise user_error(ChunkCacheRequestError, "--prompt", "missing", "give a text file, or kept replies by --json")
+        raise request_error("--prompt", "missing", "give a text file, or kept replies by --json")
     if args.max_new_tokens < 1:
-        raise user_error(ChunkCacheRequestError, "--max-new-tokens", "below 1", "give 1 or more")
+        raise request_error("--max-new-tokens", "below 1", "give 1 or more")
     specs = make_specs(args.method, args.ratio, parse_options(args.options))
     marked = read_prompt(args.prompt, args.separator)
     # What earlier requests left behind would give the methods a prompt that is known already.
@@ -181,7 +179,7 @@ def _save(path: str, answers: Sequence[tuple[str, dict[str, Any]]], tokens: Prom
         replies.save(path, answers, tokens)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise user_error(ChunkCacheRequestError, f"--save {path}", problem, "name another file") from None
+        raise request_error(f"--save {path}", problem, "name another file") from None
 
 
 def _range(text: str | None, num_tokens: int) -> Span:
@@ -195,7 +193,7 @@ def _range(text: str | None, num_tokens: int) -> Span:
         shown = 0, 0
     if not colon or not 0 <= shown[0] < shown[1]:
         problem = f"{show(text)} is no range of the prompt of {num_tokens} tokens"
-        raise user_error(ChunkCacheRequestError, "--tokens", problem, "give START:END with START below END")
+        raise request_error("--tokens", problem, "give START:END with START below END")
     return shown
 
 
@@ -210,7 +208,7 @@ def _write(path: Path, tokens: PromptTokens, explanations: Sequence[Explanation]
         return picture.draw(path, tokens, explanations, shown)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise user_error(ChunkCacheRequestError, f"--out {path}", problem, "name another file") from None
+        raise request_error(f"--out {path}", problem, "name another file") from None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, fontManager, get_font
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import request_error
 from chunk_cache.types import Span
 from sglang_chunk_cache.explain.layout import Line, lay_out, text_width
 from sglang_chunk_cache.explain.palette import colour_of, legend, num_layers_of, words_of
@@ -95,7 +95,7 @@ def draw(
         subtitle += f", too many to be readable; {ZOOM}"
     if height > MAX_HEIGHT:
         problem = f"{shown[1] - shown[0]} tokens of {len(explanations)} methods are too many for one picture"
-        raise user_error(ChunkCacheRequestError, f"--out {path}", problem, ZOOM)
+        raise request_error(f"--out {path}", problem, ZOOM)
     # Hinting would round the advance of each sign to pixels.
     style = {"font.family": [MONO, *_more_fonts()], "font.size": FONT_SIZE, "text.hinting": "no_hinting"}
     with rc_context(style), warnings.catch_warnings():

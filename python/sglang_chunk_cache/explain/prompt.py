@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import request_error
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.tokens import encode_marked
@@ -50,14 +50,14 @@ def read_prompt(path: str, separator: str) -> MarkedText:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-        raise user_error(ChunkCacheRequestError, where, problem, "give the path of a text file, or -") from None
+        raise request_error(where, problem, "give the path of a text file, or -") from None
     except UnicodeDecodeError:
-        raise user_error(ChunkCacheRequestError, where, "is not UTF-8", "give the path of a text file") from None
+        raise request_error(where, "is not UTF-8", "give the path of a text file") from None
     marked = split_marked(text.removesuffix("\n"), separator, where)
     if marked is None:
         problem = f"no chunk is marked with {separator!r}"
         remedy = "put one before and one after each chunk, or name the server's separator by --separator"
-        raise user_error(ChunkCacheRequestError, where, problem, remedy)
+        raise request_error(where, problem, remedy)
     return marked
 
 
@@ -74,7 +74,7 @@ def load_tokenizer(path: str) -> Any:
     except (OSError, ValueError) as error:
         problem = f"no tokenizer in {path!r} ({' '.join(str(error).split())[:120]})"
         remedy = "name a folder with the tokenizer of the server's model"
-        raise user_error(ChunkCacheRequestError, "--model-path", problem, remedy) from None
+        raise request_error("--model-path", problem, remedy) from None
 
 
 def tokenize(tokenizer: Any, marked: MarkedText, path: str) -> PromptTokens:

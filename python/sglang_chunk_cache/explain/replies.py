@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import request_error
 from sglang_chunk_cache.explain.prompt import PromptTokens
 from sglang_chunk_cache.explain.states import Explanation, explain
 
@@ -37,7 +37,7 @@ def explain_reply(label: str, reply: Mapping[str, Any], tokens: PromptTokens, pa
         if len(one.states) == len(tokens.texts):
             problem = f"the reply has its chunks at {list(one.spans)}, the prompt at {list(tokens.spans)}"
         remedy = "give the prompt of the reply, and the tokenizer of its server by --model-path"
-        raise user_error(ChunkCacheRequestError, path, problem, remedy)
+        raise request_error(path, problem, remedy)
     return one
 
 
@@ -65,21 +65,21 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
         where = f"--json {path}:{number}"
         reply = value.get("reply", value)
         if not isinstance(reply, Mapping):
-            raise user_error(ChunkCacheRequestError, where, "not a reply", "save replies of /generate, one per line")
+            raise request_error(where, "not a reply", "save replies of /generate, one per line")
         if "tokens" in value:
             texts = tuple(map(str, value["tokens"]))
             if tokens is not None and texts != tokens.texts:
                 remedy = "give the replies of each prompt in a file of its own"
-                raise user_error(ChunkCacheRequestError, where, "another prompt than the line before", remedy)
+                raise request_error(where, "another prompt than the line before", remedy)
             tokens = tokens or PromptTokens(texts, _spans(reply, where))
         elif tokens is None:
             if read_tokens is None:
                 remedy = "give --prompt and --model-path too"
-                raise user_error(ChunkCacheRequestError, where, "the reply does not hold the prompt's tokens", remedy)
+                raise request_error(where, "the reply does not hold the prompt's tokens", remedy)
             tokens = read_tokens()
         explanations.append(explain_reply(str(value.get("label", "")), reply, tokens, where))
     if tokens is None:
-        raise user_error(ChunkCacheRequestError, f"--json {path}", "no replies", "save some with --save FILE")
+        raise request_error(f"--json {path}", "no replies", "save some with --save FILE")
     return tokens, explanations
 
 
@@ -89,9 +89,9 @@ def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")  # the texts may hold other line ends
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-        raise user_error(ChunkCacheRequestError, where, problem, "give a file written with --save") from None
+        raise request_error(where, problem, "give a file written with --save") from None
     except UnicodeDecodeError:
-        raise user_error(ChunkCacheRequestError, where, "is not UTF-8", "give a file written with --save") from None
+        raise request_error(where, "is not UTF-8", "give a file written with --save") from None
     values = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -100,11 +100,9 @@ def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             problem = f"not JSON ({error.msg})"
-            raise user_error(
-                ChunkCacheRequestError, f"{where}:{number}", problem, "put one object on each line"
-            ) from None
+            raise request_error(f"{where}:{number}", problem, "put one object on each line") from None
         if not isinstance(value, dict):
-            raise user_error(ChunkCacheRequestError, f"{where}:{number}", "not an object", "put one on each line")
+            raise request_error(f"{where}:{number}", "not an object", "put one on each line")
         values.append((number, value))
     return values
 

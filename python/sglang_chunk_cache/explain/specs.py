@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import request_error, show
 from chunk_cache.methods import METHODS, find_method
 from chunk_cache.methods.options import value_of
 
@@ -66,11 +66,11 @@ def make_specs(texts: Sequence[str], ratio: float | None, options: Mapping[str, 
         if not any(name in _known_options(spec.name) for spec in specs):
             known = sorted({option for spec in specs for option in _known_options(spec.name)})
             problem = f"no method that is asked knows {show(name)}"
-            raise user_error(ChunkCacheRequestError, "--options", problem, f"known options: {', '.join(known)}")
+            raise request_error("--options", problem, f"known options: {', '.join(known)}")
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise user_error(ChunkCacheRequestError, f"--method {label}", "given twice", "leave one of them out")
+            raise request_error(f"--method {label}", "given twice", "leave one of them out")
     return specs
 
 
@@ -88,9 +88,9 @@ def parse_spec(text: str, ratio: float | None = None, options: Mapping[str, Any]
     for part in re.split(r",(?=\w+=)", rest) if colon else ():
         key, equals, value = part.partition("=")
         if not (key and equals and value):
-            raise user_error(ChunkCacheRequestError, path, f"{show(part)} is not OPTION=VALUE", _FORM)
+            raise request_error(path, f"{show(part)} is not OPTION=VALUE", _FORM)
         if key in own:
-            raise user_error(ChunkCacheRequestError, path, f"{key} is given twice", "leave one of them out")
+            raise request_error(path, f"{key} is given twice", "leave one of them out")
         own[key] = value_of(value)
     ratio = own.pop(RATIO, ratio)
     _check_ratio(ratio, path)
@@ -109,11 +109,11 @@ def parse_options(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise user_error(
-            ChunkCacheRequestError, "--options", f"not JSON ({error.msg})", 'give an object such as {"top_k": "chunk"}'
+        raise request_error(
+            "--options", f"not JSON ({error.msg})", 'give an object such as {"top_k": "chunk"}'
         ) from None
     if not isinstance(value, dict):
-        raise user_error(ChunkCacheRequestError, "--options", "not an object", 'give one such as {"top_k": "chunk"}')
+        raise request_error("--options", "not an object", 'give one such as {"top_k": "chunk"}')
     return value
 
 
@@ -126,4 +126,4 @@ def _check_ratio(ratio: object, path: str) -> None:
         return
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
         problem = f"{show(ratio)} is not a number from 0 to 1"
-        raise user_error(ChunkCacheRequestError, path, problem, "give a recompute ratio in that range")
+        raise request_error(path, problem, "give a recompute ratio in that range")

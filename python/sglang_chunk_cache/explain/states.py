@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import request_error
 from chunk_cache.types import Span
 from sglang_chunk_cache.explain.prompt import visible
 
@@ -79,15 +79,13 @@ def explain(label: str, answer: str, reply: object, path: str) -> Explanation:
         ChunkCacheRequestError: it does not hold what a reply with `"explain": true` holds.
     """
     if not isinstance(reply, Mapping):
-        raise user_error(ChunkCacheRequestError, path, "no object chunk_cache in the reply", ASK_REMEDY)
+        raise request_error(path, "no object chunk_cache in the reply", ASK_REMEDY)
     try:
         return Explanation(visible(label), reply, answer, classify(reply))
     except KeyError as error:
-        raise user_error(
-            ChunkCacheRequestError, path, f"the reply has no field {error.args[0]!r}", ASK_REMEDY
-        ) from None
+        raise request_error(path, f"the reply has no field {error.args[0]!r}", ASK_REMEDY) from None
     except (TypeError, AttributeError, InconsistentReply) as error:
-        raise user_error(ChunkCacheRequestError, path, f"the reply is damaged ({error})", ASK_REMEDY) from None
+        raise request_error(path, f"the reply is damaged ({error})", ASK_REMEDY) from None
 
 
 class InconsistentReply(ValueError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error
 from sglang_chunk_cache.server_client import ServerGone, add_server_flags
 from sglang_chunk_cache.warm.corpus import Corpus, Line, open_corpus
 from sglang_chunk_cache.warm.server import WarmServer
@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.batch <= MAX_BATCH:
-        raise _mistake(f"--batch {args.batch}", f"not from 1 to {MAX_BATCH}", "give another number")
+        raise request_error(f"--batch {args.batch}", f"not from 1 to {MAX_BATCH}", "give another number")
     try:
         corpus = open_corpus(args.corpus, args.field)
     except OSError as error:
-        raise _mistake(str(args.corpus), f"cannot be read ({error.strerror})", "name a file") from None
+        raise request_error(str(args.corpus), f"cannot be read ({error.strerror})", "name a file") from None
     path = args.state or args.corpus.with_name(f"{args.corpus.name}.warm-state")
     with WarmServer(args.url, args.api_key) as server:
         task = Task(args, corpus, server, path)
@@ -137,10 +137,10 @@ class Task:
             state = load(self._path)
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
-            raise _mistake(f"--state {self._path}", problem, "name another file") from None
+            raise request_error(f"--state {self._path}", problem, "name another file") from None
         if state is None and self._path.exists():
             problem = "not a state of this command"
-            raise _mistake(f"--state {self._path}", problem, "remove it, or name another file")
+            raise request_error(f"--state {self._path}", problem, "remove it, or name another file")
         if state is not None and state.task != self._task:
             _note(f"{self._path} is of another corpus or of other options; beginning again")
             return None
@@ -188,7 +188,7 @@ class Task:
             state.save(self._path)
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
-            raise _mistake(f"--state {self._path}", problem, "name another") from None
+            raise request_error(f"--state {self._path}", problem, "name another") from None
 
     def _wait(self, error: ServerGone) -> None:
         now = time.monotonic()
@@ -199,10 +199,6 @@ class Task:
             raise error
         time.sleep(min(self._wait_s, max(0.0, self._deadline - now)))
         self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
-
-
-def _mistake(path: str, problem: str, remedy: str) -> ChunkCacheRequestError:
-    return user_error(ChunkCacheRequestError, path, problem, remedy)
 
 
 def _note(sentence: str) -> None:

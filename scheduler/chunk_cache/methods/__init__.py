@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import request_error, show
 from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.fixed import Epic, Full, FullReuse, Random
 from chunk_cache.methods.options import Options, OptionValue
@@ -56,5 +56,5 @@ def find_method(name: object, path: str) -> Method:
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         problem = f"unknown method {show(name)}"
-        raise user_error(ChunkCacheRequestError, path, problem, f"known methods: {', '.join(METHODS)}")
+        raise request_error(path, problem, f"known methods: {', '.join(METHODS)}")
     return method

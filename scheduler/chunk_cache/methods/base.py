@@ -19,7 +19,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import request_error, show
 from chunk_cache.methods.options import (
     ALPHA,
     COMMON_OPTIONS,
@@ -151,7 +151,7 @@ def need_layers(name: str, layer: int, num_layers: int, path: str) -> None:
     """Raises a `ChunkCacheRequestError` at `path` where a model has no layer of that number."""
     if layer >= num_layers:
         problem = f"{name} names layer {show(layer)}, but the model has layers 0 to {num_layers - 1}"
-        raise user_error(ChunkCacheRequestError, path, problem, "name a layer of the model, or choose another method")
+        raise request_error(path, problem, "name a layer of the model, or choose another method")
 
 
 def num_rows_at(ratio: float, num_tokens: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
-from chunk_cache.errors import ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import request_error, show
 
 MAX_LAYER = 1023  # a bound for messages; the model's own is checked by `Method.check_model`
 
@@ -46,7 +46,7 @@ class IntOption:
     def check(self, value: object, path: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not self.minimum <= value <= self.maximum:
             problem = f"{show(value)} is not an integer in [{self.minimum}, {self.maximum}]"
-            raise user_error(ChunkCacheRequestError, path, problem, "give an integer in that range")
+            raise request_error(path, problem, "give an integer in that range")
         return value
 
 
@@ -63,7 +63,7 @@ class FloatOption:
         # NaN is in no range, and a huge integer is compared without becoming a float.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.minimum <= value <= self.maximum:
             problem = f"{show(value)} is not a number in [{self.minimum:g}, {self.maximum:g}]"
-            raise user_error(ChunkCacheRequestError, path, problem, "give a number in that range")
+            raise request_error(path, problem, "give a number in that range")
         return float(value)
 
 
@@ -80,9 +80,7 @@ class ChoiceOption:
 
     def check(self, value: object, path: str) -> str:
         if not isinstance(value, str) or value not in self.choices:
-            raise user_error(
-                ChunkCacheRequestError, path, f"unknown value {show(value)}", f"known values: {', '.join(self.choices)}"
-            )
+            raise request_error(path, f"unknown value {show(value)}", f"known values: {', '.join(self.choices)}")
         return value
 
 
@@ -99,9 +97,9 @@ class LayersOption:
         layers = layer_numbers(value)
         if layers is None or max(layers) > MAX_LAYER:
             problem = f'{show(value)} is neither "last", "all" nor a list of layer numbers'
-            raise user_error(ChunkCacheRequestError, path, problem, "count layers from 0")
+            raise request_error(path, problem, "count layers from 0")
         if any(b <= a for a, b in pairwise(layers)):
-            raise user_error(ChunkCacheRequestError, path, f"{show(value)} does not ascend", "name each layer once")
+            raise request_error(path, f"{show(value)} does not ascend", "name each layer once")
         return layers
 
 
@@ -158,9 +156,7 @@ def check_options(options: Mapping[str, object], schema: Sequence[Option], path:
     known = {option.name: option for option in schema}
     for name in options:
         if name not in known:
-            raise user_error(
-                ChunkCacheRequestError, path, f"unknown key {show(name)} for {owner}", f"known keys: {', '.join(known)}"
-            )
+            raise request_error(path, f"unknown key {show(name)} for {owner}", f"known keys: {', '.join(known)}")
     checked = {name: known[name].check(value, f"{path}.{name}") for name, value in options.items()}
     _check_grouping(checked, path)
     return tuple(sorted(checked.items()))
@@ -173,11 +169,10 @@ def _check_grouping(checked: Mapping[str, OptionValue], path: str) -> None:
     assert isinstance(threshold, int)
     if size == 0 and GROUP_THRESHOLD.name in checked:
         problem = "given without group_size"
-        raise user_error(ChunkCacheRequestError, f"{path}.{GROUP_THRESHOLD.name}", problem, "give group_size too")
+        raise request_error(f"{path}.{GROUP_THRESHOLD.name}", problem, "give group_size too")
     if 0 < size <= threshold:
         problem = f"no window of {size} tokens has more than {threshold} of them"
-        raise user_error(
-            ChunkCacheRequestError,
+        raise request_error(
             f"{path}.{GROUP_THRESHOLD.name}",
             problem,
             f"give a group_threshold below {size}",

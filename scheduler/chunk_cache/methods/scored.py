@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import request_error
 from chunk_cache.methods.base import TOP_K, Method, Stage, field_of, need_layers, num_rows_at
 from chunk_cache.methods.options import MAX_LAYER, FloatOption, IntOption, LayersOption, Option, Options, layers_of
 
@@ -88,7 +88,7 @@ class CacheBlend(LayerMethod):
         first, last, _ = self._schedule(checked)
         if first < last:
             problem = f"{first:g} is smaller than last_ratio {last:g}, but rows that left do not come back"
-            raise user_error(ChunkCacheRequestError, f"{path}.first_ratio", problem, "give at least last_ratio")
+            raise request_error(f"{path}.first_ratio", problem, "give at least last_ratio")
         return checked
 
     def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
