@@ -10,15 +10,19 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import pytest
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.config import Config
+from chunk_cache.index import TOKENS_PER_LOOK, Lookup
 from chunk_cache.keys import Partition
 from chunk_cache.manager import REMEMBER, ChunkManager, ChunkPrompt, Forgo, Keep, Promote
-from chunk_cache.plan import RecomputePlan
-from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
+from chunk_cache.plan import RecomputePlan, make_plan
+from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
 from chunk_cache.types import Status
 from chunk_cache.variant import PathHome, PathTokens, Variant
+from chunk_cache.victims import EVICTIONS
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 
 QUESTION_LEN = 3
@@ -39,13 +43,15 @@ class Server:
             "alpha": rng.choice((None, None, 1.0)),
             "promote_uses": rng.choice((0, 1, 2)),
         }
+        self.ratio = rng.choice((0.0, 0.15, 1.0))
+        self.remember = rng.choice(REMEMBER)
         self.manager = ChunkManager(
             Config(**drawn | given),
             self.store,
             method="epic",
-            ratio=rng.choice((0.0, 0.15, 1.0)),
+            ratio=self.ratio,
             page_size=self.page_size,
-            remember=rng.choice(REMEMBER),
+            remember=self.remember,
         )
 
     @property
@@ -57,7 +63,7 @@ class Server:
         chunks = [rng.randrange(len(LENS)) for _ in range(rng.randint(1, 5))]
         gaps = [rng.choice((0, 0, 1, 6)) for _ in chunks]
         ratio = rng.choice((None, None, None, 0.0, 0.15, 1.0))
-        return prompt_of(chunks, gaps=gaps, mode=rng.choice(("auto", "auto", "auto", "exact")), ratio=ratio)
+        return prompt_of(chunks, gaps=gaps, mode="exact" if rng.random() < 0.1 else "auto", ratio=ratio)
 
     def plan(self, prompt: ChunkPrompt, tokens: array[int], prefix_len: int = 0) -> RecomputePlan:
         prompt_len = len(tokens) + QUESTION_LEN
@@ -83,9 +89,23 @@ class Server:
         self.store.put(home, action.variant.length)
         self.manager.index.move(action.variant, home)
 
+    def bring_in(self) -> None:
+        """A variant comes from elsewhere; a tier may have some of more generations than are used here."""
+        chunk = self.rng.randrange(len(LENS))
+        home = new_node(TOKENS[chunk], self.page_size)
+        self.store.put(home, LENS[chunk])
+        self.manager.index.add(
+            KEYS[chunk],
+            length=LENS[chunk],
+            start=self.rng.randrange(9),
+            generation=self.rng.randrange(4),
+            context=tuple(self.rng.choices(KEYS, k=self.rng.randrange(3))),
+            home=home,
+        )
+
     def evict_some(self) -> None:
         for holder in self.rng.sample(list(self.store.left), len(self.store.left) // 4):
-            self.store.evict(holder, self.rng.choice((0, 0, self.rng.randint(0, 20))))
+            self.store.evict(holder, self.rng.choice((0, self.rng.randint(0, 20))))
 
     def forget_gone(self) -> None:
         """The index has nothing that the store has not, so what it forgets while it is asked makes no difference."""
@@ -194,12 +214,12 @@ def exact_by_oracle(
 
 
 def fused_by_oracle(server: Server, prompt: ChunkPrompt, plan: RecomputePlan, up_to: int) -> Iterator[Keep | Forgo]:
-    with_contexts = server.manager._remembers_contexts
     for i, chunk in enumerate(plan.chunks):
         in_front = [c.generation for c in plan.chunks[: i + 1] if c.generation is not None and plan.ratio < 1.0]
         generation = 1 + max(in_front) if in_front else 0
         is_computed = chunk.status is Status.MISS or chunk.reason == "high_cfo"
-        is_fixed = chunk.status is Status.HIT and chunk.cfo is not None and chunk.cfo > 0.0 and with_contexts
+        is_fixed = chunk.status is Status.HIT and chunk.cfo is not None and chunk.cfo > 0.0
+        is_fixed = is_fixed and server.remember == "contexts"
         if chunk.end > up_to or not (is_computed or is_fixed):
             continue
         if generation > server.config.max_generation:
@@ -230,13 +250,12 @@ def assert_honest(plan: RecomputePlan, keep: Keep, prompt: ChunkPrompt) -> None:
     assert keep.generation > 0 or reused <= computed, (keep, plan)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_what_is_kept_and_promoted_is_what_the_oracle_says(seed: int) -> None:
     server = Server(seed)
     for _ in range(25):
         server.send()
-        if server.rng.random() < 0.3:
-            server.evict_some()
+        server.rng.choice((server.evict_some, server.bring_in, lambda: None))()
 
 
 def test_the_oracle_sees_everything_that_can_happen() -> None:
@@ -274,6 +293,111 @@ def test_a_promotion_is_decided_on_what_the_one_before_it_left() -> None:
     assert [action.variant.key for action in actions] == [KEYS[0]]
 
 
+def test_a_path_that_holds_no_more_of_a_chunk_than_is_stored_is_not_another_home() -> None:
+    server = Server(0, max_variants_per_chunk=8)
+    manager = server.manager
+    kept = []
+    for gap, num_stored in ((0, 3), (1, 3), (2, 4)):
+        prompt, tokens = prompt_of([1], gaps=[gap])
+        path = PathTokens(tokens, Partition())
+        server.store.put(path, gap + num_stored)
+        keeps = list(manager.remember_exact(prompt, None, in_tree=gap + num_stored, up_to=gap + num_stored))
+        for keep in keeps:
+            server.complete(prompt, keep, path)
+        kept.append(keeps)
+    assert kept == [[Keep(0, 0, in_path=True)], [], [Keep(0, 0, in_path=True)]]
+
+
+# What a plan is made of.
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) -> None:
+    server = new_server(seed, min_reuse_len=1 + seed % 3)
+    manager, config = server.manager, server.config
+    for _ in range(10):
+        prompt, tokens = server.draw_prompt()
+        prompt_len = len(tokens) + QUESTION_LEN
+        arguments: dict[str, Any] = {
+            "prompt_len": prompt_len,
+            "prefix_len": server.cut(server.rng.choice((0, server.rng.randint(0, prompt_len)))),
+            "max_prefix_len": server.rng.randint(prompt_len // 2, prompt_len),
+            "limit_reason": server.rng.choice(("prompt_end", "logprobs")),
+        }
+        ratio = server.rng.choice((None, 0.5))
+        reasons = {server.rng.choice(KEYS): "tier_slow"}
+        lookups = []
+        for i, key in enumerate(prompt.keys):
+            best = manager.index.lookup(
+                key, server.store.resolve, context=prompt.context(i), max_generation=config.max_generation
+            )
+            lookups.append(Lookup(None, 0, reasons[key]) if best.variant is None and key in reasons else best)
+        expected = make_plan(
+            opts=prompt.options,
+            default_method="epic",
+            default_ratio=server.ratio if ratio is None else ratio,
+            page_size=server.page_size,
+            lookups=lookups,
+            min_reuse_len=config.min_reuse_len,
+            chunk_keys=prompt.keys,
+            alpha=config.alpha,
+            max_cfo=config.max_cfo,
+            **arguments,
+        )
+        plan = manager.plan(prompt, ratio=ratio, reasons=reasons, **arguments)
+        assert plan == expected
+        uses = [(v, v.num_uses, v.reuse_frequency, c.cfo) for c, v in manager.sources(plan) if v.length > 1]
+        if len({v for v, *_ in uses}) == len(manager.sources(plan)):
+            manager.use(manager.sources(plan))
+            for variant, num_uses, frequency, cfo in uses:
+                weight = 1.0 if cfo is None else use_weight(cfo, variant.length)
+                assert (variant.num_uses, variant.reuse_frequency) == (num_uses + 1, frequency + weight)
+
+
+def test_a_method_that_ranks_gets_the_statistics_of_the_variant() -> None:
+    store = DictStore()
+    manager = ChunkManager(Config(), store, method="cache-craft", ratio=0.4)
+    prompt, _ = prompt_of([1])
+    ranking = np.array([0.0, 3.0, 1.0, 4.0, 2.0], dtype=np.float32)
+    home = new_node(TOKENS[1])
+    store.put(home, LENS[1])
+    manager.complete(prompt, Keep(0, 0, in_path=False), home, ChunkStatistics(ranking, ranking, ranking[:0], 0.5))
+    plan = manager.plan(prompt, prompt_len=9, prefix_len=0, max_prefix_len=8)
+    assert plan.row_positions.tolist() == [1, 3]
+
+
+# What the store is told and tells.
+
+
+def test_what_was_reused_goes_after_what_is_new_until_the_store_has_turned_over() -> None:
+    for eviction in EVICTIONS:
+        server = Server(0, eviction=eviction, ageing=10.0, max_cfo=None)
+        manager, by_frequency = server.manager, eviction == "frequency-reuse"
+        prompt, tokens = prompt_of([1])
+        variant = server.complete(prompt, Keep(0, 0, in_path=False), PathTokens(tokens, Partition()))
+        assert variant is not None
+        assert manager.new_priority(3) == 3
+        manager.use(manager.sources(server.plan(prompt, tokens)))  # in the same context: each of 5 tokens is saved
+        assert manager.priority(variant) == (LENS[1] if by_frequency else None)
+        manager.evicted(100, capacity=100)
+        assert manager.new_priority(3) == (10 if by_frequency else 3)
+        manager.use(manager.sources(server.plan(prompt, tokens)))
+        assert manager.priority(variant) == (10 + 2 * LENS[1] if by_frequency else None)
+
+
+def test_evictions_are_followed_by_a_look_at_what_is_gone() -> None:
+    server = Server(0, max_variants=100)
+    for chunk in range(len(LENS)):
+        prompt, tokens = prompt_of([chunk])
+        server.complete(prompt, Keep(0, 0, in_path=False), PathTokens(tokens, Partition()))
+    for holder in server.store.left:
+        server.store.evict(holder)
+    server.manager.evicted(1, capacity=100)
+    assert len(server.manager.index) == len(LENS) - 1
+    server.manager.evicted(len(LENS) * TOKENS_PER_LOOK, capacity=100)
+    assert len(server.manager.index) == 0
+
+
 # Lookups are made once per state of index and store.
 
 
@@ -281,11 +405,12 @@ def num_lookups(server: Server) -> int:
     return server.manager.index.counters.num_lookups
 
 
-def new_server(seed: int) -> Server:
+def new_server(seed: int, **given: Any) -> Server:
     """One that has stored a few prompts."""
-    server = Server(seed)
+    server = Server(seed, **given)
     for _ in range(10):
         server.send()
+        server.bring_in()
     return server
 
 
@@ -298,6 +423,8 @@ def test_a_prompt_is_looked_up_once_while_nothing_changes(seed: int) -> None:
     server = new_server(seed)
     prompt, tokens = server.draw_prompt()
     before = num_lookups(server)
+    server.plan(prompt, tokens, prefix_len=server.cut(len(tokens) + QUESTION_LEN))
+    assert num_lookups(server) == before + (server.cut(len(tokens) + QUESTION_LEN) < len(tokens))  # the rest of a page
     plan = server.plan(prompt, tokens)
     asked = num_lookups(server)
     assert asked == before + len(prompt.keys)

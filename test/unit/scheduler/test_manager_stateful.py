@@ -79,6 +79,16 @@ class ManagerMachine(RuleBasedStateMachine):
             elif data.draw(st.booleans(), "room to keep it"):
                 self.complete(prompt, keep, self.own_home(plan, keep, chunks))
 
+    @rule(chunk=st.integers(0, len(LENS) - 1), generation=st.integers(0, 3), context=CHUNKS | st.just([]))
+    def bring_in(self, chunk: int, generation: int, context: list[int]) -> None:
+        """A variant comes from a tier, whatever its generation."""
+        home = new_node(TOKENS[chunk], self.page_size)
+        self.store.put(home, LENS[chunk])
+        self.is_exact[home] = not generation
+        keys = tuple(KEYS[i] for i in context)
+        length = LENS[chunk]
+        self.manager.index.add(KEYS[chunk], length=length, start=0, generation=generation, context=keys, home=home)
+
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         if self.store.left:
