@@ -54,7 +54,7 @@ def simulate(trace: Trace, settings: Settings, *, check_every: int = 0) -> Outco
     if settings.pool_tokens < needed:
         problem = f"{settings.pool_tokens} tokens do not hold the longest prompt, which has {needed}"
         raise SettingsError(f"pool_tokens: {problem}; give at least {needed}")
-    replay = _Replay(trace, settings)
+    replay = Replay(trace, settings)
     for chunk in trace.preloaded:
         replay.answer(Request((chunk,), 1))
     rows = np.zeros((len(trace.requests), len(FIELDS)), dtype=np.int64)
@@ -67,7 +67,7 @@ def simulate(trace: Trace, settings: Settings, *, check_every: int = 0) -> Outco
 
 
 @dataclass(slots=True)
-class _Replay:
+class Replay:
     """The state of one simulation."""
 
     trace: Trace

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from benchmark.simulate.attention import SyntheticAttention
-from benchmark.simulate.engine import _Replay
+from benchmark.simulate.engine import Replay
 from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import FIELDS
 from benchmark.simulate.trace import TraceSpec, generate
@@ -105,7 +105,7 @@ CASES: dict[str, Callable[[Session], Any]] = {"served": case_served}
 
 
 def simulated(settings: Settings) -> list[Step]:
-    replay = _Replay(TRACE, settings)
+    replay = Replay(TRACE, settings)
     replay.keys = [chunk_key(Partition(), array("q", chunk)) for chunk in pieces()[1]]
     steps = []
     for request in TRACE.requests:

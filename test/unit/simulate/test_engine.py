@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmark.simulate.attention import SyntheticAttention
-from benchmark.simulate.engine import simulate
+from benchmark.simulate.engine import Replay, simulate
 from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.store import POLICIES
 from benchmark.simulate.tally import FIELDS
@@ -49,9 +49,7 @@ def test_the_budget_is_the_cfo_of_the_synthetic_attention() -> None:
     trace = trace_of((0, 1), (1, 0), length=100)
     attention = SyntheticAttention(seed=7)
     outcome = simulate(trace, Settings(10**6, alpha=1.5, seed=7))
-    from benchmark.simulate.engine import _Replay  # the keys are the engine's own
-
-    key0, key1 = _Replay(trace, Settings(10**6, seed=7)).keys
+    key0, key1 = Replay(trace, Settings(10**6, seed=7)).keys  # the keys are the engine's own
     statistics = attention.statistics(key1, 100, [key0], [100])
     moved = 1.5 * unit_cfo(statistics.cci, [key0], statistics.inter, {})
     expected = sum(num_rows_at(share_to_fix(cfo), 100) for cfo in (moved, 1.5 * 0.5))
