@@ -15,11 +15,30 @@ from pathlib import Path
 OTHER, IDLE, PARSE = "other", "waiting", "parse: marks, tokens"
 # (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that any pattern knows decides.
 RULES: tuple[tuple[str, str], ...] = (
-    ("assemble: copy and rotate stored KV", r"copy_rotate|KVAssembler|\brotate \(sgl_kernel_ext"),
+    (
+        "assemble: copy and rotate stored KV",
+        r"copy_rotate|KVAssembler|cache/kv/pool|\._fill \(|\brotate \(sgl_kernel_ext",
+    ),
     ("load from tiers", r"sglang_chunk_cache/tiers/(?!waiting)"),
-    ("select rows", r"sglang_chunk_cache/selection|kv_deviation|attention_mass|sglang_chunk_cache/statistics"),
-    ("plan", r"chunk_cache/(planner|plan|index|lookup|reusability|methods)|sglang_chunk_cache/admission"),
-    (PARSE, r"sglang_chunk_cache/(request|api|parse|marks|text)|tokenizer_manager|tokenization"),
+    ("select rows", r"sglang_chunk_cache/selection|kv_deviation|attention_mass"),
+    ("statistics", r"chunk_cache/(kv/)?(chunk_)?statistics"),
+    ("keys", r"chunk_cache/keys"),
+    ("reply", r"chunk_cache/(api/)?reply|output_streamer|RecomputePlan\._?reply|\b(_report|_write_reply) \("),
+    ("look up", r"chunk_cache/(index|lookup|reusability|victims|variant|paths|(kv/)?store)"),
+    (
+        "remember, promote",
+        r"chunk_cache/(host/)?(maintenance|refresh|kv/keeper)|\.(checkpoint|_?remember|_?promote|_is_new)",
+    ),
+    ("plan", r"\bchunk_cache/(planner|plan|rows|methods|manager|selection)|sglang_chunk_cache/(host/)?radix_cache"),
+    ("admission", r"sglang_chunk_cache/(host/prefill_adder|admission|host/scheduler|tiers/waiting)"),
+    (
+        PARSE,
+        r"chunk_cache/(request|api|parse|marks|text|host/(generate|chat|compl|tok))|tokenizer_manager|tokenization",
+    ),
+    (
+        "build the batch",
+        r"(init_forward_batch|_init_fused|\w*_rows|build|_indptr|prepare_\w+|init_new) \(\S*chunk_cache/",
+    ),
     ("attention of decode", r"forward_decode"),
     ("attention of fused rows", r"sparse_extend"),
     ("attention of plain prompts", r"forward_extend|run_sdpa_forward_extend"),
@@ -28,7 +47,8 @@ RULES: tuple[tuple[str, str], ...] = (
     ("norms, activations, rotary", r"RMSNorm|SiluAndMul|rotary_embedding|layer_boundary"),
     ("sampling", r"sampler|Sampler"),
     ("receive and send", r"recv_requests|recv_pyobj|sock_recv|sock_send|send_pyobj|io_struct"),
-    ("scheduling", r"scheduler\.py|schedule_policy|schedule_batch|radix_cache|hook_registry|event_loop"),
+    ("radix tree, allocator", r"unified_radix_cache|rust_tree_core|mem_cache/"),
+    ("scheduling", r"scheduler\.py|schedule_policy|_batch(_info)?\.py|radix_cache|hook_registry|event_loop"),
 )
 _WAITING = re.compile(r"select\.|poll\.|\bpoll \(|epoll|_wait_for|wait \(threading|sleep|_watchdog_once")
 _COMPILED = tuple((stage, re.compile(pattern)) for stage, pattern in RULES)
