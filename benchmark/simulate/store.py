@@ -170,6 +170,22 @@ class Pool:
             self._on_evicted(before - self.num_stored)
         return has_room
 
+    def evict(self, node: Node) -> None:
+        """A leaf goes."""
+        parent = node.parent
+        assert parent is not None, "the root stays"
+        del parent.children[node.label]
+        node.is_stored = False
+        self.num_stored -= node.length
+        self.num_evicted += 1
+        self._num_leaves -= 1
+        if node.variant is not None:
+            self.version += 1
+            del self._nodes[node.variant.variant_id]
+        if parent is not self._root and not parent.children:
+            self._num_leaves += 1
+            self._queue(parent)
+
     def release(self) -> None:
         """The running request is over."""
         self.num_reserved = 0
@@ -273,23 +289,8 @@ class Pool:
             if node.num_locks:
                 locked.append(node)
             else:
-                self._remove(node)
+                self.evict(node)
                 is_evicted = True
         for node in locked:
             self._queue(node)
         return is_evicted
-
-    def _remove(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None, "the root stays"
-        del parent.children[node.label]
-        node.is_stored = False
-        self.num_stored -= node.length
-        self.num_evicted += 1
-        self._num_leaves -= 1
-        if node.variant is not None:
-            self.version += 1
-            del self._nodes[node.variant.variant_id]
-        if parent is not self._root and not parent.children:
-            self._num_leaves += 1
-            self._queue(parent)

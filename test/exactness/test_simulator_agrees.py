@@ -2,6 +2,12 @@
 
 Both drive `ChunkManager`, each with a store of its own. Prompts come one at a time, page size 1. A chunk is a list of
 tokens there and a number here; what a model's attention would say of it is `SyntheticAttention` on both sides.
+
+What is evicted is the server's choice, and the simulator is told. It would not choose the same: SGLang's tree has one
+node for all that no other prompt shares, chunks, question and answer together, which goes at once; the simulator's has
+one for each chunk, of which the last goes first and often alone. So there is room for all, and SGLang evicts half of
+what it can between two prompts. As chunks begin differently, no node of the tree ends within one: each is there, or
+gone.
 """
 
 from __future__ import annotations
@@ -9,14 +15,16 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 from benchmark.simulate.attention import SyntheticAttention
 from benchmark.simulate.engine import Replay
 from benchmark.simulate.settings import Settings
+from benchmark.simulate.store import SYSTEM
 from benchmark.simulate.tally import FIELDS
 from benchmark.simulate.trace import TraceSpec, generate
 
@@ -42,7 +50,19 @@ SPEC = TraceSpec(
 TRACE = generate(SPEC)
 ROOM = 65536
 """Tokens; more than all prompts together."""
-LITTLE_ROOM = 1500
+EVICT_EVERY = 25
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What SGLang's tree evicted between two prompts."""
+
+    num_tokens: int
+    capacity: int
+    gone: frozenset[int]
+    """Ids of variants."""
+    prefix_lens: tuple[int, ...]
+    """Tokens that are left of each prompt so far."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,8 @@ class Step:
     reused_tokens: int
     recomputed_tokens: int
     variants: frozenset[tuple[Any, ...]]
+    eviction: Eviction | None = field(default=None, compare=False)
+    """Behind it."""
 
 
 @cache
@@ -76,7 +98,7 @@ def variants_of(index: Any) -> frozenset[tuple[Any, ...]]:
     )
 
 
-def case_served(s: Session) -> list[Step]:
+def case_served(s: Session, *, is_evicting: bool = False) -> list[Step]:
     manager, attention = s.local.cache.chunks.manager, SyntheticAttention(0)
     complete = manager.complete
 
@@ -88,7 +110,7 @@ def case_served(s: Session) -> list[Step]:
 
     manager.complete = with_synthetic_attention
     system, chunks, questions = pieces()
-    steps = []
+    steps, prompts = [], []
     for request, question in zip(TRACE.requests, questions, strict=True):
         prompt = Prompt().text(system)
         for chunk in request.chunks:
@@ -96,47 +118,93 @@ def case_served(s: Session) -> list[Step]:
         message = Request(prompt.text(question).ids, {"spans": prompt.spans}, max_new_tokens=1)
         (reply,) = s.local.generate([message])
         found = (reply.info[field.name] for field in fields(Step)[:3])
-        steps.append(Step(*found, variants_of(manager.index)))
+        remembered = variants_of(manager.index)
+        prompts.append(prompt.ids)
+        is_due = is_evicting and len(prompts) % EVICT_EVERY == 0
+        steps.append(Step(*found, remembered, evict_half(s, prompts) if is_due else None))
         s.local.cache.chunks.check_integrity()
     return steps
 
 
-CASES: dict[str, Callable[[Session], Any]] = {"served": case_served}
+def evict_half(s: Session, prompts: list[list[int]]) -> Eviction:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree, chunks = s.local.cache, s.local.cache.chunks
+    variants = list(chunks.manager.index)
+    evicted = tree.evict(EvictParams(num_tokens=tree.evictable_size() // 2))
+    left = {variant.variant_id: chunks.store.resolve(variant) for variant in variants}
+    assert all(left[variant.variant_id] in (0, variant.length) for variant in variants)
+    matches = (tree.tree_core.match_full_device_prefix(RadixKey(array("q", ids))) for ids in prompts)
+    return Eviction(
+        num_tokens=evicted.num_tokens_evicted,
+        capacity=tree.token_to_kv_pool_allocator.size,
+        gone=frozenset(variant_id for variant_id, num_tokens in left.items() if not num_tokens),
+        prefix_lens=tuple(match[0] for match in matches),
+    )
 
 
-def simulated(settings: Settings) -> list[Step]:
+CASES: dict[str, Callable[[Session], Any]] = {
+    "served": case_served,
+    "evicted": partial(case_served, is_evicting=True),
+}
+
+
+def simulated(settings: Settings, evictions: list[Eviction | None]) -> list[Step]:
     replay = Replay(TRACE, settings)
     replay.keys = [chunk_key(Partition(), array("q", chunk)) for chunk in pieces()[1]]
     steps = []
-    for request in TRACE.requests:
+    for request, eviction in zip(TRACE.requests, evictions, strict=True):
         counts = dict(zip(FIELDS, replay.answer(request).tolist(), strict=True))
         found = (counts[field.name] for field in fields(Step)[:3])
         steps.append(Step(*found, variants_of(replay.manager.index)))
+        if eviction is not None:
+            evict_the_same(replay, eviction)
         replay.check_integrity()
     return steps
 
 
-def served(settings: Settings) -> list[Step]:
+def evict_the_same(replay: Replay, eviction: Eviction) -> None:
+    """Nodes behind what is left of each prompt, and nodes of variants' own, each with what stands behind it."""
+    pool = replay.pool
+    variants = [variant for variant in replay.manager.index if variant.variant_id in eviction.gone]
+    nodes = {node: None for variant in variants if (node := pool.node_of(variant)) is not None}
+    for i, prefix_len in enumerate(eviction.prefix_lens):
+        matched = pool.match([SYSTEM, *TRACE.requests[i].chunks, SYSTEM - 1 - i])
+        ends = accumulate(node.length for node in matched)
+        nodes |= {node: None for node, end in zip(matched, ends, strict=True) if end > prefix_len}
+    for node in sorted(nodes, key=lambda node: len(list(node.behind())), reverse=True):
+        pool.evict(node)
+    assert {v.variant_id for v in replay.manager.index if not pool.resolve(v)} == eviction.gone
+    replay.manager.evicted(eviction.num_tokens, eviction.capacity)
+
+
+def served(settings: Settings, case: str) -> list[Step]:
     names = [field.name for field in fields(settings.config) if hasattr(settings, field.name)]
     options = {name: getattr(settings.config, name) for name in names}
     options |= {"eviction": settings.config.eviction, "keep_share": 0.0, "statistics_layers": "none"}
     config = Config(options=tuple(options.items()), max_total_tokens=settings.pool_tokens)
-    steps = run_cases(config, is_ours=True, names=["served"], module="exactness.test_simulator_agrees")["served"]
+    steps = run_cases(config, is_ours=True, names=[case], module="exactness.test_simulator_agrees")[case]
     assert not isinstance(steps, str), steps
     return steps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "case"),
     [
-        Settings(ROOM),
-        Settings(ROOM, alpha=None, max_generation=1, max_variants_per_chunk=2, policy="frequency-reuse"),
-        Settings(ROOM, max_cfo=0.5, max_variants=60, max_path_tokens=2000, promote_uses=2),
+        (Settings(ROOM), "served"),
+        (Settings(ROOM, alpha=None, max_generation=1, max_variants_per_chunk=2, policy="frequency-reuse"), "served"),
+        (Settings(ROOM, max_cfo=0.5, max_variants=60, max_path_tokens=2000, promote_uses=2), "served"),
+        (Settings(ROOM, promote_uses=2, max_variants=80, policy="frequency-reuse"), "evicted"),
     ],
-    ids=["defaults", "by-ratio", "bounds"],
+    ids=["defaults", "by-ratio", "bounds", "evicted"],
 )
-def test_server_and_simulator_remember_the_same(settings: Settings) -> None:
-    for i, (ours, theirs) in enumerate(zip(served(settings), simulated(settings), strict=True)):
+def test_server_and_simulator_remember_the_same(settings: Settings, case: str) -> None:
+    expected = served(settings, case)
+    evictions = [step.eviction for step in expected]
+    for i, (ours, theirs) in enumerate(zip(expected, simulated(settings, evictions), strict=True)):
         assert ours.variants == theirs.variants, f"behind prompt {i}"
         assert ours == theirs, f"prompt {i}"
+    if case == "evicted":  # and some of it mattered
+        assert sum(len(eviction.gone) for eviction in evictions if eviction is not None) > 20
