@@ -30,9 +30,9 @@ class Config:
     min_reuse_len: int = 1
     """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
     eviction: str = "lru"
-    """Which variant goes first, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
-    """With frequency-reuse: by how much what is new is worth more when the KV pool has been turned over once."""
+    """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     promote_uses: int = 8
@@ -44,9 +44,9 @@ class Config:
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     kernel: str = "auto"
-    """Which kernels serve fused batches: one of `KERNELS`."""
+    """Kernels that serve fused batches: one of `KERNELS`."""
     tiers: TierConfig | None = None
-    """Where chunks are kept below the KV pool; None = nowhere."""
+    """Tiers that keep chunks below the KV pool; None = there are none."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
 

@@ -13,10 +13,11 @@ import argparse
 import sys
 from typing import Any
 
+from chunk_cache.errors import ChunkCacheRequestError
 from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused, attached
 from sglang_chunk_cache.verify.measure import MeasureError, verify_model
 from sglang_chunk_cache.verify.verdict import Thresholds, judge, table
-from sglang_chunk_cache.verify.workload import Case, CasesError, generate_cases, read_cases
+from sglang_chunk_cache.verify.workload import Case, generate_cases, read_cases
 
 TOLERANCE_FP32 = 1e-3
 TOLERANCE_16_BIT = 0.25  # other kernels round differently; the deviation of layer 0 is the sharper check there
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.prompts:
         try:
             read_cases(args.prompts, "\0", 1)  # before the minute that an engine takes to start
-        except CasesError as error:
+        except ChunkCacheRequestError as error:
             print(error, file=sys.stderr)
             return 2
     try:
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         cases = make_cases(args, engine, options.separator)
         findings = verify_model(engine, cases)
         is_fp32 = "float32" in str(engine.tokenizer_manager.model_config.dtype)
-    except (CasesError, MeasureError) as error:
+    except (ChunkCacheRequestError, MeasureError) as error:
         print(error, file=sys.stderr)
         return 2
     finally:

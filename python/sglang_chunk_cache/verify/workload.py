@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class CasesError(ValueError):
-    """The file of prompts cannot be used; the message names file and line."""
+from chunk_cache.errors import ChunkCacheRequestError, user_error
 
 
 @dataclass(frozen=True)
@@ -60,32 +58,38 @@ def read_cases(path: str | Path, separator: str, num: int) -> list[Case]:
     """At most `num` cases of a JSONL file with objects `{"system": ..., "chunks": [...], "question": ...}`.
 
     Raises:
-        CasesError: the file cannot be read or has no case, or a line is not such an object.
+        ChunkCacheRequestError: the file cannot be read or has no case, or a line is not such an object.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise CasesError(f"--prompts: {path} cannot be read ({error}); give the path of a UTF-8 JSONL file.") from error
+        raise _error("--prompts", f"{path} cannot be read ({error})", "give the path of a UTF-8 JSONL file") from error
     cases: list[Case] = []
     for number, line in enumerate(lines, start=1):
         if line.strip() and len(cases) < num:
             cases.append(_case_of(line, f"{path}:{number}", separator))
     if not cases:
-        raise CasesError(f"--prompts: {path} holds no prompt; give one JSON object per line.")
+        raise _error("--prompts", f"{path} holds no prompt", "give one JSON object per line")
     return cases
+
+
+def _error(where: str, problem: str, remedy: str) -> ChunkCacheRequestError:
+    return user_error(ChunkCacheRequestError, where, problem, remedy)
 
 
 def _case_of(line: str, where: str, separator: str) -> Case:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise CasesError(f"{where}: not JSON ({error}); give one object per line.") from error
+        raise _error(where, f"not JSON ({error})", "give one object per line") from error
     chunks = value.get("chunks") if isinstance(value, dict) else None
     texts = [value.get(name, "") for name in ("system", "question")] if isinstance(value, dict) else []
     if not isinstance(chunks, list) or len(chunks) < 2 or not all(isinstance(t, str) for t in (*chunks, *texts)):
-        raise CasesError(f'{where}: give an object with "system", "chunks" (two or more strings) and "question".')
+        raise _error(
+            where, "not a prompt", 'give an object with "system", "chunks" (two or more strings) and "question"'
+        )
     if any(not chunk.strip() or separator in chunk for chunk in chunks):
-        raise CasesError(f'{where}: a chunk in "chunks" is empty or holds the separator {separator!r}; change it.')
+        raise _error(where, f'a chunk in "chunks" is empty or holds the separator {separator!r}', "change it")
     system, question = (text.replace(separator, " ") for text in texts)
     priming = tuple(Ask({"text": separator.join((system, chunk, ""))}) for chunk in dict.fromkeys(chunks))
     return Case(Ask({"text": separator.join((system, *chunks, question))}), priming)

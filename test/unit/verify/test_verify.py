@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from chunk_cache.errors import ChunkCacheRequestError
 from sglang_chunk_cache.verify.__main__ import main
 from sglang_chunk_cache.verify.measure import Distance, Findings, kl_divergence
 from sglang_chunk_cache.verify.verdict import Thresholds, judge, table
-from sglang_chunk_cache.verify.workload import CasesError, generate_cases, read_cases
+from sglang_chunk_cache.verify.workload import generate_cases, read_cases
 
 GOOD = Distance(mean_kl=0.0, max_kl=0.0, top1=1.0, max_logprob=1e-6, recomputed=0.8, reused=0.8)
 LOOSE = Thresholds(tolerance=1e-3, min_top1=0.8, max_kl=0.5)
@@ -55,7 +56,7 @@ def test_prompts_of_a_file_are_marked_text(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"chunks": ["a", "b"], "question": "q"}\n' + line + "\n")
-    with pytest.raises(CasesError) as caught:
+    with pytest.raises(ChunkCacheRequestError) as caught:
         read_cases(path, "|", 5)
     assert f"{path}:2" in str(caught.value)
     assert words in str(caught.value)
