@@ -1,7 +1,7 @@
 """Whether the chunk cache fits another SGLang: `make check-sglang VERSION=x.y.z`; docs/upgrading.md reads the answer.
 
     environment   .cache/sglang-x.y.z: the project and its requirements, with that version in the place of the pin
-    names         each that is hooked or overridden: its signature and its body there, against those of the pin
+    names         each that is replaced, wrapped, overridden or touched: its signature, and its body against the pin's
     exactness     recompute ratio 1.0 against stock SGLang of that version, in one configuration
 
 Exit codes: 0 nothing changed; 1 a name changed, or a test failed; 2 there is no such environment.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import inspect
 import json
 import pkgutil
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,7 @@ def check(folder: Path, requirements: list[str]) -> int:
         return 2
     took("environment", start)
     start = time.monotonic()
-    pinned = describe_in(sys.executable)
-    verdicts = Counter(compare(pinned, describe_in(python, list(pinned))))
+    verdicts = Counter(compare(installed(sys.executable), installed(python)))
     took("names", start, ", ".join(f"{num} {verdict}" for verdict, num in verdicts.items()))
     start = time.monotonic()
     tests = ROOT / "test" / "exactness" / "test_ratio_one.py"
@@ -82,70 +80,47 @@ def make_environment(folder: Path, requirements: list[str]) -> bool:
     return all(subprocess.run(step, cwd=ROOT).returncode == 0 for step in steps)
 
 
-def describe_in(python: Path | str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """What `describe` says in an environment, of all names that are listed there or of those given."""
-    given = json.dumps(names)
-    done = subprocess.run([python, __file__, "describe"], cwd=ROOT, input=given, stdout=-1, text=True, check=True)
+def installed(python: Path | str) -> dict[str, Any]:
+    """What `describe` finds in an environment."""
+    done = subprocess.run([python, __file__, "describe"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """The verdict of each name, printed with it; a module of ours that is imported there is passed over."""
-    for name, (signature, body) in old.items():
-        there, body_there = new[name]
-        verdict, detail = "unchanged", ""
-        if body_there is None:
-            verdict, detail = "missing", f": {there}"
-        elif there != signature:
-            verdict, detail = "signature changed", f": {signature} -> {there}"
-        elif body_there != body:
-            verdict = "body changed"
-        if verdict != "unchanged" or not name.startswith("sglang_chunk_cache."):
-            print(f"{verdict:18} {name}{detail}", flush=True)
-            yield verdict
+    """The verdict of each name, printed with it."""
+    differences = dict(sentence.split(": ", 1) for sentence in new["differences"])
+    for name, body in old["bodies"].items():
+        verdict = "unchanged" if new["bodies"][name] == body else "body changed"
+        detail = differences.get(name, "")
+        if detail:
+            verdict = "missing" if detail.startswith("gone") else "signature changed"
+        print(f"{verdict:18} {name} {detail}".rstrip(), flush=True)
+        yield verdict
 
 
 # In either environment.
 
 
-def list_names() -> Iterator[str]:
-    """What is hooked; what a subclass of ours overrides; and our own modules, which import what they need."""
-    import sglang_chunk_cache
-    from sglang_chunk_cache.host import hooks
+def describe() -> dict[str, Any]:
+    """What `check_signatures` says, and a digest of the source of each name that it looks at."""
+    import sglang_signatures
+    from sglang_chunk_cache.host.table import TOUCHED
 
-    yield from (hook.target for hook in (*hooks.FLAG_HOOKS, *hooks.HOOKS))
-    for module in pkgutil.walk_packages(sglang_chunk_cache.__path__, "sglang_chunk_cache."):
-        if not module.name.endswith("__main__"):
-            yield module.name
-            for value in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(value) and value.__module__ == module.name:
-                    yield from overridden_by(value)
+    names = [*json.loads(sglang_signatures.FILE.read_text()), *(touch.name for touch in TOUCHED)]
+    return {"differences": sglang_signatures.check_signatures(), "bodies": {name: body_of(name) for name in names}}
 
 
-def overridden_by(ours: type) -> Iterator[str]:
-    methods = [name for name, value in vars(ours).items() if inspect.isfunction(value) and name != "__subclasshook__"]
-    for name in methods:
-        for base in ours.__mro__[1:]:
-            if name in vars(base) and base.__module__.startswith("sglang."):
-                yield f"{base.__module__}.{base.__qualname__}.{name}"
-                break
-
-
-def describe(name: str) -> tuple[str, str | None]:
-    """Signature and digest of the body; None in its place where there is no such name, and why."""
+def body_of(name: str) -> str | None:
+    """None where there is none: a name that is missing, an attribute; a class has rows for what is overridden of it."""
     try:
         value = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}", None
-    if inspect.ismodule(value):
-        return "module", ""
-    if inspect.isclass(value):  # it has a row for each method that ours overrides
-        return str(inspect.signature(value)), ""
-    kind = "async " if inspect.iscoroutinefunction(value) else ""
-    return f"{kind}{inspect.signature(value)}", hashlib.sha256(inspect.getsource(value).encode()).hexdigest()
+    except (ImportError, AttributeError):
+        return None
+    value = value.fget if isinstance(value, property) else value
+    return hashlib.sha256(inspect.getsource(value).encode()).hexdigest() if inspect.isroutine(value) else None
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["describe"]:
         sys.exit(main())
-    print(json.dumps({name: describe(name) for name in json.load(sys.stdin) or dict.fromkeys(list_names())}))
+    print(json.dumps(describe()))

@@ -48,6 +48,8 @@ class Reply:
     cached_tokens: int = 0
     cached_details: Any = None
     retractions: int = 0
+    first_step_end: int | None = None
+    """Tokens of the prompt behind the first step of chunked prefill; None where it was not cut."""
     finish: dict[str, Any] | None = None
     info: dict[str, Any] | None = None
 
@@ -178,6 +180,9 @@ class LocalScheduler:
     # The two sockets.
 
     def _step(self, stop_at_pause: bool = False) -> list[Any]:
+        cut = self.scheduler.chunked_req
+        if cut is not None and cut.rid in self._replies and self._replies[cut.rid].first_step_end is None:
+            self._replies[cut.rid].first_step_end = cut.extend_end
         assert self._step_count < self._max_steps, f"still running after {self._max_steps} steps: {self._unfinished}"
         messages = [] if self._exhausted else self._on_step(self._step_count)
         self._step_count += 1

@@ -125,7 +125,12 @@ class Store:
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
 
     def execute(
-        self, ids: Sequence[int], request: dict[str, Any], info: dict[str, Any], choose: Choose = best
+        self,
+        ids: Sequence[int],
+        request: dict[str, Any],
+        info: dict[str, Any],
+        choose: Choose = best,
+        first_step_end: int | None = None,
     ) -> Result:
         """What one request gives; the chunks that it computes are kept.
 
@@ -135,8 +140,9 @@ class Store:
             info: the server's reply object with `explain`, of which only the layout is read: exact prefix, and per
                 chunk what was brought in from where.
             choose: replaces `best`, so that a near tie can be followed either way.
+            first_step_end: how far the first step of chunked prefill came; None = to the end.
         """
-        return _Execution(self, ids, request, info, choose).run()
+        return _Execution(self, ids, request, info, choose, first_step_end).run()
 
     def full(self, ids: Sequence[int]) -> Result:
         """A full prefill."""
@@ -200,7 +206,13 @@ class _Execution:
     """One request."""
 
     def __init__(
-        self, store: Store, ids: Sequence[int], request: dict[str, Any], info: dict[str, Any], choose: Choose
+        self,
+        store: Store,
+        ids: Sequence[int],
+        request: dict[str, Any],
+        info: dict[str, Any],
+        choose: Choose,
+        first_step_end: int | None,
     ) -> None:
         self.store, self.model, self.ids = store, store.model, list(ids)
         self.method = METHODS[request["method"]]
@@ -220,7 +232,8 @@ class _Execution:
         self.reused = frozenset(p for hit in self.hits for p in hit.positions)
         # Rows that no method may drop: missing chunks, unmarked text, the question.
         self.always = frozenset(range(self.prefix_len, len(ids))) - self.reused
-        self.question = range(min(self.spans[-1][1] if self.spans else 0, len(ids) - 1), len(ids))
+        asked_end = first_step_end or len(ids)  # what chunked prefill leaves to later steps does not ask
+        self.question = range(min(self.spans[-1][1] if self.spans else 0, asked_end - 1), asked_end)
         self.k, self.v = store.empty(len(ids))
         self.mean_weights = np.full((self.model.num_layers, len(ids), len(ids)), np.nan)
         self.result = Result(np.empty(0), self.k, self.v)

@@ -133,7 +133,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
             extra_key=rng.choice([None, None, None, "tenant"]),
             cache_salt="salt" if rng.random() < 0.1 else None,
             priority=rng.randrange(0, 3),
-            rid=f"r{i}",
+            rid=f"r{i:05d}",  # SGLang aborts all that begin with an id
             ignore_eos=rng.random() < 0.5,
         )
         requests.append(request)
