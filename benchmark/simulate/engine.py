@@ -133,9 +133,7 @@ class Replay:
         for (_, variant), node in zip(sources, nodes, strict=True):
             if node.is_stored:
                 self.pool.use(node, self.manager.index.worth(variant))
-        if not self.settings.reuse:
-            self.pool.add_path(self._labels(layout), layout.part_lens)
-        elif plan.num_reused:
+        if plan.num_reused:
             self._remember_fused(layout, plan)
         else:
             self._remember_exact(layout, plan)

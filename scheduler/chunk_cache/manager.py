@@ -253,13 +253,13 @@ class ChunkManager:
     def remember_exact(
         self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
     ) -> Iterator[Keep]:
-        """Every chunk of an exact prompt is a span in its path.
+        """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
 
         Args:
             in_tree: leading tokens of the prompt that its path holds.
             up_to: leading tokens of the prompt that were computed.
         """
-        for i, (start, end) in enumerate(prompt.options.spans):
+        for i, (start, end) in enumerate(prompt.options.spans if prompt.options.remembers else ()):
             covered_len = min(end, in_tree) - start
             if 2 * covered_len >= end - start:
                 # A path that holds a part of the chunk may hold no more of it than is stored already.

@@ -80,7 +80,7 @@ class ChunkKeeper:
                 self._promote(promotion)
 
     def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
-        if state.remembered or not state.keys or not state.options.remembers or state.unsupported:
+        if state.remembered or not state.keys or state.unsupported:
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
         last_end = state.options.spans[-1][1]
