@@ -1,8 +1,8 @@
 """Host time that a fused request adds to the same one in mode `off`: 10 chunks, 4,160 tokens, no forward, no copies.
 
-    python benchmark/host/bench_host.py                       # 3 minutes
+    python benchmark/host/bench_host.py                       # 2 to 3 minutes
     git worktree add ../before COMMIT                         # an earlier state, measured by turns with this one
-    python benchmark/host/bench_host.py --before ../before    # 6 minutes
+    python benchmark/host/bench_host.py --before ../before    # 4 to 6 minutes
 
 Two processes work for a request, and each is measured alone, on one core: the scheduler, and the one that serves HTTP;
 `child.py` says from where to where. Added is the median of the differences within a round of requests, in CPU time.

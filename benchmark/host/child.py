@@ -178,9 +178,6 @@ def measure_http(meter: Meter, file: Path, *, is_text: bool) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import GenerateReqInput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -193,6 +190,10 @@ def measure_http(meter: Meter, file: Path, *, is_text: bool) -> None:
     set_args(args)
     server_args.resolve_once()
     publish(server_args, role="tokenizer")
+    from sglang.srt.entrypoints import http_server  # only now: the plugin puts a class of its own into their place
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
     manager = TokenizerManager(server_args, PortArgs.init_new(server_args))
     http_server.set_global_state(http_server._GlobalState(manager, None, {}))
     outputs = pickle.loads(file.read_bytes())
