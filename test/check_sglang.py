@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = "page16-tp1-chunked-overlap"
+CONFIG = "page16-tp1-chunked64-overlap"
 MEANING = ("it fits", "something changed; docs/upgrading.md says what to do", "the environment could not be made")
 
 
@@ -62,20 +62,11 @@ def make_environment(folder: Path, requirements: list[str]) -> bool:
     """Our own requirements, those of `requirements` overridden."""
     uv = ROOT / ".tools" / "uv" / "bin" / "uv"  # as .ci/install leaves it where there is none on PATH
     command = str(uv if uv.exists() else "uv")
-    overrides = folder.with_suffix(".txt")
+    overrides = folder.parent / f"{folder.name}.txt"
     overrides.parent.mkdir(exist_ok=True)
     overrides.write_text("\n".join(requirements) + "\n")
-    install = [
-        command,
-        "pip",
-        "install",
-        "--python",
-        folder,
-        "--override",
-        overrides,
-        "--editable",
-        f"{ROOT}[dev,bench]",
-    ]
+    into = ["--python", folder, "--override", overrides]
+    install = [command, "pip", "install", *into, "--editable", ".[dev,bench]"]
     steps = ([command, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], install)
     return all(subprocess.run(step, cwd=ROOT).returncode == 0 for step in steps)
 

@@ -116,11 +116,9 @@ def best(layer: int, scores: Scores, count: int) -> frozenset[int]:
 class Store:
     """Chunks as a server has computed them, and what it should answer."""
 
-    def __init__(
-        self, model: Decoder, *, statistics_layers: Sequence[int] | None = None, keeps_whole: bool = True
-    ) -> None:
+    def __init__(self, model: Decoder, *, statistics_layers: Sequence[int] | None = None, page_size: int = 1) -> None:
         self.model = model
-        self.keeps_whole = keeps_whole  # without pages the server stores every chunk to its last token
+        self.page_size = page_size  # without pages the server stores every chunk to its last token
         self._statistics_layers = range(model.num_layers) if statistics_layers is None else statistics_layers
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
 
@@ -180,6 +178,9 @@ class Store:
     def keep(self, ids: Sequence[int], span: Sequence[int], spans: Sequence[Sequence[int]], run: _Execution) -> None:
         """Keeps the chunk at `span` of a prompt that was computed now; tokens in the exact prefix get no statistics."""
         start, end = span
+        in_tree = (len(ids) + 1) // self.page_size * self.page_size  # the answers of the cases have two tokens
+        if not run.hits and end > in_tree and tuple(ids[start:end]) in self._chunks:
+            return  # the end of its path is not stored, and the chunk is
         mean = np.mean([run.mean_weights[layer] for layer in self._statistics_layers], axis=0)
         rows = mean[start:end]
         earlier = [other for other in spans if other[1] <= start]
@@ -302,7 +303,7 @@ class _Execution:
         if start is not None:  # without a shift the reply does not tell where the variant was computed
             alpha = self._option("alpha") if "alpha" in self.options_given else 1.0
             self.result.cfo[hit.start] = found.cfo(context, alpha)
-            if self.store.keeps_whole and info["reused_tokens"] == hit.end - hit.start:
+            if self.store.page_size == 1 and info["reused_tokens"] == hit.end - hit.start:
                 self.result.lowest_cfo[hit.start] = min(
                     (c.cfo(context, alpha) for c in self.store.exact_chunks(ids)), default=math.inf
                 )

@@ -25,8 +25,7 @@ ROUNDING = 1e-8  # and absolute: deviations of tokens that stand where and behin
 CONFIGS = [
     Config(layers=4),
     Config(layers=6, page_size=16, tp_size=2),
-    # With room for all: where a chunk was evicted and came back behind another text, the reference has the first one.
-    Config(layers=4, page_size=16, chunked=True, max_total_tokens=32768),
+    Config(layers=4, page_size=16, chunked=True),
 ]
 MORE_CONFIGS = [
     Config(layers=6),
@@ -36,7 +35,7 @@ MORE_CONFIGS = [
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),
     Config(layers=4, kind="qwen3"),
-    Config(layers=6, chunked=True, overlap=False, tree_core="python", typed=True, max_total_tokens=32768),
+    Config(layers=6, chunked=True, overlap=False, tree_core="python", typed=True),
 ]
 
 on_each_config = pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def outcome(config: Config, case: str) -> Any:
 
 def new_store(config: Config) -> Store:
     layers = ChunkCacheConfig().layers_with_statistics(config.layers)
-    return Store(model(config), statistics_layers=layers, keeps_whole=config.page_size == 1)
+    return Store(model(config), statistics_layers=layers, page_size=config.page_size)
 
 
 # The server's answer and the reference's, side by side.
