@@ -231,17 +231,25 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
         counts, ours = run_case(config.with_tiers(folder), True, f"random_requests {total} {seed}")
     stock = run_case(config.relaxed, False, f"same_requests {total} {seed}")
     for rid, mine in ours.items():
-        assert_same(mine, stock[rid])
+        assert_same(mine, stock[rid], with_inputs=not config.overlap)
     counts["equal to stock"] = len(ours)
     return counts
 
 
-def assert_same(mine: Reply, theirs: Reply) -> None:
-    """Not `logprobs`: of a request for no token, stock SGLang gives one or none, as all its batch is such or not."""
+def assert_same(mine: Reply, theirs: Reply, *, with_inputs: bool) -> None:
+    """Not `logprobs`: of a request for no token, stock SGLang gives one or none, as all its batch is such or not.
+
+    Args:
+        with_inputs: also log-probabilities of the prompt. With overlap, stock SGLang gives requests behind one that was
+            retracted or aborted while their batch ran those of other positions: it goes on without passing over the
+            rows of that one (0.5.23, `process_batch_result_prefill`).
+    """
     assert mine.output_ids == theirs.output_ids, f"{mine} is not stock's {theirs}"
-    values = [sorted(top.values()) for top in mine.top_logprobs], mine.input_logprobs[1:]
     tops = [pytest.approx(sorted(top.values()), abs=TOLERANCE) for top in theirs.top_logprobs]
-    assert values == (tops, pytest.approx(theirs.input_logprobs[1:], abs=TOLERANCE)), f"{mine} is not stock's {theirs}"
+    assert [sorted(top.values()) for top in mine.top_logprobs] == tops, f"{mine} is not stock's {theirs}"
+    if with_inputs:
+        inputs = pytest.approx(theirs.input_logprobs[1:], abs=TOLERANCE)
+        assert mine.input_logprobs[1:] == inputs, f"{mine} is not stock's {theirs}"
 
 
 def run_case(config: Config, is_ours: bool, name: str) -> Any:
