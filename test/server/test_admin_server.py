@@ -393,6 +393,7 @@ def test_the_command_goes_on_after_a_kill(empty, tmp_path, passages):
     state = tmp_path / "state"
     flags = ("--batch", "1", "--state", str(state))
     command = [sys.executable, "-m", "sglang_chunk_cache.warm", str(corpus), "--url", empty.url, *flags]
+    before = num_added(empty)
     process = subprocess.Popen(command, env={**os.environ, "CHUNK_CACHE_API_KEY": KEY}, stderr=subprocess.DEVNULL)
     while not state.exists() or json.loads(state.read_text())["line"] < 10:
         assert process.poll() is None, "ended before it could be killed"
@@ -401,13 +402,27 @@ def test_the_command_goes_on_after_a_kill(empty, tmp_path, passages):
     process.wait()
     done = json.loads(state.read_text())["line"]
     assert 10 <= done < 150
-    computed = empty.rank()["index"]["num_added"]
+    computed = num_added_at_rest(empty) - before
+    assert computed < 150, "a job whose client is gone stops"
     second = run_command(empty, corpus, *flags)
     assert second.returncode == 0, second.stderr
     stored, already = (int(second.stdout.split()[i]) for i in (2, 4))
     assert stored + already == 150
-    assert already <= 1, "at most what was being computed when it was killed"
-    assert empty.rank()["index"]["num_added"] - computed <= 150 - done
+    assert already == computed - done, "what was stored after the last line in the state file is found, not computed again"
+    assert num_added(empty) - before == 150
+
+
+def num_added(server):
+    return server.rank()["index"]["num_added"]
+
+
+def num_added_at_rest(server):
+    """Number of chunks added, when a second has passed in which none was."""
+    last, now = None, num_added(server)
+    while now != last:
+        time.sleep(1)
+        last, now = now, num_added(server)
+    return now
 
 
 def test_the_pool_is_whole_at_the_end(empty):
