@@ -2,7 +2,7 @@
 
 Verbs: `FusedRows.build` (once per forward), `with_rows` (the same requests with other rows), `attend` (one layer).
 
-Promises: all requests of the batch, fused and plain, go through one call of `sparse_extend` per layer, in which a row
+Promises: all requests of the batch, fused and plain, go through one call of `SparseExtend` per layer, in which a row
 attends to every position up to its own. K and V of the rows are written before any row reads, as in every backend of
 SGLang.
 """
@@ -17,37 +17,42 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_kernel_ext.sparse_extend import sparse_extend
+from sgl_kernel_ext.sparse_extend import SparseExtend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-@dataclass(frozen=True)
+@dataclass
 class FusedRows:
     """Index tensors of one forward, built once for all layers.
 
     Attributes:
-        kv_indptr: `[num_reqs + 1]`; keys of request i are `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`. A list on the
-            CPU and for FlashInfer, which plans on the host; otherwise int64 on the GPU, so that no layer copies it.
         kv_indices: int64 slots of all positions of all requests, in order, on the device.
-        row_indptr: `[num_reqs + 1]` into the rows, like `kv_indptr`.
         row_positions: `[num_rows]` int64, ascending within a request, on the device.
         kv_lens, row_lens: `[num_reqs]`, on the host.
         kv_pool: SGLang's KV pool.
         kernel: backend of the operations.
     """
 
-    kv_indptr: list[int] | torch.Tensor
     kv_indices: torch.Tensor
-    row_indptr: list[int] | torch.Tensor
     row_positions: torch.Tensor
     kv_lens: list[int]
     row_lens: list[int]
     kv_pool: Any
     kernel: str
     is_asking: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        device = self.row_positions.device
+        self._attention = SparseExtend(
+            _indptr(self.kv_lens, device, self.kernel),
+            self.kv_indices,
+            _indptr(self.row_lens, device, self.kernel),
+            self.row_positions,
+            backend=self.kernel,
+        )
 
     @classmethod
     def build(
@@ -62,22 +67,13 @@ class FusedRows:
         kernel: str,
     ) -> FusedRows:
         """See the attributes; `req_to_token` is `[max_reqs, max_context_len]`, lengths are per request."""
-        rows = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
-        return cls(
-            kv_indptr=_indptr(kv_lens, row_positions.device, kernel),
-            kv_indices=torch.cat(rows).to(torch.int64),
-            row_indptr=_indptr(row_lens, row_positions.device, kernel),
-            row_positions=row_positions,
-            kv_lens=kv_lens,
-            row_lens=row_lens,
-            kv_pool=kv_pool,
-            kernel=kernel,
-        )
+        slots = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
+        kv_indices = slots[0] if len(slots) == 1 else torch.cat(slots)
+        return cls(kv_indices.to(torch.int64), row_positions, kv_lens, row_lens, kv_pool, kernel)
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
         """The same requests with other rows; arguments as in `build`."""
-        row_indptr = _indptr(row_lens, row_positions.device, self.kernel)
-        return dataclasses.replace(self, row_indptr=row_indptr, row_positions=row_positions, row_lens=row_lens)
+        return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens)
 
     def slots_of(self, i: int) -> torch.Tensor:
         """`[kv_len]` int64, the slots of request i."""
@@ -97,22 +93,18 @@ class FusedRows:
         pool = self.kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-        out = sparse_extend(
+        out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
-            self.kv_indptr,
-            self.kv_indices,
-            self.row_indptr,
-            self.row_positions,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
-            backend=self.kernel,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
 def _indptr(lens: list[int], device: torch.device, kernel: str) -> list[int] | torch.Tensor:
+    """A list on the CPU and for FlashInfer, which plans on the host; otherwise on the GPU, so that no layer copies it."""
     indptr = [0, *itertools.accumulate(lens)]
     if device.type == "cpu" or kernel == "flashinfer":
         return indptr

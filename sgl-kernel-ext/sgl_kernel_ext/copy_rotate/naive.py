@@ -21,7 +21,9 @@ from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 
 # Measured on 2 cores (AMD EPYC, Zen 5), 4,096 tokens of 12 heads x 64 in fp32: slices of 16 tokens cost as much as an
 # index, slices of 64 a third of it. Blocks of 256-1,024 tokens are equally good, larger ones leave the L2 cache.
-_MIN_RUN_LEN = 32
+# A call costs the same however little it copies, so what counts is bytes: 7 runs of 32 tokens of 2 heads x 32 take
+# 0.64 ms for six layers by index, 1.75 ms by slices.
+_MIN_RUN_BYTES = 32 * 12 * 64 * 4
 _BLOCK_LEN = 512
 
 
@@ -70,7 +72,8 @@ def copy_rotate_torch(
     spec: RotarySpec,
 ) -> None:
     """`copy_rotate` on any device; memory beside the buffers: one block, and one table row per token at most."""
-    blocks = list(_cut(src_loc, dst_loc, position_delta, spec))
+    token_bytes = k_buffers[0][0].nbytes
+    blocks = list(_cut(src_loc, dst_loc, position_delta, spec, min_run_len=max(_MIN_RUN_BYTES // token_bytes, 1)))
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
         for block in blocks:
             _copy(_raw(v_buffer), block)
@@ -84,14 +87,17 @@ def copy_rotate_torch(
 
 
 def _cut(
-    src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec
+    src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec, min_run_len: int
 ) -> Iterator[_Block]:
     num_tokens = src_loc.numel()
+    if num_tokens < min_run_len:
+        yield from _pieces(src_loc, dst_loc, position_delta, spec)
+        return
     breaks = (src_loc.diff() != 1) | (dst_loc.diff() != 1) | (position_delta.diff() != 0)
     inner = (breaks.nonzero().flatten() + 1).cpu()
     starts = torch.cat((inner.new_zeros(1), inner))
     lens = torch.cat((inner, inner.new_tensor([num_tokens]))) - starts
-    is_long = lens >= _MIN_RUN_LEN
+    is_long = lens >= min_run_len
     long_starts = starts[is_long]
     firsts = long_starts.to(src_loc.device)
     yield from _runs(src_loc[firsts], dst_loc[firsts], lens[is_long].tolist(), position_delta[firsts], spec)

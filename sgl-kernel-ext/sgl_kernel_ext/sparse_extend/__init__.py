@@ -1,6 +1,7 @@
 """Attention of chosen query rows over a paged key-value cache: a prefill that computes only some positions.
 
     sparse_extend    each row attends to every position of its request up to and including its own
+    SparseExtend     the same for the layers of a forward, which share positions and slots
     PrivateKeys      exclude list: positions whose shared slot is not read, and the private slot read in its place
     exclude_shared   the slots that are read then; once per forward, where several layers read the same
 
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.sparse_extend.torch_blocked import TorchPlan
 
-__all__ = ["PrivateKeys", "exclude_shared", "sparse_extend"]
+__all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
 
 IndPtr = torch.Tensor | Sequence[int]
 
@@ -62,6 +64,76 @@ def exclude_shared(kv_indptr: IndPtr, kv_indices: torch.Tensor, private: Private
     )
     begin = begins[:-1].repeat_interleave(indptr.diff(), output_size=private.positions.numel())
     return kv_indices.index_put((begin + private.positions,), private.slots)
+
+
+class SparseExtend:
+    """The attention of one forward: `sparse_extend` with the index tensors given once, for all layers.
+
+    Args: as in `sparse_extend`; no index tensor may be written to until the last call.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+
+    def __init__(
+        self,
+        kv_indptr: IndPtr,
+        kv_indices: torch.Tensor,
+        row_indptr: IndPtr,
+        row_positions: torch.Tensor,
+        *,
+        private: PrivateKeys | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        for name, index in (("kv_indices", kv_indices), ("row_positions", row_positions)):
+            if index.ndim != 1 or index.dtype != torch.int64:
+                raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, need int64 of one dimension")
+        if len(kv_indptr) != len(row_indptr) or len(kv_indptr) < 2:
+            raise ValueError(
+                f"row_indptr: {len(row_indptr)} entries and kv_indptr {len(kv_indptr)}, need equal, 2 or more"
+            )
+        if private is not None:
+            kv_indices = exclude_shared(kv_indptr, kv_indices, private)
+        self._index = (kv_indptr, kv_indices, row_indptr, row_positions)
+        self._num_rows = row_positions.numel()
+        self._backend = backend
+        self._torch_plan: TorchPlan | None = None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        *,
+        sm_scale: float,
+        logit_cap: float = 0.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One layer; arguments, result and errors as in `sparse_extend`."""
+        _check(q, k_buffer, v_buffer)
+        if self._num_rows != q.shape[0]:
+            raise ValueError(f"row_positions: {self._num_rows} entries, but q has {q.shape[0]} rows")
+        shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
+        if out is None:
+            out = q.new_empty(shape)
+        elif tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+            given = f"{out.dtype} {tuple(out.shape)} on {out.device}"
+            raise ValueError(f"out: {given}, need {q.dtype} {shape} on {q.device}")
+        if not q.shape[0]:
+            return out
+        implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
+        if implementation == "flashinfer":
+            from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
+
+            sparse_extend_flashinfer(q, k_buffer, v_buffer, *self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
+        elif implementation == "triton":
+            from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
+
+            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
+        else:
+            self._torch_plan = self._torch_plan or TorchPlan(*self._index)
+            self._torch_plan.attend(q, k_buffer, v_buffer, out, sm_scale=sm_scale, logit_cap=logit_cap)
+        return out
 
 
 def sparse_extend(
@@ -111,42 +183,11 @@ def sparse_extend(
         >>> sparse_extend(q, k, v, [0, 10], slots, [0, 2], torch.tensor([3, 9]), sm_scale=0.125).shape
         torch.Size([2, 8, 64])
     """
-    _check(q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions)
-    shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
-    if out is None:
-        out = q.new_empty(shape)
-    elif tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
-        raise ValueError(f"out: {out.dtype} {tuple(out.shape)} on {out.device}, need {q.dtype} {shape} on {q.device}")
-    if not q.shape[0]:
-        return out
-    if private is not None:
-        kv_indices = exclude_shared(kv_indptr, kv_indices, private)
-    args = (q, k_buffer, v_buffer, kv_indptr, kv_indices, row_indptr, row_positions, out)
-    implementation = resolve_backend(backend, q.device, has_flashinfer=True)
-    if implementation == "flashinfer":
-        from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
-
-        sparse_extend_flashinfer(*args, sm_scale=sm_scale, logit_cap=logit_cap)
-    elif implementation == "triton":
-        from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
-
-        sparse_extend_triton(*args, sm_scale=sm_scale, logit_cap=logit_cap)
-    else:
-        from sgl_kernel_ext.sparse_extend.torch_blocked import sparse_extend_torch
-
-        sparse_extend_torch(*args, sm_scale=sm_scale, logit_cap=logit_cap)
-    return out
+    attention = SparseExtend(kv_indptr, kv_indices, row_indptr, row_positions, private=private, backend=backend)
+    return attention(q, k_buffer, v_buffer, sm_scale=sm_scale, logit_cap=logit_cap, out=out)
 
 
-def _check(
-    q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    kv_indptr: IndPtr,
-    kv_indices: torch.Tensor,
-    row_indptr: IndPtr,
-    row_positions: torch.Tensor,
-) -> None:
+def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, need three dimensions")
@@ -156,10 +197,3 @@ def _check(
         raise ValueError(f"v_buffer: {tuple(v_buffer.shape)} has other slots or heads than k_buffer")
     if q.shape[2] != k_buffer.shape[2] or q.shape[1] % k_buffer.shape[1]:
         raise ValueError(f"q: {tuple(q.shape)} does not fit k_buffer {tuple(k_buffer.shape)}: head_dim or head count")
-    for name, index in (("kv_indices", kv_indices), ("row_positions", row_positions)):
-        if index.ndim != 1 or index.dtype != torch.int64:
-            raise ValueError(f"{name}: {index.dtype} {tuple(index.shape)}, need int64 of one dimension")
-    if row_positions.numel() != q.shape[0]:
-        raise ValueError(f"row_positions: {row_positions.numel()} entries, but q has {q.shape[0]} rows")
-    if len(kv_indptr) != len(row_indptr) or len(kv_indptr) < 2:
-        raise ValueError(f"row_indptr: {len(row_indptr)} entries and kv_indptr {len(kv_indptr)}, need equal, 2 or more")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sgl_kernel_ext import RotarySpec, copy_rotate
+from sgl_kernel_ext.copy_rotate import naive
 from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
 from sgl_kernel_ext.rotary import default_inv_freq
 
@@ -113,6 +114,14 @@ def test_scattered_slots(dims, rotary_dim, dtype, is_neox):
     check(*scattered(70), some_deltas(70), dims=dims, rotary_dim=rotary_dim, dtype=dtype, is_neox=is_neox)
 
 
+@pytest.fixture(params=["by index", "by slices"])
+def min_run(request, monkeypatch):
+    """Runs of these small heads are copied by index, or, as those of large ones, by slices."""
+    if request.param == "by slices":
+        monkeypatch.setattr(naive, "_MIN_RUN_BYTES", 2048)
+
+
+@pytest.mark.usefixtures("min_run")
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dims", "rotary_dim"), SHAPES)
@@ -124,6 +133,7 @@ def test_long_runs(dims, rotary_dim, dtype, is_neox):
     check(src, dst, delta.long(), dims=dims, rotary_dim=rotary_dim, dtype=dtype, is_neox=is_neox)
 
 
+@pytest.mark.usefixtures("min_run")
 @pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 511, 512, 513, 1100])
 @pytest.mark.parametrize("is_run", [True, False])
 def test_token_counts(num_tokens, is_run):
@@ -134,6 +144,7 @@ def test_token_counts(num_tokens, is_run):
     check(src, dst, torch.zeros(num_tokens, dtype=torch.int64))
 
 
+@pytest.mark.usefixtures("min_run")
 @pytest.mark.parametrize("dtype", [torch.float32, *FP8])
 def test_layers_of_different_layouts(dtype):
     check(*scattered(70), some_deltas(70), layouts=LAYOUTS, dtype=dtype)

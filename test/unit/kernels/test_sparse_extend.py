@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sgl_kernel_ext import sparse_extend
-from sgl_kernel_ext.sparse_extend import PrivateKeys, exclude_shared
+from sgl_kernel_ext.sparse_extend import PrivateKeys, SparseExtend, exclude_shared
 from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
-from sgl_kernel_ext.sparse_extend.torch_blocked import _cut
+from sgl_kernel_ext.sparse_extend.torch_blocked import cut_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -174,21 +174,34 @@ def test_no_rows(make_problem):
     assert sparse_extend(*problem.inputs, sm_scale=1.0).shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_cut_covers_every_row_once(seed):
+@pytest.mark.parametrize("num_steps", [90, 400, 3000])
+@pytest.mark.parametrize("seed", range(10))
+def test_cut_covers_every_row_once(seed, num_steps):
     rng = torch.Generator().manual_seed(seed)
-    steps = torch.where(torch.rand(400, generator=rng) < 0.95, 1, torch.randint(1, 50, (400,), generator=rng))
-    positions = steps.cumsum(0)
-    at = 0
-    for start, stop, is_run in _cut(positions, 32, 25):
+    steps = torch.where(torch.rand(num_steps, generator=rng) < 0.997, 1, torch.randint(1, 50, (num_steps,), generator=rng))
+    positions = steps.cumsum(0).tolist()
+    at, num_runs = 0, 0
+    for start, stop, is_run in cut_rows(positions, can_run=True):
         assert start == at < stop
         if is_run:
-            assert stop - start >= 25
-            assert (positions[start:stop].diff() == 1).all()
-        else:
-            assert stop - start <= 32
+            num_runs += 1
+            assert positions[stop - 1] - positions[start] == stop - 1 - start >= 255
         at = stop
-    assert at == 400
+    assert at == num_steps
+    assert num_runs or num_steps < 3000
+    assert not any(is_run for _, _, is_run in cut_rows(positions, can_run=False))
+
+
+def test_layers_share_what_depends_on_positions(make_problem, hard_requests):
+    """Layers of one forward: with and without a cap, other head sizes, other values."""
+    problem = make_problem(hard_requests)
+    attention = SparseExtend(*problem.inputs[3:], backend="torch")
+    for logit_cap in (0.0, 3.0, 0.0):
+        q, k, v = (torch.randn_like(x) for x in problem.inputs[:3])
+        k, v = (x.nan_to_num(0.0) for x in (k, v))
+        expected = sparse_extend_reference(q, k, v, *problem.inputs[3:], sm_scale=0.25, logit_cap=logit_cap)
+        result = attention(q, k, v, sm_scale=0.25, logit_cap=logit_cap)
+        torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
