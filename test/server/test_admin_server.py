@@ -408,7 +408,7 @@ def test_the_command_goes_on_after_a_kill(empty, tmp_path, passages):
     assert second.returncode == 0, second.stderr
     stored, already = (int(second.stdout.split()[i]) for i in (2, 4))
     assert stored + already == 150
-    assert already == computed - done, "what was stored after the last line in the state file is found, not computed again"
+    assert already == computed - done, "what was stored after the last line of the state is found, not computed again"
     assert num_added(empty) - before == 150
 
 

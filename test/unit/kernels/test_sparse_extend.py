@@ -178,7 +178,8 @@ def test_no_rows(make_problem):
 @pytest.mark.parametrize("seed", range(10))
 def test_cut_covers_every_row_once(seed, num_steps):
     rng = torch.Generator().manual_seed(seed)
-    steps = torch.where(torch.rand(num_steps, generator=rng) < 0.997, 1, torch.randint(1, 50, (num_steps,), generator=rng))
+    jumps = torch.randint(1, 50, (num_steps,), generator=rng)
+    steps = torch.where(torch.rand(num_steps, generator=rng) < 0.997, 1, jumps)
     positions = steps.cumsum(0).tolist()
     at, num_runs = 0, 0
     for start, stop, is_run in cut_rows(positions, can_run=True):
