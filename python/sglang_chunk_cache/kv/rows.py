@@ -104,7 +104,7 @@ class FusedRows:
 
 
 def _indptr(lens: list[int], device: torch.device, kernel: str) -> list[int] | torch.Tensor:
-    """A list where it is read on the host: on the CPU, and by FlashInfer; else on the GPU, so that no layer copies it."""
+    """A list where the host reads it: on the CPU, and by FlashInfer; else on the GPU, so that no layer copies it."""
     indptr = [0, *itertools.accumulate(lens)]
     if device.type == "cpu" or kernel == "flashinfer":
         return indptr
