@@ -39,7 +39,7 @@ from benchmark.serving import traces
 from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, MeasurementError, Tape, Tick
 from benchmark.serving.fleet import Fleet
-from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, documents_model
+from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, TRAINED_FLAGS, documents_model
 from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, replay, serve
 from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load, Plan, changed
 from benchmark.serving.plots import draw
@@ -181,10 +181,10 @@ class Runner:
         return self._fleet(model, self.args.pool or self.plan.pool_len)
 
     def _small_fleet(self) -> Fleet:
-        return self._fleet(TRAINED_DIR, SMALL_POOL_LEN)
+        return self._fleet(TRAINED_DIR, SMALL_POOL_LEN, TRAINED_FLAGS)
 
-    def _fleet(self, model: Path, pool_len: int) -> Fleet:
-        return Fleet(model, pool_len, CACHE_DIR, flags=shlex.split(self.args.server_flags))
+    def _fleet(self, model: Path, pool_len: int, flags: Sequence[str] = ()) -> Fleet:
+        return Fleet(model, pool_len, CACHE_DIR, flags=[*flags, *shlex.split(self.args.server_flags)])
 
     def _systems_of(self, part: str) -> Sequence[System]:
         """Systems that a part asks, in this order."""

@@ -10,6 +10,7 @@ from benchmark.demo.corpus import Passage, train_on_corpus
 
 CACHE_DIR = ROOT / ".cache" / "serving"  # models, logs, and results that are not to be kept
 TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
+TRAINED_FLAGS = ("--dtype", "float32")  # it is stored in bfloat16, which many CPUs only emulate, ten times as slow
 SMALL_POOL_LEN = 65536  # tokens of the KV pool of servers of the trained model
 
 

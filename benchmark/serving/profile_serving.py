@@ -38,7 +38,7 @@ from benchmark.quality.question import DataError
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop
 from benchmark.serving.fleet import Fleet
-from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, documents_model
+from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, TRAINED_FLAGS, documents_model
 from benchmark.serving.plan import PLANS, VOCAB
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.stacks import RULES, read_collapsed, shares
@@ -222,9 +222,9 @@ def main() -> int:
         "new_share": args.new_share,
     }
     model = TRAINED_DIR if args.trained else documents_model(plan.shape)[0]
-    pool_len = SMALL_POOL_LEN if args.trained else plan.pool_len
+    pool_len, flags = (SMALL_POOL_LEN, TRAINED_FLAGS) if args.trained else (plan.pool_len, ())
     try:
-        with Fleet(model, pool_len, CACHE_DIR, env=_importing(args.source)) as fleet:
+        with Fleet(model, pool_len, CACHE_DIR, env=_importing(args.source), flags=flags) as fleet:
             fleet.keep(system.kind for system in args.systems)
             report["rows"] = [profile(system, fleet, args, console) for system in args.systems]
     except (ServerError, ProfilerError) as error:

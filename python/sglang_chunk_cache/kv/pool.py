@@ -100,19 +100,18 @@ class ChunkPool:
         return slots, tuple(layer_copies)
 
     def _copy(self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int) -> None:
-        """One gather per path of the tree, one copy for all."""
-        sources, targets, deltas = [], [], []
+        """One look at each path of the tree, one copy for all."""
+        sources, targets, chunks = [], [], []
         for group in copied.values():
             path, starts = self._store.path_slots([variant for _, variant in group])
-            firsts = [start + chunk.src_offset for start, (chunk, _) in zip(starts, group, strict=True)]
-            at = [np.arange(first, first + chunk.num_reused) for first, (chunk, _) in zip(firsts, group, strict=True)]
-            sources.append(path.index_select(0, torch.from_numpy(np.concatenate(at)).to(path.device)))
-            targets += [np.arange(chunk.dst_start, chunk.dst_end) - load_start for chunk, _ in group]
-            deltas += [np.full(chunk.num_reused, chunk.shift) for chunk, _ in group]
-        packed = torch.from_numpy(np.concatenate((*targets, *deltas))).to(slots.device, non_blocking=True)
-        target, delta = packed.chunk(2)
-        source = sources[0] if len(sources) == 1 else torch.cat(sources)
-        self._assembler.copy(source, slots.index_select(0, target), delta)
+            for start, (chunk, _) in zip(starts, group, strict=True):
+                first = start + chunk.src_offset
+                sources.append(path[first : first + chunk.num_reused])
+                targets.append(slots[chunk.dst_start - load_start : chunk.dst_end - load_start])
+                chunks.append(chunk)
+        delta = np.repeat([chunk.shift for chunk in chunks], [chunk.num_reused for chunk in chunks])
+        delta = torch.from_numpy(delta).to(slots.device, non_blocking=True)
+        self._assembler.copy(torch.cat(sources), torch.cat(targets), delta)
 
     def _touch(self, variants: Sequence[Variant]) -> None:
         last_of: dict[object, Variant] = {}
