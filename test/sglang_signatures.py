@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, SUBCLASSES, TOUCHED
+from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED
 
 FILE = Path(__file__).with_name("sglang_signatures.json")
 
@@ -46,8 +46,7 @@ def current_signatures() -> dict[str, str | None]:
 
 def our_classes() -> Iterator[type]:
     """The classes that stand in the place of one of SGLang's."""
-    for handler in (*(hook.handler for hook in HOOKS if hook.replaces_class), *SUBCLASSES):
-        yield pkgutil.resolve_name(handler)
+    return map(pkgutil.resolve_name, OVERRIDES)
 
 
 def overrides(ours: type) -> dict[str, str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_chunk_cache.host.table import API_HOOKS, FLAG_HOOKS, HOOKS, SCHEDULER_HOOKS, Hook
+from sglang_chunk_cache.host.table import API_HOOKS, CPU_ONLY, FLAG_HOOKS, HOOKS, OVERRIDES, SCHEDULER_HOOKS, Hook
 from sglang_chunk_cache.server_args import RADIX_CACHE_BACKEND, refuse
 
 __all__ = ["API_HOOKS", "FLAG_HOOKS", "HOOKS", "SCHEDULER_HOOKS", "Hook"]
@@ -118,6 +118,16 @@ def missing_hooks() -> list[str]:
     ]
 
 
+def missing_overrides() -> list[str]:
+    """The names that our classes take from SGLang's, to be called in their place, and that SGLang does not have."""
+    missing = []
+    for handler in OVERRIDES.keys() - CPU_ONLY:
+        theirs = [base for base in pkgutil.resolve_name(handler).__mro__ if base.__module__.startswith("sglang.")]
+        has = {name for base in theirs for name in vars(base)}
+        missing += [f"{theirs[0].__qualname__}.{name}" for name in OVERRIDES[handler] if name not in has]
+    return sorted(missing)
+
+
 def verify_hooks() -> None:
     """Checks that every hook that was registered in this process is applied, and every class ours alone.
 
@@ -126,7 +136,7 @@ def verify_hooks() -> None:
     """
     from sglang.version import __version__
 
-    missing = missing_hooks()
+    missing = missing_hooks() + missing_overrides()
     if missing:
         refuse(f"SGLang {__version__} does not fit, {', '.join(missing)} could not be hooked; install sglang 0.5.23.")
     for hook in _expected:

@@ -1,7 +1,4 @@
-"""Everything of SGLang that is changed, as `hooks.toml` lists it.
-
-What a class of ours overrides is computed from it (`test/sglang_signatures.py`) and written nowhere by hand.
-"""
+"""Everything of SGLang that is changed, as `hooks.toml` lists it."""
 
 from __future__ import annotations
 
@@ -79,5 +76,9 @@ FLAG_HOOKS = _hooks("flags")
 API_HOOKS = _hooks("api")
 SCHEDULER_HOOKS = _hooks("scheduler")
 HOOKS = API_HOOKS + SCHEDULER_HOOKS
-SUBCLASSES: tuple[str, ...] = tuple(_TABLE["subclasses"])
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    row["handler"]: tuple(row["overrides"]) for row in _TABLE["hook"] + _TABLE["subclass"] if "overrides" in row
+}
+"""The names that each class of ours takes from SGLang's, by `"package.module:class"`."""
+CPU_ONLY = frozenset(row["handler"] for row in _TABLE["subclass"] if row["where"] == "cpu")
 TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import sglang_signatures as signatures
 from sglang_chunk_cache.host import hooks
-from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, TOUCHED, Hook
+from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED, Hook
 from sglang_chunk_cache.server_args import StartRefused
 
 ALL = FLAG_HOOKS + HOOKS
@@ -43,6 +43,11 @@ def test_signatures_are_those_that_the_code_was_written_against():
     assert signatures.current_signatures() == json.loads(signatures.FILE.read_text()), (
         "python test/sglang_signatures.py"
     )
+
+
+@pytest.mark.parametrize("handler", [hook.handler for hook in ALL if hook.replaces_class] + list(OVERRIDES))
+def test_the_table_has_what_a_class_overrides(handler):
+    assert list(OVERRIDES[handler]) == list(signatures.overrides(pkgutil.resolve_name(handler)))
 
 
 def test_what_differs_is_named(tmp_path, monkeypatch):
@@ -103,6 +108,14 @@ def test_missing_target_stops_the_start(registry):
 def test_missing_handler_stops_the_start(registry):
     with pytest.raises(StartRefused, match="no_such_handler"):
         hooks.apply_hooks((hook_of(TARGET, HookType.AROUND, "json:no_such_handler"),))
+
+
+def test_an_overridden_name_that_is_missing_stops_the_start(registry, monkeypatch):
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+    monkeypatch.delattr(PrefillAdder, "_replay_len")
+    with pytest.raises(StartRefused, match=r"PrefillAdder\._replay_len could not be hooked"):
+        hooks.verify_hooks()
 
 
 def test_a_registered_hook_that_was_not_applied_is_noticed(registry):
