@@ -5,7 +5,7 @@
     touch         a variant was used
     move          a variant got another home
     sweep         forget some of what is gone, so that what the store has evicted takes no place here
-    discard, discard_home, clear   forget
+    discard, clear   forget
 
 The index stores no KV and protects nothing from eviction: the radix tree does both. It has bounds of its own (variants,
 variants per chunk, remembered path tokens) and its own order (`chunk_cache.victims`), by a logical clock. No wall clock
@@ -335,14 +335,6 @@ class ChunkIndex:
         self._remove(variant)
         self.counters.num_discarded += 1
         return True
-
-    def discard_home(self, home: PathTokens | NodeHome) -> int:
-        """Forget what lives in a path or a node; returns how many variants that were."""
-        if isinstance(home, PathTokens):
-            variant_ids = self._paths.holders(home)
-        else:
-            variant_ids = [home.variant_id] if home.variant_id >= 0 else []
-        return sum(self.discard(variant_id) for variant_id in variant_ids)
 
     def clear(self) -> None:
         """Forget everything (a flushed cache); counters, clock and ids go on."""

@@ -306,14 +306,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.discard(variant_id) == bool(known)
         self.model.drop(known)
 
-    @rule(data=st.data())
-    def discard_home(self, data: st.DataObject) -> None:
-        if self.stored:
-            home = data.draw(st.sampled_from(list(self.stored)))
-            known = [r for r in self.model.records if (r.home.path if isinstance(r.home, PathHome) else r.home) is home]
-            assert self.index.discard_home(home) == len(known)
-            self.model.drop(known)
-
     @rule()
     def clear(self) -> None:
         self.index.clear()
