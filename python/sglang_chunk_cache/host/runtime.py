@@ -93,10 +93,10 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
-    tp_group = ctx.tp_group.cpu_group if ctx.tp_size > 1 else None
+    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else None
     landings = None
     if config.tiers is not None:
-        timeout_s, reduce_max = config.tiers.timeout_s, max_over_ranks(tp_group)
+        timeout_s = config.tiers.timeout_s
         landings = Landings(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
     pool = ChunkPool(cache, manager, store, assembler, landings)
     tiers = None
@@ -107,7 +107,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
                 assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size),
                 pool=pool,
                 ratio=args.ratio,
-                tp_group=tp_group,
+                reduce_max=reduce_max,
                 device=torch.device(allocator.get_kvcache().device),
                 is_counting=is_counting,
             )

@@ -13,10 +13,8 @@ from sglang.srt.distributed import tensor_model_parallel_all_reduce
 Votes: TypeAlias = npt.NDArray[np.int64]
 
 
-def max_over_ranks(group: torch.distributed.ProcessGroup | None) -> Callable[[Votes], Votes] | None:
-    """The element-wise maximum of votes over the ranks of a group on the CPU; None where there is one rank."""
-    if group is None:
-        return None
+def max_over_ranks(group: torch.distributed.ProcessGroup) -> Callable[[Votes], Votes]:
+    """The element-wise maximum of votes over the ranks of a group on the CPU."""
 
     def reduce(votes: Votes) -> Votes:
         tensor = torch.from_numpy(votes)

@@ -57,16 +57,15 @@ class ChunkTiers:
         max_generation: int,
         fingerprint: Fingerprint,
         ratio: float,
-        tp_group: torch.distributed.ProcessGroup | None,
+        reduce_max: Callable[[np.ndarray], np.ndarray] | None,
         device: torch.device,
     ) -> None:
         self._config = config
         self._tiers = tuple(tiers)
-        self._tp_group = tp_group
         self._bytes_per_token = fingerprint.payload_len(1)
         self._ratio = ratio
         self._max_generation = max_generation
-        self.reduce_max = None if tp_group is None else self._reduce_max
+        self.reduce_max = reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = PrefillCost()
         self.clock = ForwardClock(device)
@@ -258,11 +257,6 @@ class ChunkTiers:
             "Chunk cache: tier %s holds %d chunks, %d bytes", tier.name, len(tier.ledger), tier.ledger.num_bytes
         )
 
-    def _reduce_max(self, votes: np.ndarray) -> np.ndarray:
-        tensor = torch.from_numpy(votes)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self._tp_group)
-        return votes
-
 
 def create_tiers(
     config: Config,
@@ -270,7 +264,7 @@ def create_tiers(
     *,
     pool: Pool,
     ratio: float,
-    tp_group: torch.distributed.ProcessGroup | None,
+    reduce_max: Callable[[np.ndarray], np.ndarray] | None,
     device: torch.device,
     is_counting: bool,
 ) -> ChunkTiers | None:
@@ -278,7 +272,7 @@ def create_tiers(
 
     Args:
         ratio: the server's.
-        tp_group: for agreements of the tensor-parallel ranks, on the CPU; None where there is one rank.
+        reduce_max: as for `TierLoader`.
         is_counting: whether this rank counts for the metrics.
 
     Raises:
@@ -296,7 +290,7 @@ def create_tiers(
         max_generation=config.max_generation,
         fingerprint=fingerprint,
         ratio=ratio,
-        tp_group=tp_group,
+        reduce_max=reduce_max,
         device=device,
     )
 

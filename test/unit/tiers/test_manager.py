@@ -31,14 +31,14 @@ def open_chunk_tiers(tmp_path: Path) -> Iterator[Callable[..., ChunkTiers]]:
     """With a disk tier; other keys of its configuration by name."""
     with ExitStack() as stack:
 
-        def opened(folder: str = "disk", *, tp_group: Any = None, **tiers: Any) -> ChunkTiers:
+        def opened(folder: str = "disk", *, reduce_max: Any = None, **tiers: Any) -> ChunkTiers:
             config = parse_config({"tiers": {"disk": {"path": str(tmp_path / folder)}, "controller": False, **tiers}})
             chunk_tiers = create_tiers(
                 config,
                 FINGERPRINT,
                 pool=DictPool(),
                 ratio=0.15,
-                tp_group=tp_group,
+                reduce_max=reduce_max,
                 device=torch.device("cpu"),
                 is_counting=False,
             )
@@ -122,8 +122,8 @@ def test_ranks_take_the_same_ratio_the_larger_one(open_chunk_tiers, groups, num_
     """Each has other estimates, and may wait for other layers; both compute the same rows."""
     alone, ranks, streams = [], [], []
     for rank in range(2):
-        for tp_group, made in ((None, alone), (groups[rank], ranks)):
-            tiers = open_chunk_tiers(f"rank{rank}", tp_group=tp_group, hide_ratio=True, loading="layerwise")
+        for reduce_max, made in ((None, alone), (max_over_ranks(groups[rank]), ranks)):
+            tiers = open_chunk_tiers(f"rank{rank}", reduce_max=reduce_max, hide_ratio=True, loading="layerwise")
             learn(tiers, load_s=load_s[rank], compute_s=1.0)
             made.append(tiers)
         streams.append(stream_of(ranks[rank], num_layers[rank]))
@@ -172,7 +172,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
     for rank, numbers in enumerate(((1, 2), (2, 3))):
         for number in numbers:
             DiskMedium(tmp_path / f"rank{rank}", FINGERPRINT).write(stored(variant(number)))
-    ranks = [open_chunk_tiers(f"rank{rank}", tp_group=groups[rank]) for rank in range(2)]
+    ranks = [open_chunk_tiers(f"rank{rank}", reduce_max=max_over_ranks(groups[rank])) for rank in range(2)]
     for tiers in ranks:
         (disk,) = tiers._tiers
         for info in disk.medium.scan():

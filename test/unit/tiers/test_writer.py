@@ -203,7 +203,7 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
             max_generation=3,
             fingerprint=FINGERPRINT,
             ratio=0.15,
-            tp_group=None,
+            reduce_max=None,
             device=torch.device("cpu"),
         )
         for _ in range(200):
