@@ -15,6 +15,7 @@ import torch
 
 from chunk_cache.config import parse_config
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
+from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_chunk_cache.tiers.search import TierSearch
