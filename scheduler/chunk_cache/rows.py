@@ -66,10 +66,12 @@ def choose_rows(
     is_row = is_missing.copy()
     budgets = [ratio] * len(chunks) if budgets is None else budgets
     how = _Choice.of(method, opts)
+    num_recomputed = 0
     for chunk, key, ranking, budget in zip(chunks, keys, rankings, budgets, strict=True):
         if chunk.num_reused:
-            is_row[how.rows(chunk, key, ranking, budget) + (chunk.dst_start - load_start)] = True
-    num_recomputed = int(is_row.sum() - is_missing.sum())
+            rows = how.rows(chunk, key, ranking, budget)
+            is_row[rows + (chunk.dst_start - load_start)] = True
+            num_recomputed += len(rows)
     # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
     is_partial = 0 < num_recomputed < sum(chunk.num_reused for chunk in chunks)
     is_dropping = is_partial and is_selecting(method, opts.options)

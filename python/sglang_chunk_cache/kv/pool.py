@@ -60,14 +60,17 @@ class ChunkPool:
         page_size, allocator = self._cache.page_size, self._cache.token_to_kv_pool_allocator
         num_slots = -(-num_tokens // page_size) * page_size
         # Most of the time there is room, and then nobody needs protection.
-        locks = [self._store.lock(variant) for variant in sources] if allocator.available_size() < num_slots else []
+        has_room = allocator.available_size() >= num_slots
+        locks = [] if has_room else [self._store.lock(variant) for variant in sources]
         try:
             evict_from_tree_cache(self._cache, num_slots)
             slots: torch.Tensor | None = allocator.alloc(num_slots)
         finally:
             for lock in locks:
                 self._store.unlock(lock)
-        if slots is not None and any(self._manager.index.get(variant.variant_id) is None for variant in sources):
+        if has_room or slots is None:
+            return slots
+        if any(self._manager.index.get(variant.variant_id) is None for variant in sources):
             allocator.free(slots)
             return None
         return slots
@@ -109,7 +112,7 @@ class ChunkPool:
                 sources.append(path[first : first + chunk.num_reused])
                 targets.append(slots[chunk.dst_start - load_start : chunk.dst_end - load_start])
                 chunks.append(chunk)
-        delta = np.repeat([chunk.shift for chunk in chunks], [chunk.num_reused for chunk in chunks])
+        delta = np.array([chunk.shift for chunk in chunks]).repeat([chunk.num_reused for chunk in chunks])
         delta = torch.from_numpy(delta).to(slots.device, non_blocking=True)
         self._assembler.copy(torch.cat(sources), torch.cat(targets), delta)
 
