@@ -16,17 +16,14 @@ that no row can see are never read, so they may hold anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
-from sgl_kernel_ext.sparse_extend.torch_blocked import TorchPlan
+from sgl_kernel_ext.sparse_extend.torch_blocked import IndPtr, TorchPlan
 
 __all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
-
-IndPtr = torch.Tensor | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -117,21 +114,20 @@ class SparseExtend:
         if out is None:
             out = q.new_empty(shape)
         elif tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
-            given = f"{out.dtype} {tuple(out.shape)} on {out.device}"
-            raise ValueError(f"out: {given}, need {q.dtype} {shape} on {q.device}")
+            raise ValueError(f"out: {out.dtype} {out.shape} on {out.device}, need {q.dtype} {shape} on {q.device}")
         if not q.shape[0]:
             return out
         implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
         if implementation == "flashinfer":
             from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
 
-            sparse_extend_flashinfer(q, k_buffer, v_buffer, *self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
+            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
         elif implementation == "triton":
             from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
             sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
         else:
-            self._torch_plan = self._torch_plan or TorchPlan(*self._index)
+            self._torch_plan = self._torch_plan or TorchPlan(self._index)
             self._torch_plan.attend(q, k_buffer, v_buffer, out, sm_scale=sm_scale, logit_cap=logit_cap)
         return out
 

@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 import torch
 
+from sgl_kernel_ext.sparse_extend.torch_blocked import Index, as_list
+
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
@@ -60,10 +62,9 @@ struct RowPositionAttention : AttentionVariantBase {
 };
 """
 
-IndPtr = torch.Tensor | Sequence[int]
-
 _workspaces: dict[torch.device, torch.Tensor] = {}
-_last_calls: dict[torch.device, _LastCall] = {}
+_attentions: dict[torch.device, FlashInferSparseExtend] = {}
+_planned: dict[torch.device, tuple[Index, dict[str, Any]]] = {}  # keeps the index, so that no other can be taken for it
 _build_failure: str | None = None
 
 
@@ -245,59 +246,34 @@ def jit_arguments(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[st
     return args, {"paged_kv_stride_mode": "equal"}  # K and V alike: half the paged kernels to compile
 
 
-@dataclass
-class _LastCall:
-    """Keeps the tensors of the plan, so that no others can get their addresses."""
-
-    attention: FlashInferSparseExtend
-    key: tuple[Any, ...] | None = None
-    tensors: tuple[IndPtr, ...] = ()
-
-
 def sparse_extend_flashinfer(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
-    kv_indptr: IndPtr,
-    kv_indices: torch.Tensor,
-    row_indptr: IndPtr,
-    row_positions: torch.Tensor,
+    index: Index,
     out: torch.Tensor,
     *,
     sm_scale: float,
     logit_cap: float,
 ) -> None:
-    """Write `out`; arguments as in `sparse_extend`. Plans unless the last call on this device had the same index
-    tensors, heads and scales, as the layers of a forward have. Writes into these tensors between calls are noticed,
-    except where they were made in inference mode, which counts no versions: pass new tensors there.
+    """Write `out`; arguments as in `sparse_extend`, `index` being those of `SparseExtend`.
+
+    Plans unless the last call on this device had the same `index`, heads and scales, as the layers of a forward have.
 
     Raises:
         ValueError: FlashInfer has no kernel for such tensors; and as `FlashInferSparseExtend.plan`.
     """
     _check_supported(q, k_buffer, v_buffer)
-    if not q.shape[0]:
-        return
-    last = _last_calls.setdefault(q.device, _LastCall(FlashInferSparseExtend(q.device)))
-    tensors = (kv_indptr, kv_indices, row_indptr, row_positions)
+    attention = _attentions.setdefault(q.device, FlashInferSparseExtend(q.device))
     heads: dict[str, Any] = {"num_q_heads": q.shape[1], "num_kv_heads": k_buffer.shape[1], "head_dim": q.shape[2]}
     options = heads | {"dtype": q.dtype, "sm_scale": sm_scale, "logit_cap": logit_cap}
-    key = (*map(_stamp, tensors), *options.values())
-    if key != last.key:
-        last.key = None
-        last.attention.plan(_as_list(kv_indptr), kv_indices, _as_list(row_indptr), row_positions, **options)
-        last.key, last.tensors = key, tensors
-    last.attention.run(q, k_buffer, v_buffer, out)
-
-
-def _stamp(indices: IndPtr) -> tuple[Any, ...]:
-    if not isinstance(indices, torch.Tensor):
-        return tuple(indices)
-    version = None if indices.is_inference() else indices._version
-    return (indices.data_ptr(), indices.shape, indices.stride(), indices.dtype, version)
-
-
-def _as_list(indptr: IndPtr) -> list[int]:
-    return indptr.tolist() if isinstance(indptr, torch.Tensor) else list(indptr)
+    planned, last_options = _planned.get(q.device, (None, None))
+    if planned is not index or last_options != options:
+        _planned.pop(q.device, None)
+        kv_indptr, kv_indices, row_indptr, row_positions = index
+        attention.plan(as_list(kv_indptr), kv_indices, as_list(row_indptr), row_positions, **options)
+        _planned[q.device] = index, options
+    attention.run(q, k_buffer, v_buffer, out)
 
 
 def _check_supported(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:

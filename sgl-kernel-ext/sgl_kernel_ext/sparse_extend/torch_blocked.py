@@ -29,8 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 _BLOCK_ROWS = 32
 _WIDE_BLOCK_ROWS = 192
 _MIN_WIDE_ROWS = 384
-# Few keys are one block, gathered by index, since there calls cost more than what they compute: 42 rows over 240 keys,
-# 4 query heads and 2 x 32, 0.17 ms instead of 0.28.
+# Few keys are one block, gathered by index: 42 rows over 240, 4 query heads and 2 x 32, 0.17 ms instead of 0.28.
 _MAX_SHORT_LEN = 512
 _MIN_COPY_ROWS = 96
 _MIN_RUN_ROWS = 256
@@ -40,55 +39,39 @@ _MIN_RUN_ROWS = 256
 _MIN_MEAN_RUN = 32
 
 
+IndPtr = torch.Tensor | Sequence[int]
+Index = tuple[IndPtr, torch.Tensor, IndPtr, torch.Tensor]
+"""kv_indptr, kv_indices, row_indptr and row_positions of `sparse_extend`."""
+
+
 @dataclass(frozen=True)
 class _Block:
-    """Some rows of a request.
-
-    Attributes:
-        rows: which of q and out.
-        end: position of the last of them + 1: so many keys are read.
-        seen: [num_rows, end] bool; None: the rows are a run.
-    """
-
-    rows: slice
-    end: int
-    seen: torch.Tensor | None
+    rows: slice  # of q and out
+    end: int  # so many keys are read: position of the last row + 1
+    seen: torch.Tensor | None  # [num_rows, end] bool; None: the rows are a run
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A request that has rows.
-
-    Attributes:
-        slots: [last position + 1]. Nothing after the last row is visible; what lies there is not read.
-        runs: (first slot, length) of consecutive slots, in order; None where they are short.
-    """
-
-    slots: torch.Tensor
-    runs: list[tuple[int, int]] | None
+    slots: torch.Tensor  # [position of the last row + 1]: what is not visible is not read
+    runs: list[tuple[int, int]] | None  # (first slot, length) of consecutive slots, in order; None where they are short
     blocks: list[_Block]
 
 
 class TorchPlan:
-    """What of a forward's attention depends on positions and slots only; arguments as in `sparse_extend`.
+    """What of a forward's attention depends on positions and slots only.
 
     Raises:
         ValueError: lengths do not fit, or positions do not ascend.
     """
 
-    def __init__(
-        self,
-        kv_indptr: torch.Tensor | Sequence[int],
-        kv_indices: torch.Tensor,
-        row_indptr: torch.Tensor | Sequence[int],
-        row_positions: torch.Tensor,
-    ) -> None:
-        self._kv_bounds, self._row_bounds = _as_list(kv_indptr), _as_list(row_indptr)
-        self._kv_indices, self._positions = kv_indices, row_positions
-        if self._kv_bounds[-1] > kv_indices.numel() or self._row_bounds[-1] != row_positions.numel():
+    def __init__(self, index: Index) -> None:
+        kv_indptr, self._kv_indices, row_indptr, self._positions = index
+        self._kv_bounds, self._row_bounds = as_list(kv_indptr), as_list(row_indptr)
+        if self._kv_bounds[-1] > self._kv_indices.numel() or self._row_bounds[-1] != self._positions.numel():
             raise ValueError(
                 f"kv_indptr, row_indptr: end at {self._kv_bounds[-1]} and {self._row_bounds[-1]}, but there are "
-                f"{kv_indices.numel()} kv_indices and {row_positions.numel()} rows"
+                f"{self._kv_indices.numel()} kv_indices and {self._positions.numel()} rows"
             )
         self._requests: dict[bool, list[_Request]] = {}
 
@@ -136,7 +119,7 @@ class TorchPlan:
             yield _Request(slots, _runs_of(slots), blocks)
 
 
-def _as_list(indptr: torch.Tensor | Sequence[int]) -> list[int]:
+def as_list(indptr: IndPtr) -> list[int]:
     return indptr.tolist() if isinstance(indptr, torch.Tensor) else list(indptr)
 
 

@@ -18,6 +18,7 @@ import types
 import pytest
 import torch
 
+from sgl_kernel_ext.sparse_extend import SparseExtend, sparse_extend
 from sgl_kernel_ext.sparse_extend import flashinfer as subject
 from sgl_kernel_ext.sparse_extend.flashinfer import (
     FlashInferSparseExtend,
@@ -81,14 +82,15 @@ def wrapper(monkeypatch):
     wrapper = WrapperInTorch()
     wrapper.kind = "jit"
     monkeypatch.setattr(subject, "_check_supported", lambda *tensors: None)
-    monkeypatch.setattr(subject, "_last_calls", {})
+    monkeypatch.setattr(subject, "_planned", {})
     monkeypatch.setattr(FlashInferSparseExtend, "_wrapper_for", lambda self, dtype, head_dim: (wrapper, wrapper.kind))
     return wrapper
 
 
-def call(problem, **options):
+def call(problem, attention=None, **options):
     options = {"sm_scale": 0.25, "logit_cap": 0.0} | options
-    sparse_extend_flashinfer(*problem.inputs, problem.out, **options)
+    attention = attention or SparseExtend(*problem.inputs[3:], backend="flashinfer")
+    attention(*problem.inputs[:3], out=problem.out, **options)
     return problem.out, sparse_extend_reference(*problem.inputs, **options)
 
 
@@ -107,7 +109,7 @@ def test_what_flashinfer_is_told_gives_the_definition(
 def test_out_need_not_be_dense(make_problem, hard_requests, wrapper):
     problem = make_problem(hard_requests)
     wide = torch.full((problem.out.shape[0], 7, 16), -7.0)
-    sparse_extend_flashinfer(*problem.inputs, wide[:, :4], sm_scale=0.25, logit_cap=0.0)
+    sparse_extend(*problem.inputs, sm_scale=0.25, backend="flashinfer", out=wide[:, :4])
     torch.testing.assert_close(
         wide[:, :4].double(), sparse_extend_reference(*problem.inputs, sm_scale=0.25), atol=1e-5, rtol=1e-5
     )
@@ -149,42 +151,23 @@ def test_positions_that_do_not_ascend_are_refused(positions):
         group_rows([0, 10], [0, 2], torch.tensor(positions))
 
 
-def test_layers_share_a_plan_and_new_indices_make_a_new_one(make_problem, hard_requests, wrapper):
-    problem = make_problem(hard_requests)
-    for layer in range(3):
-        problem.q.add_(layer)
-        result, expected = call(problem)
-        torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
-    assert wrapper.num_plans == 1
-
-    problem.row_positions[0] = 0  # the same value, but a write all the same
-    call(problem)
-    assert wrapper.num_plans == 2
-    call(problem, logit_cap=2.0)
-    assert wrapper.num_plans == 3
-
-    other = make_problem(hard_requests, seed=1)
-    result, expected = call(other)
-    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
-    assert wrapper.num_plans == 4
-    *inputs, positions = other.inputs
-    sparse_extend_flashinfer(*inputs, positions.clone(), other.out, sm_scale=0.25, logit_cap=0.0)
-    assert wrapper.num_plans == 5
-    tensors = [torch.tensor(value) if isinstance(value, list) else value for value in other.inputs]
-    for _ in range(2):
-        sparse_extend_flashinfer(*tensors, other.out, sm_scale=0.25, logit_cap=0.0)
-    assert wrapper.num_plans == 6
-
-
-def test_a_plan_in_inference_mode(make_problem, hard_requests, wrapper):
-    with torch.inference_mode():  # whose tensors have no version to read
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_layers_share_a_plan_and_another_forward_makes_a_new_one(make_problem, hard_requests, wrapper, is_inference):
+    with torch.inference_mode(is_inference):
         problem = make_problem(hard_requests)
-        for _ in range(2):
-            result, expected = call(problem)
+        attention = SparseExtend(*problem.inputs[3:], backend="flashinfer")
+        for layer in range(3):
+            problem.q.add_(layer)
+            result, expected = call(problem, attention)
             torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
         assert wrapper.num_plans == 1
-        call(make_problem(hard_requests, seed=1))
-    assert wrapper.num_plans == 2
+        call(problem, attention, logit_cap=2.0)
+        assert wrapper.num_plans == 2
+        other = make_problem(hard_requests, seed=1)
+        for one, its_attention, num_plans in ((other, None, 3), (problem, attention, 4)):
+            result, expected = call(one, its_attention)
+            torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+            assert wrapper.num_plans == num_plans
 
 
 def test_after_a_failed_plan_the_one_before_is_made_again(make_problem, wrapper):
@@ -193,7 +176,7 @@ def test_after_a_failed_plan_the_one_before_is_made_again(make_problem, wrapper)
     call(problem)
     for _ in range(2):
         with pytest.raises(ValueError, match="row_positions"):
-            sparse_extend_flashinfer(*bad.inputs, bad.out, sm_scale=0.25, logit_cap=0.0)
+            call(bad)
     result, expected = call(problem)
     torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -255,7 +238,7 @@ def test_what_flashinfer_cannot_do_is_named(message, change):
     v = Fake(9, 2, v_dim, dtype=kv_dtype, stride=(2 * v_dim, v_dim, 1))
     with pytest.raises(ValueError, match=f'{message}.*; use backend "triton"'):
         sparse_extend_flashinfer(
-            q, k, v, [0, 9], torch.arange(9), [0, 2], torch.tensor([1, 2]), None, sm_scale=1.0, logit_cap=0.0
+            q, k, v, ([0, 9], torch.arange(9), [0, 2], torch.tensor([1, 2])), None, sm_scale=1.0, logit_cap=0.0
         )
 
 
