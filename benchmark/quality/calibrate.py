@@ -91,7 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS_DIR / "calibrate", metavar="DIR", help="folder of the report")
     add("--work", type=Path, default=WORK_DIR, metavar="DIR", help="folder of the kept replies and the server log")
     add("--config", type=Path, metavar="FILE", help="JSON for --chunk-cache-config @FILE; its other keys are kept")
-    parser.set_defaults(top_logprobs=20)
+    parser.set_defaults(top_logprobs=20, likelihood=False)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     _check_args(args, parser)

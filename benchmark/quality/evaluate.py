@@ -77,6 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, help="end of an answer (default: by task)")
     add("--stop", action="append", metavar="TEXT", help="ends an answer; again for more (default: by task)")
     add("--top-logprobs", type=int, default=20, help="tokens compared one by one in the KL (default: %(default)s)")
+    add("--likelihood", action="store_true", help="how likely the right answer and full prefill's own are")
     add("--metric", choices=tuple(METRICS), help="what is scored (default: by task)")
     add("--prompt-template", metavar="FILE", help="JSON: how system, chunk and question are written")
     add("--chat", action="store_true", help="put prompts through the model's chat template")
@@ -124,7 +125,7 @@ def load(args: argparse.Namespace) -> list[Task]:
     options = TaskOptions(num=args.num, seed=args.held_out_seed, size=size)
     style = {"style": read_format(args.prompt_template)} if args.prompt_template else {}
     metric = {"metric": args.metric} if args.metric else {}
-    asking: dict[str, Any] = {"num_top": args.top_logprobs}
+    asking: dict[str, Any] = {"num_top": args.top_logprobs, "likelihood": args.likelihood}
     if args.max_new_tokens:
         asking["max_new_tokens"] = args.max_new_tokens
     if args.stop:

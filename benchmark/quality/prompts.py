@@ -40,11 +40,15 @@ VERBATIM = PromptFormat("{system}", "{chunk}", "{question}")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A marked prompt: what stands before the chunks, the chunks, and what stands behind them."""
+    """A marked prompt: what stands before the chunks, the chunks, and what stands behind them.
+
+    `answer` is what a right reply would begin with, as written behind the tail; it is no part of the prompt.
+    """
 
     head: str
     chunks: tuple[str, ...]
     tail: str
+    answer: str = ""
 
     @property
     def text(self) -> str:
@@ -78,10 +82,12 @@ class Prompt:
 def build_prompt(question: Question, style: PromptFormat = PLAIN) -> Prompt:
     """The prompt of a question; separators that its texts hold are replaced by a space."""
     system, question_text = _clean(question.system), _clean(question.question)
+    tail = style.question.replace("{question}", question_text)
     return Prompt(
         head=style.system.replace("{system}", system) if system else "",
         chunks=tuple(style.chunk.replace("{chunk}", _clean(chunk)) for chunk in question.chunks),
-        tail=style.question.replace("{question}", question_text),
+        tail=tail,
+        answer=_behind(tail, question),
     )
 
 
@@ -102,7 +108,7 @@ def build_chat_prompt(
     head, *chunks, tail = render([*system, {"role": "user", "content": body}]).split(SEPARATOR)
     if tuple(chunks) != prompt.chunks:
         raise DataError("The chat template of the model changes the chunks of a prompt; run without --chat.")
-    return Prompt(head, prompt.chunks, tail)
+    return Prompt(head, prompt.chunks, tail, _behind(tail, question))
 
 
 def read_format(path: str | Path) -> PromptFormat:
@@ -124,6 +130,12 @@ def read_format(path: str | Path) -> PromptFormat:
         if not isinstance(text, str) or text.count(f"{{{name}}}") != 1:
             raise DataError(f'{path}: "{name}" must be a string that holds {{{name}}} once.')
     return PromptFormat(**value)
+
+
+def _behind(tail: str, question: Question) -> str:
+    """The first of the answers, or all where all are required, as it follows a prompt."""
+    answer = _clean(", ".join(question.answers) if question.require_all else question.answers[0])
+    return answer if not tail or tail[-1].isspace() else f" {answer}"
 
 
 def _clean(text: str) -> str:

@@ -24,6 +24,14 @@ from benchmark.quality.question import DataError, read_jsonl
 
 
 @dataclass(frozen=True)
+class Forced:
+    """A given answer behind a prompt (teacher forcing): its tokens, and the mean of their log-probabilities, nats."""
+
+    num_tokens: int
+    logprob: float
+
+
+@dataclass(frozen=True)
 class Reply:
     """What came back for one prompt under one condition.
 
@@ -36,6 +44,7 @@ class Reply:
         prompt_len, reused_len, recomputed_len: tokens, as the server counts them.
         kl: of the first token's distribution to the reference's, nats; None for the reference.
         top: (token id, log-probability) of the likeliest first tokens; for the reference only.
+        gold, own: `Forced` of the right answer and of the reference's own; None where it was not asked or is empty.
     """
 
     prompt: str
@@ -48,10 +57,16 @@ class Reply:
     recomputed_len: int
     kl: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    gold: Forced | None = None
+    own: Forced | None = None
 
     @property
     def key(self) -> tuple[str, str, float | None]:
         return self.prompt, self.method, self.ratio
+
+
+FORCED = ("gold", "own")
+"""Fields of a reply that are given answers."""
 
 
 class ReplyLog:
@@ -129,6 +144,8 @@ class ReplyLog:
         for where, value in lines:
             try:
                 value["top"] = tuple(map(tuple, value["top"]))
+                for name in FORCED:
+                    value[name] = value.get(name) and Forced(**value[name])
                 reply = Reply(**value)
             except (KeyError, TypeError) as error:
                 raise DataError(f"{where}: not a reply ({error}); run without --resume.") from error

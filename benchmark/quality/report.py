@@ -23,6 +23,7 @@ from benchmark.quality.spread import MethodCurve, Point, curves_of, reference_of
 from benchmark.quality.table import MASTERED, Row, read_table, write_table
 
 NAME = "quality"
+SMALL_LOSS = 0.05  # nats a token of the answer
 METRIC_NAMES = {
     "exact_match": "exact match",
     "token_f1": "token F1",
@@ -110,6 +111,8 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     lines += _curve_table(curves, [[_interval(point) for point in curve.diffs] for curve in curves])
     lines += ["", f"KL of the first token's distribution to that of full prefill, nats, all prompts, {spread}:", ""]
     lines += _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
+    if any(point for curve in curves for point in curve.gold_losses):
+        lines += ["", *_likelihood_section(curves, mine)]
     if composed:
         lines += ["", "### With early termination and grouping", ""]
         lines += [
@@ -119,6 +122,43 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
         ]
         lines += _composed_table(curves, composed)
     return lines
+
+
+def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> list[str]:
+    """What reuse costs in likelihood, and from which ratio on it is small."""
+    lines = ["### Likelihood", ""]
+    for title, points_of in (
+        ("Right answer", lambda curve: curve.gold_losses),
+        ("Full prefill's own answer", lambda curve: curve.own_losses),
+    ):
+        lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:", ""]
+        lines += [*_curve_table(curves, [[_loss(point) for point in points_of(curve)] for curve in curves]), ""]
+    lines += [
+        f"Smallest ratio from which on a method loses less than {SMALL_LOSS} nats a token of the right answer, by the",
+        f"mean and by the end of its interval; prompts that would tell a loss of {SMALL_LOSS} from none (95 %), by the",
+        "spread of the losses at the method's smallest ratio:",
+        "",
+    ]
+    cells = []
+    for curve in curves:
+        mean, sure = (_from_ratio(curve, bound) for bound in ("mean", "high"))
+        first = [row for row in rows if row.method == curve.label and row.ratio == curve.ratios[0]]
+        needed = [row.num_asked * (1.96 * row.gold_loss_se / SMALL_LOSS) ** 2 for row in first if row.gold_loss_se]
+        cells.append((f"`{curve.label}`", mean, sure, f"{max(needed):.0f}" if needed else "-"))
+    return [*lines, *markdown_table(("method", "mean", "interval", "prompts"), cells)]
+
+
+def _from_ratio(curve: MethodCurve, bound: str) -> str:
+    """The smallest ratio from which on all losses are small by their `bound`."""
+    small = [point is not None and getattr(point, bound) < SMALL_LOSS for point in curve.gold_losses]
+    first = len(small)
+    while first and small[first - 1]:
+        first -= 1
+    return f"{curve.ratios[first]:g}" if first < len(small) else f"none up to {curve.ratios[-1]:g}"
+
+
+def _loss(point: Point | None) -> str:
+    return "-" if point is None else f"{point.mean:+.3f} [{point.low:+.3f}, {point.high:+.3f}]"
 
 
 def _composed_table(curves: Sequence[MethodCurve], composed: Sequence[MethodCurve]) -> list[str]:

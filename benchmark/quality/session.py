@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmark.common.server import Server
 from benchmark.quality.conditions import REFERENCE, Condition
 from benchmark.quality.prompts import Prompt
-from benchmark.quality.replies import Reply
+from benchmark.quality.replies import Forced, Reply
 
 from sglang_chunk_cache.verify.measure import first_token_kl
 
@@ -59,11 +59,13 @@ class Asking:
         max_new_tokens: an answer ends there at the latest.
         stop: strings that end an answer; the end-of-sequence token always does.
         num_top: tokens of the reference's first distribution that are compared.
+        likelihood: also ask how likely the right answer and the reference's own are, token by token.
     """
 
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     num_top: int = 20
+    likelihood: bool = False
 
 
 class Session:
@@ -83,7 +85,8 @@ class Session:
         """Full prefills of stock SGLang, some replies at a time; the caches are empty before and after."""
         self._server.flush()
         for asks, outs in self._post([(prompt, REFERENCE) for prompt in prompts], self._ask_for_top):
-            yield [_reference_reply(prompt, out) for (prompt, _), out in zip(asks, outs, strict=True)]
+            replies = [_reference_reply(prompt, out) for (prompt, _), out in zip(asks, outs, strict=True)]
+            yield self._with_likelihood(asks, replies, replies)
         self._server.flush()
 
     def blocks(self, prompts: Sequence[Prompt], lengths: Mapping[str, int]) -> Iterator[list[Prompt]]:
@@ -142,10 +145,50 @@ class Session:
             return {"token_ids_logprob": [token for token, _ in references[prompt.key].top]}
 
         for batch, outs in self._post(asks, ask_for_ids):
-            yield [
-                _reply(prompt, out, condition, references[prompt.key])
-                for (prompt, condition), out in zip(batch, outs, strict=True)
+            own = [references[prompt.key] for prompt, _ in batch]
+            replies = [
+                _reply(prompt, out, condition, reference)
+                for (prompt, condition), out, reference in zip(batch, outs, own, strict=True)
             ]
+            yield self._with_likelihood(batch, replies, own)
+
+    def _with_likelihood(
+        self, asks: Sequence[Ask], replies: Sequence[Reply], references: Sequence[Reply]
+    ) -> list[Reply]:
+        """The replies, with the likelihood of the right answer and the reference's own where it is asked for."""
+        if not self._asking.likelihood:
+            return list(replies)
+        answers = [
+            (i, name, answer)
+            for i, ((prompt, _), reference) in enumerate(zip(asks, references, strict=True))
+            for name, answer in (("gold", prompt.answer), ("own", reference.text))
+            if answer
+        ]
+        forced: list[dict[str, Forced]] = [{} for _ in asks]
+        size = self._batch_size(asks)
+        for first in range(0, len(answers), size):
+            batch = answers[first : first + size]
+            outs = self._call_forced([(asks[i], references[i], name, answer) for i, name, answer in batch])
+            for (i, name, _), out in zip(batch, outs, strict=True):
+                forced[i][name] = _forced(out, references[i].prompt_len)
+        return [replace(reply, **answers) for reply, answers in zip(replies, forced, strict=True)]
+
+    def _call_forced(self, asked: Sequence[tuple[Ask, Reply, str, str]]) -> list[dict[str, Any]]:
+        params = []
+        for (_, condition), reference, name, _ in asked:
+            known: Forced | None = getattr(reference, name)  # none of the reference itself, which looks at no question
+            tokens = {} if known is None else {"answer_tokens": known.num_tokens}
+            custom = {"chunk_cache": condition.request | tokens}
+            params.append({"temperature": 0.0, "max_new_tokens": 1, "custom_params": custom})
+        body = {
+            "text": [prompt.text + answer for (prompt, _), _, _, answer in asked],
+            "extra_key": [prompt.partition for (prompt, _), _, _, _ in asked],
+            "sampling_params": params,
+            "return_logprob": True,
+            # The entry of the token at the start is empty: what it is preceded by is not looked at.
+            "logprob_start_len": [reference.prompt_len - 1 for _, reference, _, _ in asked],
+        }
+        return self._server.post("/generate", body).json()
 
     def _prime_batch(self, batch: Sequence[tuple[str, str]]) -> None:
         params: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
@@ -221,6 +264,16 @@ def _reply(prompt: Prompt, out: Mapping[str, Any], condition: Condition, referen
     found = {token: _finite(logprob) for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
     kl = first_token_kl([p for _, p in reference.top], [found[token] for token, _ in reference.top])
     return Reply(**_common(prompt, condition, out), kl=kl)
+
+
+def _forced(out: Mapping[str, Any], prompt_len: int) -> Forced:
+    logprobs = [_finite(logprob) for logprob, _, _ in out["meta_info"]["input_token_logprobs"][1:]]
+    num_tokens = out["meta_info"]["prompt_tokens"] - prompt_len
+    if len(logprobs) != num_tokens:
+        raise SetupError(
+            f"{num_tokens} tokens of an answer were sent, and {len(logprobs)} log-probabilities came back."
+        )
+    return Forced(num_tokens, sum(logprobs) / num_tokens)
 
 
 def _common(prompt: Prompt, condition: Condition, out: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class MethodCurve:
     Attributes:
         scores, diffs: over the models; None where no prompt of any model was scored. The `low` and `high` of a
             difference to full are the outermost ends of the models' intervals.
+        gold_losses, own_losses: of likelihood, as `diffs`.
         kls, shares: over the models; a share is recomputed tokens / reused tokens.
     """
 
@@ -46,6 +47,8 @@ class MethodCurve:
     diffs: list[Point | None]
     kls: list[Point | None]
     shares: list[Point | None]
+    gold_losses: list[Point | None]
+    own_losses: list[Point | None]
 
     @property
     def is_composed(self) -> bool:
@@ -67,16 +70,20 @@ def reference_of(rows: Iterable[Row], family: str) -> Point | None:
 
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [], [])
+    curve = MethodCurve(label, ratios, [], [], [], [], [], [])
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))
         curve.kls.append(Point.of(row.kl for row in cell))
         curve.shares.append(Point.of(row.recomputed for row in cell))
-        diff = Point.of(row.diff for row in cell)
-        lows, highs = Point.of(row.diff_low for row in cell), Point.of(row.diff_high for row in cell)
-        curve.diffs.append(Point(diff.mean, lows.low, highs.high) if diff and lows and highs else diff)
+        for points, name in ((curve.diffs, "diff"), (curve.gold_losses, "gold_loss"), (curve.own_losses, "own_loss")):
+            points.append(_difference(cell, name))
     return curve
+
+
+def _difference(cell: Sequence[Row], name: str) -> Point | None:
+    mean, low, high = (Point.of(getattr(row, name + end) for row in cell) for end in ("", "_low", "_high"))
+    return Point(mean.mean, low.low, high.high) if mean and low and high else mean
 
 
 def _rank(label: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from benchmark.quality.conditions import REFERENCE, Condition
 from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.replies import Reply
+from benchmark.quality.replies import FORCED, Reply
 from scipy.stats import bootstrap
 
 MASTERED = 0.95
@@ -48,6 +48,9 @@ class Row:
         recomputed: recomputed tokens / reused tokens, as the server counts them.
         prompt_len, reused_len: mean tokens.
         exact_match, token_f1, rouge_l, substring: means over the scored prompts.
+        gold_loss, own_loss: how much less likely than for the reference the right answer is, and the reference's own:
+            mean over all prompts of the difference of log-probability per token, nats; with standard error and 95 %
+            interval, from resampling the prompts.
     """
 
     model: str
@@ -76,6 +79,14 @@ class Row:
     token_f1: float | None
     rouge_l: float | None
     substring: float | None
+    gold_loss: float | None = None
+    gold_loss_se: float | None = None
+    gold_loss_low: float | None = None
+    gold_loss_high: float | None = None
+    own_loss: float | None = None
+    own_loss_se: float | None = None
+    own_loss_low: float | None = None
+    own_loss_high: float | None = None
 
 
 def tabulate(
@@ -116,6 +127,7 @@ def tabulate(
                 score_all=float(scores[metric].mean()),
                 **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
                 **_agreement(current, reference),
+                **({} if condition == REFERENCE else _losses(current, reference)),
                 **_lengths(current),
                 **{name: _mean(values[chosen]) for name, values in scores.items()},
             )
@@ -143,7 +155,7 @@ def read_table(path: str | Path) -> list[Row]:
         with Path(path).open(encoding="utf-8", newline="") as file:
             for number, line in enumerate(csv.DictReader(file), 2):
                 try:
-                    rows.append(Row(**{name: _parse(line[name], kind) for name, kind in types.items()}))
+                    rows.append(Row(**{name: _parse(line[name], kind) for name, kind in types.items() if name in line}))
                 except (KeyError, ValueError, TypeError, AttributeError) as error:
                     raise DataError(f"{path}:{number}: not a row of this table ({error}).") from error
     except OSError as error:
@@ -171,6 +183,17 @@ def _agreement(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str
         "first_same": float(np.mean([a.first_id == b.first_id for a, b in pairs])),
         "text_same": float(np.mean([a.text == b.text for a, b in pairs])),
     }
+
+
+def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in FORCED:
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(reference, current, strict=True)]
+        losses = np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
+        low, high = _interval(losses)
+        values = {"": _mean(losses), "_se": _standard_error(losses), "_low": low, "_high": high}
+        found |= {f"{name}_loss{suffix}": value for suffix, value in values.items()}
+    return found
 
 
 def _lengths(current: Sequence[Reply]) -> dict[str, Any]:

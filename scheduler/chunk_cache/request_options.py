@@ -7,7 +7,7 @@ checked value between processes as one JSON string. A `RequestOptions` never cha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunk_cache.errors import request_error, show
@@ -20,7 +20,7 @@ MODES = ("auto", "exact", "off")
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""
-KEYS = ("spans", "mode", "method", "ratio", "options", "explain")
+KEYS = ("spans", "mode", "method", "ratio", "options", "explain", "answer_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class RequestOptions:
     options: Options = ()
     """The method's own parameters as (name, value), sorted by name."""
     explain: bool = False
+    answer_tokens: int = 0
+    """Tokens at the end of the prompt that begin the answer: computed, and not looked at as the question."""
 
     @property
     def has_marks(self) -> bool:
@@ -87,22 +89,27 @@ def parse_request(
         ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
         options=options,
         explain=_parse_bool(value.get("explain", False), f"{path}.explain"),
+        answer_tokens=_parse_answer_tokens(value.get("answer_tokens", 0), f"{path}.answer_tokens"),
     )
     if num_tokens is not None:
-        check_spans(opts.spans, num_tokens, path)
+        check_fit(opts, num_tokens, path)
     return opts
 
 
-def check_spans(spans: Sequence[Span], num_tokens: int, path: str = DEFAULT_PATH) -> None:
-    """Check that spans end within a prompt; `path` is where the options stood.
+def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -> None:
+    """Check that spans end within a prompt, and the answer behind them; `path` is where the options stood.
 
     Raises:
         ChunkCacheRequestError: one does not.
     """
-    for i, (_, end) in enumerate(spans):
+    for i, (_, end) in enumerate(opts.spans):
         if end > num_tokens:
             problem = f"{show(end)} is outside the prompt of {num_tokens} tokens"
             raise request_error(f"{path}.spans[{i}][1]", problem, "end the span within the prompt")
+    room = num_tokens - (opts.spans[-1][1] if opts.spans else 0)
+    if opts.answer_tokens > room:
+        problem = f"{opts.answer_tokens}, and {room} tokens stand behind the last chunk"
+        raise request_error(f"{path}.answer_tokens", problem, "count only the tokens that begin the answer")
 
 
 def dumps(opts: RequestOptions) -> str:
@@ -113,6 +120,8 @@ def dumps(opts: RequestOptions) -> str:
     for name in ("method", "ratio"):
         if getattr(opts, name) is not None:
             fields[name] = getattr(opts, name)
+    if opts.answer_tokens:
+        fields["answer_tokens"] = opts.answer_tokens
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -178,6 +187,12 @@ def _parse_ratio(value: object, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise request_error(path, f"{show(value)} is not a number in [0, 1]", "give a number from 0 to 1")
     return float(value) + 0.0  # -0.0 becomes 0.0
+
+
+def _parse_answer_tokens(value: object, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_POSITION:
+        raise request_error(path, f"{show(value)} is not a number of tokens", "give an integer from 0")
+    return value
 
 
 def _parse_options(value: object, path: str, method: str | None) -> Options:

@@ -16,7 +16,8 @@ from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.options import GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.request_options import RequestOptions
-from chunk_cache.selection_plan import Selection, is_selecting, question_start
+from chunk_cache.selection_plan import Selection, is_selecting, question_of
+from chunk_cache.types import Span
 
 if TYPE_CHECKING:
     from chunk_cache.plan import ChunkPlan
@@ -60,9 +61,9 @@ def choose_rows(
     is_missing: npt.NDArray[np.bool_] = np.ones(load_end - load_start, dtype=np.bool_)
     for chunk in chunks:
         is_missing[chunk.dst_start - load_start : chunk.dst_end - load_start] = False
-    start = question_start(opts.spans, prompt_len)
+    question = question_of(opts.spans, prompt_len, opts.answer_tokens)
     if method.stage is not Stage.BEFORE:
-        return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, start)
+        return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, question)
     is_row = is_missing.copy()
     budgets = [ratio] * len(chunks) if budgets is None else budgets
     how = _Choice.of(method, opts)
@@ -75,7 +76,7 @@ def choose_rows(
     # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
     is_partial = 0 < num_recomputed < sum(chunk.num_reused for chunk in chunks)
     is_dropping = is_partial and is_selecting(method, opts.options)
-    selection = Selection(method.name, opts.options, ratio, (), start) if is_dropping else None
+    selection = Selection(method.name, opts.options, ratio, (), question) if is_dropping else None
     return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
 
 
@@ -86,7 +87,7 @@ def _choose_in_forward(
     method: Method,
     ratio: float,
     opts: RequestOptions,
-    start: int,
+    question: Span,
 ) -> ChosenRows:
     reused_lens = tuple(chunk.num_reused for chunk in chunks if chunk.num_reused)
     num_reused = sum(reused_lens)
@@ -95,7 +96,7 @@ def _choose_in_forward(
     if num_recomputed in (0, num_reused):
         is_row = is_missing | (num_recomputed > 0)
         return ChosenRows(_positions(is_row, load_start), num_recomputed)
-    selection = Selection(method.name, opts.options, ratio, segment_lens, start)
+    selection = Selection(method.name, opts.options, ratio, segment_lens, question)
     if method.stage is Stage.QUESTION:
         return ChosenRows(_positions(is_missing, load_start), num_recomputed, num_recomputed, selection)
     return ChosenRows(_positions(np.ones_like(is_missing), load_start), num_recomputed, 0, selection)

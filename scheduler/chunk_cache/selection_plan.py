@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunk_cache.methods import METHODS, Method, Options, Stage
+from chunk_cache.types import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class Selection:
     ratio: float
     segment_lens: tuple[int, ...] = ()
     """Reused tokens that share a budget, in the order of the prompt: all of them (one segment), or each chunk's."""
-    question_start: int = 0
-    """Prompt positions from here on are the question."""
+    question: Span = (0, 0)
+    """Prompt positions that are the question."""
 
     @property
     def stage(self) -> Stage:
@@ -51,10 +52,13 @@ class Selection:
         return value
 
 
-def question_start(spans: tuple[tuple[int, int], ...], prompt_len: int) -> int:
-    """Where the question begins: behind the last chunk; a prompt that ends in a chunk asks with its last token."""
-    last_end = spans[-1][1] if spans else 0
-    return min(last_end, prompt_len - 1)
+def question_of(spans: tuple[Span, ...], prompt_len: int, answer_tokens: int = 0) -> Span:
+    """The question: what lies behind the last chunk and in front of the answer; at least one token.
+
+    Where nothing lies there, it is the first token of the answer; in a prompt that ends in a chunk the last one.
+    """
+    start = min(spans[-1][1] if spans else 0, prompt_len - 1)
+    return start, max(prompt_len - answer_tokens, start + 1)
 
 
 def is_selecting(method: Method, options: Options) -> bool:

@@ -101,11 +101,11 @@ RECIPES = [
 SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag"]
 
 
-def _options(prompt: Prompt, one: Recipe | None) -> dict[str, Any] | None:
+def _options(prompt: Prompt, one: Recipe | None, answer_tokens: int = 0) -> dict[str, Any] | None:
     if one is None:
         return None
     how = {"method": one.method, "options": one.options} | ({} if one.ratio is None else {"ratio": one.ratio})
-    return {"spans": prompt.spans, **how, "explain": True}
+    return {"spans": prompt.spans, **how, "explain": True, "answer_tokens": answer_tokens}
 
 
 class Recorder:
@@ -117,9 +117,11 @@ class Recorder:
         self.runs: list[Run] = []
         self.library: list[list[int]] = []
 
-    def send(self, *requests: tuple[Prompt, Recipe | None]) -> list[Run]:
+    def send(self, *requests: tuple[Prompt, Recipe | None], answer_tokens: int = 0) -> list[Run]:
         """All in one batch; a request without a recipe is a plain one."""
-        messages = [Request(prompt.ids, _options(prompt, one), max_new_tokens=2) for prompt, one in requests]
+        messages = [
+            Request(prompt.ids, _options(prompt, one, answer_tokens), max_new_tokens=2) for prompt, one in requests
+        ]
         replies = self.s.local.generate(messages)
         sent = [Run(list(m.ids), m.chunk_cache, reply) for m, reply in zip(messages, replies, strict=True)]
         self.runs += sent
@@ -168,7 +170,9 @@ def case_many_prompts(s: Session) -> list[Run]:
     rng = s.rng
     for _ in range(120):
         method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"])
-        recorder.send((recorder.prompt(has_misses=True), random_recipe(rng, method, s.local)))
+        prompt = recorder.prompt(has_misses=True)
+        answer = rng.randrange(len(prompt.ids) - prompt.spans[-1][1] + 1) if rng.random() < 0.3 else 0
+        recorder.send((prompt, random_recipe(rng, method, s.local)), answer_tokens=answer)
     return recorder.runs
 
 

@@ -188,7 +188,9 @@ class Store:
         own = np.tril(rows[:, start:end], k=-1)
         received = np.where(np.isnan(outside), np.nan, own.sum(axis=0))
         k, v = run.k[:, start:end].copy(), run.v[:, start:end].copy()
-        is_exact = all(hit.start > start for hit in run.hits)
+        # An alpha that asks for every token leaves nothing reused.
+        is_whole = "alpha" in run.options_given and run.result.selected == run.reused
+        is_exact = is_whole or all(hit.start > start for hit in run.hits)
         context = tuple(tuple(ids[a:b]) for a, b in earlier)
         computed = ~np.isnan(outside)
         # Sums over the tokens that were computed, as if the others were like them.
@@ -234,7 +236,9 @@ class _Execution:
         # Rows that no method may drop: missing chunks, unmarked text, the question.
         self.always = frozenset(range(self.prefix_len, len(ids))) - self.reused
         asked_end = first_step_end or len(ids)  # what chunked prefill leaves to later steps does not ask
-        self.question = range(min(self.spans[-1][1] if self.spans else 0, asked_end - 1), asked_end)
+        start = min(self.spans[-1][1] if self.spans else 0, len(ids) - 1)
+        answer_start = max(len(ids) - request.get("answer_tokens", 0), start + 1)
+        self.question = range(min(start, asked_end - 1), min(answer_start, asked_end))
         self.k, self.v = store.empty(len(ids))
         self.mean_weights = np.full((self.model.num_layers, len(ids), len(ids)), np.nan)
         self.result = Result(np.empty(0), self.k, self.v)

@@ -7,12 +7,14 @@ judged with QUALITY_GATE_MODEL=FOLDER.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from benchmark.quality.checks import COLLAPSED, RECOVERED, REQUIRED, Check, check_rows
 from benchmark.quality.conditions import (
     FULL_REUSE,
     NO_SHIFT,
+    REFERENCE,
     Condition,
     MethodSpec,
     built_methods,
@@ -21,7 +23,7 @@ from benchmark.quality.conditions import (
 from benchmark.quality.experiment import Experiment
 from benchmark.quality.replies import ReplyLog
 from benchmark.quality.session import Session, SetupError
-from benchmark.quality.table import Row
+from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from server.conftest import TRAINED_MODEL as MODEL
@@ -111,6 +113,9 @@ def test_recomputed_share_is_the_ratio(rows: list[Row]) -> None:
             assert row.ratio <= row.recomputed <= row.ratio + 0.05, row
 
 
+ANSWER_PARAMS = {"temperature": 0.0, "custom_params": {"chunk_cache": {"mode": "off"}}}
+
+
 def test_chunks_that_were_not_primed_are_noticed(trained_server: Server) -> None:
     task = synthetic_task("needle", TaskOptions(num=2))
     prompts = task.prompts()
@@ -136,3 +141,33 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
         for prompt, reply in zip(prompts, replies, strict=True):
             expected = sum(len(chunk.split()) for chunk in prompt.chunks[1:])
             assert reply.reused_len == expected
+
+
+def test_likelihood_of_given_answers(trained_server: Server) -> None:
+    """The reference's own answer is as likely as when generated; ratio 1 loses nothing, reuse of `carry` does."""
+    task = synthetic_task("carry", TaskOptions(num=12))
+    prompts = task.prompts()
+    session = Session(trained_server, replace(task.asking, likelihood=True))
+    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    for prompt in prompts:
+        body = {
+            "text": prompt.text,
+            "sampling_params": {**ANSWER_PARAMS, "max_new_tokens": task.asking.max_new_tokens},
+            "return_logprob": True,
+        }
+        meta = trained_server.post("/generate", body).json()["meta_info"]
+        generated = [logprob for logprob, token, _ in meta["output_token_logprobs"]]
+        own = references[prompt.key].own
+        assert own.logprob == pytest.approx(sum(generated[: own.num_tokens]) / own.num_tokens, abs=1e-4)
+    session.prime(prompts)
+    conditions = [Condition(MethodSpec("a3"), 1.0), Condition(FULL_REUSE, 0.0), Condition(MethodSpec("a3"), 0.15)]
+    asks = [(prompt, condition) for condition in conditions for prompt in prompts]
+    replies = [reply for some in session.ask(asks, references) for reply in some]
+    by_condition = {c: {r.prompt: r for r in replies if (r.method, r.ratio) == (c.label, c.ratio)} for c in conditions}
+    asked = [(question, prompt.key) for question, prompt in zip(task.questions, prompts, strict=True)]
+    _, at_one, reused, _ = tabulate(
+        "m", "carry", task.metric, asked, {REFERENCE: references, **by_condition}, conditions
+    )
+    assert max(abs(at_one.gold_loss), abs(at_one.own_loss)) < 1e-4
+    assert reused.gold_loss > 0.1
+    assert reused.own_loss > 0.1

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import RequestOptions, check_spans, dumps, parse_request
+from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_request
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
 from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import encode_marked
@@ -234,10 +234,12 @@ def _tokenize(item: Item, manager: Any) -> Item:
     if item.marked is not None:
         assert item.opts is not None
         encoded = encode_marked(manager.tokenizer, item.marked, item.path)
-        return dataclasses.replace(item, ids=encoded.ids, opts=dataclasses.replace(item.opts, spans=encoded.spans))
+        opts = dataclasses.replace(item.opts, spans=encoded.spans)
+        check_fit(opts, len(encoded.ids), item.opts_path)
+        return dataclasses.replace(item, ids=encoded.ids, opts=opts)
     ids = manager.tokenizer.encode(item.text)
     if item.opts is not None:
-        check_spans(item.opts.spans, len(ids), item.opts_path)
+        check_fit(item.opts, len(ids), item.opts_path)
     return dataclasses.replace(item, ids=ids)
 
 

@@ -290,10 +290,13 @@ def _layerwise(
             ids = np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64)[: plan.load_end].copy()
             late[i] = LateRows(len(one.positions), torch.from_numpy(ids).to(device), rows.slots_of(i))
         tail_end = batch.prefix_lens[i] + num_tail
+        start, end = plan.selection.question
+        num_answer = min(max(tail_end - end, 0), num_tail - 1)
         progress = RequestProgress(
             plan,
             positions,
-            num_question=min(max(tail_end - plan.selection.question_start, 1), num_tail),
+            num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
+            num_answer=num_answer,
             num_layers=model_runner.model_config.num_hidden_layers,
             tp_size=tp_size,
             explain=one.state.options.explain,

@@ -23,7 +23,7 @@ class RowsAtLayer:
         q: `[num_rows, num_q_heads, head_dim]`, rotated.
         k, v: `[num_rows, num_kv_heads, head_dim]`, rotated, not yet written.
         positions: `[num_rows]` int64, ascending.
-        num_question: how many of the last rows belong to the question.
+        num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         kv_slots: `[kv_len]` int64, the slot of each position.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` of this layer.
         sm_scale, logit_cap: of the layer's attention.
@@ -36,6 +36,7 @@ class RowsAtLayer:
     v: torch.Tensor
     positions: torch.Tensor
     num_question: int
+    num_answer: int
     kv_slots: torch.Tensor
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
@@ -47,12 +48,17 @@ class RowsAtLayer:
     @property
     def question_q(self) -> torch.Tensor:
         """`[num_question, num_q_heads, head_dim]`."""
-        return self.q[len(self.q) - self.num_question :]
+        return self.q[self._question]
 
     @property
     def question_positions(self) -> torch.Tensor:
         """`[num_question]` int64."""
-        return self.positions[len(self.positions) - self.num_question :]
+        return self.positions[self._question]
+
+    @property
+    def _question(self) -> slice:
+        end = len(self.positions) - self.num_answer
+        return slice(end - self.num_question, end)
 
     def slots(self) -> torch.Tensor:
         """`[num_rows]` int64: where the K and V of the rows lie, reused where the row is, undefined where it is not."""

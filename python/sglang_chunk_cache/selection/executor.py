@@ -192,6 +192,7 @@ class LayerwiseForward:
             v=v[rows],
             positions=self.row_positions[rows],
             num_question=self._requests[i].num_question,
+            num_answer=self._requests[i].num_answer,
             kv_slots=self._rows.slots_of(i),
             k_buffer=pool.get_key_buffer(layer.layer_id),
             v_buffer=pool.get_value_buffer(layer.layer_id),

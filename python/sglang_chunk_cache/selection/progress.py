@@ -83,7 +83,7 @@ class RequestProgress:
     Args:
         plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
         positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
-        num_question: how many of the last rows belong to the question.
+        num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         num_layers: of the model.
         explain: keep a `SelectionReport`.
     """
@@ -94,12 +94,13 @@ class RequestProgress:
         positions: torch.Tensor,
         *,
         num_question: int,
+        num_answer: int,
         num_layers: int,
         tp_size: int,
         explain: bool,
     ) -> None:
         self.positions = positions
-        self.num_question = num_question
+        self.num_question, self.num_answer = num_question, num_answer
         self.report: SelectionReport | None = None
         self._pieces = [Piece(len(positions))]
         self._tp_size = tp_size
@@ -138,7 +139,7 @@ class RequestProgress:
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
-        return cls(None, positions, num_question=0, num_layers=0, tp_size=1, explain=False)
+        return cls(None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
 
     @property
     def asks_first(self) -> bool:

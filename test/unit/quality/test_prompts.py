@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ def test_marked_text_and_priming() -> None:
     assert prompt.text == "<|chunk|>".join(["Read.\n\n", france, italy, france, "Where?\nAnswer:"])
     assert prompt.priming() == (f"Read.\n\n<|chunk|>{france}<|chunk|>", f"Read.\n\n<|chunk|>{italy}<|chunk|>")
     assert prompt.priming(" x x")[1] == f"Read.\n\n<|chunk|>{italy}<|chunk|> x x"
+
+
+@pytest.mark.parametrize(("tail", "answer"), [("Answer:", " x"), ("assistant\n", "x"), ("", "x")])
+def test_the_answer_is_written_as_it_follows_the_prompt(tail: str, answer: str) -> None:
+    style = PromptFormat(question="{question}" + tail)
+    prompt = build_prompt(replace(QUESTION, question=""), style)
+    assert (prompt.tail, prompt.answer) == (tail, answer)
+    assert not prompt.text.endswith("x")
+    both = replace(QUESTION, question="", answers=("x", "y"), require_all=True)
+    assert build_prompt(both, style).answer == f"{answer}, y"
 
 
 def test_prompts_share_a_partition_only_behind_the_same_system_prompt() -> None:

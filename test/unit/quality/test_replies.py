@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from benchmark.quality.conditions import (
     parse_method,
 )
 from benchmark.quality.question import DataError
-from benchmark.quality.replies import Reply, ReplyLog
+from benchmark.quality.replies import Forced, Reply, ReplyLog
 
 from chunk_cache.methods import METHODS
 
@@ -29,7 +30,8 @@ def reply(prompt: str, condition: Condition = EPIC, text: str = "a") -> Reply:
 
 def test_replies_come_back_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "model" / "needle.jsonl"
-    kept = [reply("p1", REFERENCE), reply("p1"), reply("p2")]
+    given = {"gold": Forced(3, -0.25), "own": Forced(1, -2.0)}
+    kept = [replace(reply("p1", REFERENCE), **given), replace(reply("p1"), gold=Forced(3, -0.5)), reply("p2")]
     with ReplyLog(path, SETTINGS) as log:
         log.append(kept[:1])
         log.append(kept[1:])

@@ -168,3 +168,24 @@ def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.Captur
 def test_a_point_needs_a_value() -> None:
     assert Point.of([None, None]) is None
     assert Point.of([None, 2.0]) == Point(2.0, 2.0, 2.0)
+
+
+def test_likelihood_says_from_which_ratio_on_the_loss_is_small() -> None:
+    full = replace(TEMPLATE, family="own")
+    losses = {0.0: (0.3, 0.2, 0.4), 0.1: (0.04, 0.01, 0.07), 0.5: (0.01, -0.02, 0.04)}
+    found = [full] + [
+        replace(
+            cell("m", Condition(MethodSpec(name), ratio), 0.5), family="own", num_asked=100, gold_loss_se=0.05,
+            gold_loss=mean + add, gold_loss_low=low + add, gold_loss_high=high + add, own_loss=0.0, own_loss_low=0.0,
+            own_loss_high=0.0,
+        )
+        for name, add in (("epic", 0.0), ("random", 0.2))
+        for ratio, (mean, low, high) in losses.items()
+    ]  # fmt: skip
+    page = to_markdown(found, {**describe_run(), "settings": {}})
+    table = page[next(i for i, line in enumerate(page) if line.startswith("| method | mean | interval")) :]
+    assert "| `epic` | 0.1 | 0.5 | 384 |" in table  # 100 x (1.96 x 0.05 / 0.05)^2
+    assert "| `random` | none up to 0.5 | none up to 0.5 | 384 |" in table
+    assert any("+0.040 [+0.010, +0.070]" in line for line in page)
+    assert "### Likelihood" not in to_markdown([replace(row, gold_loss=None, own_loss=None) for row in found],
+                                               {**describe_run(), "settings": {}})  # fmt: skip

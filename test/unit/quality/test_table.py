@@ -9,7 +9,7 @@ import pytest
 from benchmark.quality.checks import check_rows
 from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT, REFERENCE, Condition, MethodSpec
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.replies import Reply
+from benchmark.quality.replies import Forced, Reply
 from benchmark.quality.table import Row, read_table, tabulate, write_table
 
 EPIC = Condition(MethodSpec("epic"), 0.3)
@@ -44,6 +44,28 @@ def test_a_mastered_family_scores_all_prompts() -> None:
     assert epic.diff_low < epic.diff < epic.diff_high
     assert epic.text_same == epic.first_same == pytest.approx(15 / 20)
     assert epic.recomputed == pytest.approx(1 / 6)
+
+
+def test_losses_of_likelihood_are_paired() -> None:
+    """One prompt has no answer of its own, and counts for the right one only."""
+    asked = [(Question("", ("c",), "q", ("a",)), f"p{i}") for i in range(3)]
+    logprobs = {REFERENCE: ((-1.0, -0.1), (-2.0, None), (-3.0, -0.3)), EPIC: ((-1.5, -0.1), (-2.0, None), (-4.0, -0.5))}
+    replies = {
+        condition: {
+            f"p{i}": Reply(
+                f"p{i}", condition.label, condition.ratio, "a", 1, 100, 60, 20,
+                gold=Forced(2, gold), own=None if own is None else Forced(4, own),
+            )
+            for i, (gold, own) in enumerate(values)
+        }
+        for condition, values in logprobs.items()
+    }  # fmt: skip
+    full, epic = tabulate("m", "f", "exact_match", asked, replies, [EPIC])
+    assert full.gold_loss is full.own_loss is None
+    assert epic.gold_loss == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert epic.own_loss == pytest.approx((0.0 + 0.2) / 2)
+    assert epic.gold_loss_se == pytest.approx((0.25 / 3) ** 0.5)
+    assert epic.gold_loss_low < epic.gold_loss < epic.gold_loss_high
 
 
 def test_a_family_that_is_not_mastered_scores_what_full_gets_right() -> None:

@@ -105,6 +105,7 @@ def cases(draw: st.DrawFn, *, mostly_hits: bool = False) -> Case:
             method=method,
             ratio=draw(ratios),
             options=METHODS[method].check_options(draw(given_options(METHODS[method])), "p") if method else (),
+            answer_tokens=draw(st.integers(0, prompt_len - spans[-1][1] if spans else prompt_len)),
         ),
         lookups=[None] * len(spans) if mode == "off" else lookups,
         chunk_keys=[draw(st.sampled_from((b"a" * 16, b"b" * 16))) for _ in spans],
@@ -270,7 +271,8 @@ class RowsOracle:
             may_drop, segments = True, self.segments
         is_due = may_drop and 0 < num_recomputed < len(self.brought_in)
         last_end = max((end for _, end in case.opts.spans), default=0)
-        question = min(last_end, case.prompt_len - 1)
+        first = min(last_end, case.prompt_len - 1)
+        question = first, max(case.prompt_len - case.opts.answer_tokens, first + 1)
         selection = Selection(case.method.name, case.opts.options, case.ratio, tuple(segments), question)
         return selection if is_due else None
 

@@ -11,7 +11,7 @@ import pytest
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from chunk_cache.request_options import parse_request
-from chunk_cache.selection_plan import Selection, is_selecting, question_start
+from chunk_cache.selection_plan import Selection, is_selecting, question_of
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 
 SPANS = [(4, 24), (30, 50), (50, 60)]
@@ -32,7 +32,7 @@ def test_a_method_that_chooses_at_a_layer_begins_with_all_rows_of_the_load(metho
     assert plan.row_positions.tolist() == list(range(68))
     assert (plan.num_recomputed, plan.num_late_rows, plan.num_load_rows) == (12, 0, 68)
     assert (plan.num_reused, plan.num_computed, plan.num_rows) == (48, 52, 100)
-    assert plan.selection == Selection(method, (), 0.25, (48,), 68)
+    assert plan.selection == Selection(method, (), 0.25, (48,), (68, 100))
     assert plan.selection.stage is Stage.LAYER
 
 
@@ -41,7 +41,7 @@ def test_a_method_that_asks_first_begins_with_what_is_missing() -> None:
     assert plan.row_positions.tolist() == GAPS
     assert (plan.num_recomputed, plan.num_late_rows, plan.num_load_rows) == (12, 12, 32)
     assert (plan.num_reused, plan.num_computed, plan.num_rows) == (48, 52, 64)
-    assert plan.selection == Selection("fusionrag", (), 0.25, (48,), 68)
+    assert plan.selection == Selection("fusionrag", (), 0.25, (48,), (68, 100))
     assert plan.selection.stage is Stage.QUESTION
 
 
@@ -150,7 +150,7 @@ def test_focus_needs_rows_that_could_leave(method: str, ratio: float) -> None:
     assert plain.selection is None
     np.testing.assert_array_equal(plan.row_positions, plain.row_positions)
     if 0 < plan.ratio < 1:
-        assert plan.selection == Selection(method, options, 0.25, (), 68)
+        assert plan.selection == Selection(method, options, 0.25, (), (68, 100))
         assert plan.selection.focus_window == 3
     else:
         assert plan.selection is None
@@ -170,11 +170,24 @@ def test_is_selecting(method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "prompt_len", "expected"),
-    [((), 10, 0), (((0, 4),), 10, 4), (((0, 4), (6, 9)), 10, 9), (((0, 10),), 10, 9), ((), 1, 0), (((0, 1),), 1, 0)],
+    ("spans", "prompt_len", "answer_tokens", "expected"),
+    [
+        ((), 10, 0, (0, 10)),
+        (((0, 4),), 10, 0, (4, 10)),
+        (((0, 4), (6, 9)), 10, 0, (9, 10)),
+        (((0, 10),), 10, 0, (9, 10)),
+        ((), 1, 0, (0, 1)),
+        (((0, 1),), 1, 0, (0, 1)),
+        (((0, 4),), 10, 2, (4, 8)),
+        (((0, 4),), 10, 5, (4, 5)),
+        (((0, 4),), 10, 6, (4, 5)),
+        ((), 3, 3, (0, 1)),
+    ],
 )
-def test_question_start(spans: Any, prompt_len: int, expected: int) -> None:
-    assert question_start(spans, prompt_len) == expected
+def test_the_question_lies_between_chunks_and_answer(
+    spans: Any, prompt_len: int, answer_tokens: int, expected: Any
+) -> None:
+    assert question_of(spans, prompt_len, answer_tokens) == expected
 
 
 # Grouping of what is chosen before the forward.

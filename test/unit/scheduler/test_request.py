@@ -45,6 +45,7 @@ def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
         "ratio": draw(st.floats(0, 1) | st.sampled_from([0, 1])),
         "options": options,
         "explain": draw(st.booleans()),
+        "answer_tokens": draw(st.integers(0, 300)),
     }
     dropped = draw(st.sets(st.sampled_from(sorted(set(value) - ({"method"} if options else set())))))
     if options.get("alpha"):
@@ -133,7 +134,16 @@ BAD = [
     ([], f"{P}: [] is not an object; "),
     ("{}", f"{P}: '{{}}' is not an object; "),
     (True, f"{P}: True is not an object; "),
-    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain"),
+    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain, "),
+    ({"answer_tokens": -1}, f"{P}.answer_tokens: -1 is not a number of tokens; give an integer from 0"),
+    ({"answer_tokens": 1.0}, f"{P}.answer_tokens: 1.0 is not a number of tokens; "),
+    ({"answer_tokens": True}, f"{P}.answer_tokens: True is not a number of tokens; "),
+    ({"answer_tokens": 2**31}, f"{P}.answer_tokens: 2147483648 is not a number of tokens; "),
+    ({"answer_tokens": 101}, f"{P}.answer_tokens: 101, and 100 tokens stand behind the last chunk; "),
+    (
+        {"spans": [[0, 90]], "answer_tokens": 11},
+        f"{P}.answer_tokens: 11, and 10 tokens stand behind the last chunk; count only the tokens that begin",
+    ),
     ({"chunks": []}, f"{P}: unknown key 'chunks'; known keys: "),
     ({3: 1}, f"{P}: unknown key 3; "),
     ({"spans": None}, f"{P}.spans: None is not a list; "),

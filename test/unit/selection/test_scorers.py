@@ -36,6 +36,7 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
         v=normal(num_rows, NUM_KV_HEADS, HEAD_DIM),
         positions=torch.tensor(POSITIONS),
         num_question=len(QUESTION),
+        num_answer=0,
         kv_slots=slots,
         k_buffer=k_buffer,
         v_buffer=v_buffer,
@@ -137,6 +138,12 @@ def test_the_question_is_the_end_of_the_rows() -> None:
     assert rows.question_positions.tolist() == QUESTION
     torch.testing.assert_close(rows.question_q, rows.q[-4:], rtol=0, atol=0)
     assert len(dataclasses.replace(rows, num_question=0).question_q) == 0
+
+
+def test_the_answer_stands_behind_the_question() -> None:
+    rows = dataclasses.replace(make_rows(), num_question=2, num_answer=1)
+    assert rows.question_positions.tolist() == QUESTION[-3:-1]
+    torch.testing.assert_close(rows.question_q, rows.q[-3:-1], rtol=0, atol=0)
 
 
 def test_keys_are_those_of_the_slots_but_of_rows_as_just_computed() -> None:
