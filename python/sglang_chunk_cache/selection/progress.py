@@ -248,10 +248,11 @@ class RequestProgress:
         self.positions = positions
         self._chunk = chunk_of(positions, self._starts, self._ends)
         self._pieces = self._initial_pieces(len(positions))
-        if self._selection.stage is Stage.BEFORE:
-            self._is_selected = True
-            if self.report is not None:
-                self.report.record_selected(positions)
+        self._is_selected = self._selection.stage is Stage.BEFORE
+        if self.report is not None and self._is_selected:
+            self.report.record_selected(positions)
+        elif self.report is not None:
+            self.report.record_begun(positions)
 
     def _initial_pieces(self, num_rows: int) -> list[Piece]:
         assert self._plan is not None

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from chunk_cache.methods import Stage
+from chunk_cache.methods import METHODS, Stage
+from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.plan import RecomputePlan
 
 
@@ -36,6 +37,10 @@ class SelectionReport:
         self._scored_at = layer_id
         self._scores = (scores, is_left, counted)
 
+    def record_begun(self, positions: torch.Tensor) -> None:
+        """All rows, where some are chosen at a layer."""
+        self._unselected.append((0, positions))
+
     def record_selected(self, positions: torch.Tensor) -> None:
         """All rows once the first choice is made."""
         self._selected = positions
@@ -60,7 +65,12 @@ class SelectionReport:
         selection = self._plan.selection
         assert selection is not None
         if self._selected is None:
-            # Early termination left fewer rows than the budget, so there was nothing to choose from.
+            # Early termination left fewer rows than the budget, so all that are left at the check layer stay.
+            method = METHODS[selection.method]
+            assert isinstance(method, LayerMethod)
+            check_layer = method.check_layer(selection.options)
+            self._left = [step for step in self._unselected if step[0] > check_layer]
+            self._unselected = [step for step in self._unselected if step[0] <= check_layer]
             self._selected = self._unselected[-1][1]
         focus: dict[str, Any] | None = None
         if selection.focus_window:
