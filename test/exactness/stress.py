@@ -180,7 +180,8 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
             live.append(request.rid)
             counts["sent"] += 1
         if live and s.rng.random() < 0.03:
-            messages.append(s.local.abort(live.pop(s.rng.randrange(len(live)))))
+            newest = range(len(live))[-10:]  # older ones have finished
+            messages.append(s.local.abort(live.pop(s.rng.choice(newest))))
             counts["aborts sent"] += 1
         return messages
 

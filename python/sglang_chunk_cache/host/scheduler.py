@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
-from sglang_chunk_cache.host.refresh import refresh_request
+from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.request_state import state_of
 from sglang_chunk_cache.tiers.search import Wanted
@@ -89,6 +89,11 @@ class ChunkScheduler(Scheduler):
         self._chunks.metrics.count_maintenance("refreshed")
         self._num_refreshes += 1
         self.handle_generate_request(refresh_request(self._num_refreshes, origin))
+
+    def flush_cache(self, *args: Any, **kwargs: Any) -> bool:
+        # SGLang flushes only while nobody waits; a refresh that waits holds nothing, and nobody reads it.
+        self.waiting_queue = [req for req in self.waiting_queue if not is_refresh(req.rid)]
+        return super().flush_cache(*args, **kwargs)
 
     @property
     def _chunks(self) -> ChunkRuntime:
