@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.refresh import Origin
 from chunk_cache.variant import NodeHome
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
+from sglang_chunk_cache.host.refresh import refresh_request
 
 __all__ = ["CASES", "Session"]
 
@@ -58,6 +61,15 @@ def case_refresh(s: Session) -> dict[str, Any]:
     after = [(v.generation, v.context) for v in variants_of(s, missed)]
     (hit,) = s.send(s.prompt([s.tokens(6), missed]), options={"explain": True})
     return {"fused": fused, "generations": generations, "after": after, "context": derived.context, "hit": hit}
+
+
+def case_flush_before_a_refresh(s: Session) -> dict[str, Any]:
+    """The server was idle, so a refresh waits; then it is told to flush."""
+    scheduler = s.local.scheduler
+    origin = Origin(token_ids=array("q", s.tokens(30)), spans=((4, 30),), partition=Partition())
+    scheduler.handle_generate_request(refresh_request(1, origin))
+    waiting = [req.rid for req in scheduler.waiting_queue]
+    return {"waiting": waiting, "flushed": s.local.flush(), "left": len(scheduler.waiting_queue)}
 
 
 def case_frequency(s: Session) -> list[str]:

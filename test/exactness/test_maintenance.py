@@ -9,6 +9,7 @@ import pytest
 
 from exactness.maintenance_cases import CASES
 from exactness.runner import Config, run_cases
+from sglang_chunk_cache.host.refresh import is_refresh
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +58,12 @@ def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, 
     assert found["after"] == [(0, found["context"])]
     chunk = found["hit"].info["chunks"][1]
     assert (chunk["status"], chunk["generation"]) == ("hit", 0)
+
+
+def test_a_refresh_that_waits_keeps_nobody_from_flushing() -> None:
+    found = outcome("flush_before_a_refresh", EVERYTHING)
+    assert [is_refresh(rid) for rid in found["waiting"]] == [True]
+    assert (found["flushed"], found["left"]) == (True, 0)
 
 
 def test_nothing_is_refreshed_unless_asked_for() -> None:
