@@ -45,7 +45,7 @@ def seeds(first: int, last: int) -> Any:
 @pytest.mark.slow
 @seeds(0, 3)
 def test_random_requests_under_pressure(seed: int) -> None:
-    check(seed, 300)
+    check(seed, 150)
 
 
 @pytest.mark.slow
