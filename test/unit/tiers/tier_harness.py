@@ -2,7 +2,8 @@
 
 `Tiers` builds them and plays the scheduler: `step` is one scheduling step, `settle` steps until requests are no longer
 held, `idle` until no worker has anything to do; `check` compares ledgers with what the media really hold. `Ranks` are
-two tensor-parallel ranks in one process.
+two tensor-parallel ranks in one process. `write` puts chunks into a folder as another server would, `file_of` finds one
+there and `flip` damages it.
 """
 
 from __future__ import annotations
@@ -250,3 +251,25 @@ class Ranks:
             return reduced
 
         return reduce_max
+
+
+def write(folder: Path, *numbers: int, start: int = 0) -> None:
+    """As another server would."""
+    for number in numbers:
+        DiskMedium(folder, FINGERPRINT).write(stored(variant(number, start=start)))
+
+
+def file_of(folder: Path, number: int) -> Path:
+    (path,) = folder.glob(f"*/*/{wanted(number).key.hex()}/*.kv")
+    return path
+
+
+def flip(path: Path) -> None:
+    """A byte of the KV, which is at the end."""
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+def result(found: Found) -> tuple[str, str | None]:
+    return found.tier, found.reason
