@@ -132,7 +132,10 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
         ("Full prefill's own answer", lambda curve: curve.own_losses),
     ):
         lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:", ""]
-        lines += [*_curve_table(curves, [[_loss(point) for point in points_of(curve)] for curve in curves]), ""]
+        lines += [
+            *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
+            "",
+        ]
     lines += [
         f"Smallest ratio from which on a method loses less than {SMALL_LOSS} nats a token of the right answer, by the",
         f"mean and by the end of its interval; prompts that would tell a loss of {SMALL_LOSS} from none (95 %), by the",
@@ -155,10 +158,6 @@ def _from_ratio(curve: MethodCurve, bound: str) -> str:
     while first and small[first - 1]:
         first -= 1
     return f"{curve.ratios[first]:g}" if first < len(small) else f"none up to {curve.ratios[-1]:g}"
-
-
-def _loss(point: Point | None) -> str:
-    return "-" if point is None else f"{point.mean:+.3f} [{point.low:+.3f}, {point.high:+.3f}]"
 
 
 def _composed_table(curves: Sequence[MethodCurve], composed: Sequence[MethodCurve]) -> list[str]:
@@ -201,10 +200,11 @@ def _percent(point: Point | None) -> str:
     return f"{100 * point.mean:.1f}{spread}"
 
 
-def _interval(point: Point | None) -> str:
+def _interval(point: Point | None, scale: float = 100.0, digits: int = 1) -> str:
     if point is None:
         return "-"
-    return f"{100 * point.mean:+.1f} [{100 * point.low:+.1f}, {100 * point.high:+.1f}]"
+    mean, low, high = (f"{scale * value:+.{digits}f}" for value in (point.mean, point.low, point.high))
+    return f"{mean} [{low}, {high}]"
 
 
 def _nats(point: Point | None) -> str:

@@ -178,17 +178,14 @@ class Session:
         for (_, condition), reference, name, _ in asked:
             known: Forced | None = getattr(reference, name)  # none of the reference itself, which looks at no question
             tokens = {} if known is None else {"answer_tokens": known.num_tokens}
-            custom = {"chunk_cache": condition.request | tokens}
-            params.append({"temperature": 0.0, "max_new_tokens": 1, "custom_params": custom})
-        body = {
-            "text": [prompt.text + answer for (prompt, _), _, _, answer in asked],
-            "extra_key": [prompt.partition for (prompt, _), _, _, _ in asked],
-            "sampling_params": params,
-            "return_logprob": True,
+            params.append(self._sampling_params(condition.request | tokens, max_new_tokens=1))
+        return self._send(
+            [ask for ask, *_ in asked],
+            [prompt.text + answer for (prompt, _), _, _, answer in asked],
+            params,
             # The entry of the token at the start is empty: what it is preceded by is not looked at.
-            "logprob_start_len": [reference.prompt_len - 1 for _, reference, _, _ in asked],
-        }
-        return self._server.post("/generate", body).json()
+            logprob_start_len=[reference.prompt_len - 1 for _, reference, _, _ in asked],
+        )
 
     def _prime_batch(self, batch: Sequence[tuple[str, str]]) -> None:
         params: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
@@ -227,21 +224,28 @@ class Session:
 
     def _call(self, asks: Sequence[Ask], extra: Callable[[Prompt], Extra]) -> list[dict[str, Any]]:
         extras = [extra(prompt) for prompt, _ in asks]
+        params = [self._sampling_params(condition.request, self._asking.max_new_tokens) for _, condition in asks]
+        fields = {name: [each[name] for each in extras] for name in extras[0]}
+        return self._send(asks, [prompt.text for prompt, _ in asks], params, **fields)
+
+    def _send(
+        self, asks: Sequence[Ask], texts: list[str], params: list[dict[str, Any]], **fields: list[Any]
+    ) -> list[dict[str, Any]]:
         body = {
-            "text": [prompt.text for prompt, _ in asks],
+            "text": texts,
             "extra_key": [prompt.partition for prompt, _ in asks],
-            "sampling_params": [self._sampling_params(condition) for _, condition in asks],
+            "sampling_params": params,
             "return_logprob": True,
-            **{name: [each[name] for each in extras] for name in extras[0]},
+            **fields,
         }
         return self._server.post("/generate", body).json()
 
-    def _sampling_params(self, condition: Condition) -> dict[str, Any]:
+    def _sampling_params(self, request: Extra, max_new_tokens: int) -> dict[str, Any]:
         return {
             "temperature": 0.0,
-            "max_new_tokens": self._asking.max_new_tokens,
+            "max_new_tokens": max_new_tokens,
             "stop": list(self._asking.stop),
-            "custom_params": {"chunk_cache": condition.request},
+            "custom_params": {"chunk_cache": request},
         }
 
     def _batch_size(self, asks: Sequence[Ask]) -> int:

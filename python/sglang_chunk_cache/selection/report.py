@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chunk_cache.methods import METHODS, Stage
+from chunk_cache.methods import METHODS
 from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.plan import RecomputePlan
 
@@ -105,10 +105,7 @@ class SelectionReport:
 
     def _rows_per_layer(self) -> list[int]:
         """Recomputed rows whose attention ran, by layer."""
-        plan, selection = self._plan, self._plan.selection
-        assert selection is not None
-        num_before = plan.num_reused if selection.stage is Stage.LAYER else plan.num_recomputed
-        rows, num = [], num_before
+        rows, num = [], self._plan.num_recomputed
         left = {layer: self._count_reused(positions) for layer, positions in (*self._unselected, *self._left)}
         if self._scored_at is not None and self._selected is not None:
             left = {self._scored_at: self._count_reused(self._selected)} | left

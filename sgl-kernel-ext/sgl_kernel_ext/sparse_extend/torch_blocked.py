@@ -56,6 +56,7 @@ class _Request:
     slots: torch.Tensor  # [position of the last row + 1]: what is not visible is not read
     runs: list[tuple[int, int]] | None  # (first slot, length) of consecutive slots, in order; None where they are short
     blocks: list[_Block]
+    by_head: bool  # whether many rows are masked: then what is gathered is laid out head by head, as blocks want it
 
 
 class TorchPlan:
@@ -116,7 +117,9 @@ class TorchPlan:
                 last = at[b - 1] + 1
                 seen = None if is_run else torch.arange(last, device=positions.device) <= positions[a:b, None]
                 blocks.append(_Block(slice(begin + a, begin + b), last, seen))
-            yield _Request(slots, _runs_of(slots), blocks)
+            num_masked = sum(block.rows.stop - block.rows.start for block in blocks if block.seen is not None)
+            by_head = num_masked >= _MIN_COPY_ROWS and slots.numel() > _MAX_SHORT_LEN
+            yield _Request(slots, _runs_of(slots), blocks, by_head)
 
 
 def as_list(indptr: IndPtr) -> list[int]:
@@ -157,7 +160,7 @@ def _runs_of(slots: torch.Tensor) -> list[tuple[int, int]] | None:
 def _gather(buffer: torch.Tensor, request: _Request) -> torch.Tensor:
     """The request's keys or values, [num_slots, num_kv_heads, dim]: a view of the buffer where all are one run.
 
-    Otherwise a copy; that of long runs, or for many rows, lies head by head in memory, as attention in blocks wants it.
+    Otherwise a copy; that of long runs lies head by head in memory too.
     """
     runs, slots = request.runs, request.slots
     if runs is not None and len(runs) == 1:
@@ -172,11 +175,7 @@ def _gather(buffer: torch.Tensor, request: _Request) -> torch.Tensor:
             copy[:, at : at + length] = buffer[first : first + length].transpose(0, 1)
             at += length
         return copy.transpose(0, 1)
-    if slots.numel() > _MAX_SHORT_LEN:
-        num_masked = sum(block.rows.stop - block.rows.start for block in request.blocks if block.seen is not None)
-        if num_masked >= _MIN_COPY_ROWS:
-            return gathered.transpose(0, 1).contiguous().transpose(0, 1)
-    return gathered
+    return gathered.transpose(0, 1).contiguous().transpose(0, 1) if request.by_head else gathered
 
 
 # Of each of these q is [num_rows, num_q_heads, dim], k and v are [num_keys, num_kv_heads, dim]; so is the result.

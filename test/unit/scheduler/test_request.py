@@ -134,7 +134,7 @@ BAD = [
     ([], f"{P}: [] is not an object; "),
     ("{}", f"{P}: '{{}}' is not an object; "),
     (True, f"{P}: True is not an object; "),
-    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain, "),
+    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain, answer_tokens"),
     ({"answer_tokens": -1}, f"{P}.answer_tokens: -1 is not a number of tokens; give an integer from 0"),
     ({"answer_tokens": 1.0}, f"{P}.answer_tokens: 1.0 is not a number of tokens; "),
     ({"answer_tokens": True}, f"{P}.answer_tokens: True is not a number of tokens; "),
