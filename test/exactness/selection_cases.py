@@ -95,10 +95,19 @@ RECIPES = [
     recipe("fusionrag", 0.4, **GROUPING),
     recipe("fusionrag", 0.4, focus_window=2),
     recipe("fusionrag", 0.4, layers="all", focus_window=1, top_k="chunk", **GROUPING),
+    recipe("question-drift", 0.1),
+    recipe("question-drift", 0.3, top_k="chunk", focus_window=2, **GROUPING),
+    recipe("question-drift", 0.3, shift=0),
+    recipe("question-drift", 0.2, probe_share=0.0, layers=[1, 2]),
+    recipe("fusionrag", 0.3, probe_share=1.0),
+    recipe("epic", 0.2, drift=1),
+    recipe("cache-craft", 0.4, drift=1, focus_window=2),
+    recipe("cacheblend", 0.3, drift=1, first_ratio=3.0, last_ratio=0.5, filter_share=1.0),
+    recipe("a3", 0.4, drift=1, **GROUPING),
 ]
 """For models of at least four layers."""
 
-SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag"]
+SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift"]
 
 
 def _options(prompt: Prompt, one: Recipe | None, answer_tokens: int = 0) -> dict[str, Any] | None:

@@ -261,13 +261,16 @@ class _Execution:
                 self.result.selected = rows
             elif stage is Stage.QUESTION:
                 rows = self._ask(segments, budgets)
-        self.result.is_filtering = is_filtering and (stage is not Stage.BEFORE or self._option("focus_window") > 0)
+        is_late = stage is not Stage.BEFORE or self._option("focus_window") > 0 or self._option("drift") > 0
+        self.result.is_filtering = is_filtering and is_late
         forward = Forward(self.model, self.ids, self.k, self.v, sorted(rows | self.always))
         for layer in range(self.model.num_layers):
             forward.drop(self._leaving.pop(layer, frozenset()))
             if is_filtering and stage is Stage.LAYER:
                 self._filter(forward, segments)
             self.result.rows_at.append(forward.positions & self.reused)
+            if is_filtering and self._option("drift"):
+                self._correct(forward)
             weights = forward.attend().mean(axis=1)
             self.mean_weights[layer][forward.rows] = weights
             if is_filtering and self._option("focus_window"):
@@ -411,10 +414,38 @@ class _Execution:
         self.result.scores_at[BEFORE_LAYERS] = scores
         chosen: frozenset[int] = frozenset()
         for segment, budget in zip(segments, budgets, strict=True):
-            chosen |= self.choose(BEFORE_LAYERS, {p: scores[p] for p in segment}, budget)
+            num_probes = int(budget * self._option("probe_share"))
+            ordered = sorted(segment)
+            probes = frozenset(ordered[(2 * i + 1) * len(ordered) // (2 * num_probes)] for i in range(num_probes))
+            others = {p: scores[p] for p in segment - probes}
+            chosen |= probes | self.choose(BEFORE_LAYERS, others, budget - num_probes)
         self.result.selected = chosen
         self._group(BEFORE_LAYERS, chosen)
         return chosen
+
+    def _correct(self, forward: Forward) -> None:
+        """Ours: reused tokens that are not computed here change by the mean change of those that are.
+
+        Of their own chunk, with 8 more rows that have the mean of all.
+        """
+        _, new_k, new_v = forward.project()
+        layer, here = forward.layer, forward.positions & self.reused
+        if not here:
+            return
+        zero_k = {p: self.model.rotate(self.k[layer, [p]], np.array([-p]))[0] for p in here}
+        change = {
+            p: (self.model.rotate(new_k[[i]], np.array([-p]))[0] - zero_k[p], new_v[i] - self.v[layer, p])
+            for i, p in enumerate(forward.rows.tolist())
+            if p in here
+        }
+        for part, cache in enumerate((self.k, self.v)):
+            overall = np.mean([change[p][part] for p in here], axis=0)
+            for hit in self.hits:
+                own = [change[p][part] for p in hit.positions if p in here]
+                mean = (np.sum(own, axis=0) + 8 * overall) / (len(own) + 8)
+                for p in hit.positions:
+                    if p not in here:
+                        cache[layer, p] += self.model.rotate(mean[None], np.array([p]))[0] if part == 0 else mean
 
     # Rows that leave early.
 

@@ -195,7 +195,7 @@ def _init_fused(
         kernel=chunks.kernel,
     )
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
-    return forward_batch, _layerwise(batch, due, rows, model_runner) if is_layerwise else rows
+    return forward_batch, _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
 
 
 def forward(
@@ -265,7 +265,7 @@ def _load_rows(plan: RecomputePlan) -> np.ndarray:
 
 
 def _layerwise(
-    batch: ScheduleBatch, due: list[DueRows], rows: FusedRows, model_runner: ModelRunner
+    batch: ScheduleBatch, due: list[DueRows], rows: FusedRows, model_runner: ModelRunner, chunks: ChunkRuntime
 ) -> LayerwiseForward:
     """The forward of a batch in which at least one request has something to choose or to drop."""
     device = rows.row_positions.device
@@ -298,6 +298,7 @@ def _layerwise(
             num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
             num_answer=num_answer,
             num_layers=model_runner.model_config.num_hidden_layers,
+            rotary=chunks.assembler.rotary,
             tp_size=tp_size,
             explain=one.state.options.explain,
         )

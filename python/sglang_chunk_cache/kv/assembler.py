@@ -56,9 +56,8 @@ class KVAssembler:
     """
 
     def __init__(self, model_runner: ModelRunner, kv_pool: Any, rotary: RotarySpec, kernel: str) -> None:
-        self._spec = rotary.to(
-            kv_pool.device
-        )  # where a copy that needs it would otherwise wait for the running forward
+        # There already, or a copy that needs it would wait for the running forward.
+        self.rotary = rotary.to(kv_pool.device)
         self._k_buffers: list[torch.Tensor] = list(kv_pool.k_buffer)
         self._v_buffers: list[torch.Tensor] = list(kv_pool.v_buffer)
         self._kernel = kernel
@@ -79,7 +78,7 @@ class KVAssembler:
             k_buffers, v_buffers = self._k_buffers, self._v_buffers
             if layers is not None:
                 k_buffers, v_buffers = (buffers[layers.start : layers.stop] for buffers in (k_buffers, v_buffers))
-            copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, position_delta, self._spec, backend=self._kernel)
+            copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, position_delta, self.rotary, backend=self._kernel)
 
     def gather(self, slots: torch.Tensor) -> HostKV:
         """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
@@ -120,7 +119,7 @@ class KVAssembler:
             kv_heads=k.shape[1],
             head_dim=k.shape[2],
             v_head_dim=v.shape[2],
-            rotary=rotary_digest(self._spec),
+            rotary=rotary_digest(self.rotary),
             tp_rank=tp_rank,
             tp_size=tp_size,
             settings=(

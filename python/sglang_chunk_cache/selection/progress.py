@@ -1,7 +1,8 @@
 """RequestProgress: one request on its way through the layers of one forward.
 
 Verbs, in the order of a layer: `leave` (obey what was decided a layer ago), `select` (keep the best by score), both of
-which return the rows that are left, and `observe` (what this layer's attention says of chunks). A request whose
+which return the rows that are left, `correct` (reused K and V, by what recomputing changed) and `observe` (what this
+layer's attention says of chunks). A request whose
 question is asked first goes through `score_question` at each layer of that pass and `begin_main` behind it.
 
 Promises: rows of missing chunks and of the question never leave; how many rows are left is always known to the host.
@@ -19,9 +20,11 @@ import torch
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan import RecomputePlan
+from sgl_kernel_ext.rotary import RotarySpec
 from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
+from sglang_chunk_cache.selection.drift import DriftCorrection
 from sglang_chunk_cache.selection.focus import FocusTracker
 from sglang_chunk_cache.selection.report import SelectionReport
 
@@ -85,6 +88,7 @@ class RequestProgress:
         positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
         num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         num_layers: of the model.
+        rotary: of its keys.
         explain: keep a `SelectionReport`.
     """
 
@@ -96,6 +100,7 @@ class RequestProgress:
         num_question: int,
         num_answer: int,
         num_layers: int,
+        rotary: RotarySpec | None,
         tp_size: int,
         explain: bool,
     ) -> None:
@@ -106,6 +111,7 @@ class RequestProgress:
         self._tp_size = tp_size
         self._plan = plan
         self._focus: FocusTracker | None = None
+        self._drift: DriftCorrection | None = None
         self._pending: Pending | None = None
         # What this layer decides: rows that stay, and whether the focus has settled.
         self._stays: torch.Tensor | None = None
@@ -133,13 +139,17 @@ class RequestProgress:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, device)
             self._bounds = torch.tensor([(chunk.start, chunk.end) for chunk in plan.chunks], device=device)
             self._ordinals = torch.tensor([i for i, c in enumerate(plan.chunks) if c.num_reused], device=device)
+        if selection.corrects_drift:
+            assert rotary is not None
+            reused = self._reused_positions()
+            self._drift = DriftCorrection(rotary, reused, chunk_of(reused, self._starts, self._ends), len(self._hits))
         if not self.asks_first:
             self._begin(positions)
 
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
-        return cls(None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
+        return cls(None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False)
 
     @property
     def asks_first(self) -> bool:
@@ -163,10 +173,11 @@ class RequestProgress:
         """Chooses by the scores of the first pass; returns the positions of all rows, `[num_rows]`."""
         assert self._plan is not None
         assert self._question_scores is not None, "no layer of the first pass was scored"
-        ranges = [np.arange(chunk.dst_start, chunk.dst_end) for chunk in self._hits]
-        reused = torch.from_numpy(np.concatenate(ranges)).to(self.positions.device)
+        reused = self._reused_positions()
         scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
-        late = reused[keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
+        probes = torch.from_numpy(self._selection.probes(len(self._counts))).to(reused.device)
+        wanted = scores.index_fill(0, probes, float("inf"))
+        late = reused[keep_best(wanted, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
         if self.report is not None:
             self.report.record_scores(scores, torch.isin(reused, late), layer_id=None)
         self._begin(torch.cat([self.positions, late]).sort().values)
@@ -235,6 +246,16 @@ class RequestProgress:
         if self.report is not None:
             self.report.record_focus(layer_id, is_focused)
 
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct` is due at every layer."""
+        return self._drift is not None
+
+    def correct(self, rows: RowsAtLayer) -> None:
+        """Changes reused K and V of this layer by what its rows show (`drift`)."""
+        assert self._drift is not None
+        self._drift.apply(rows, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
+
     def finish_layer(self) -> None:
         """Sends what the layer decided to the host."""
         if self._stays is not None:
@@ -242,6 +263,10 @@ class RequestProgress:
             self._stays = self._settled = None
 
     # Bookkeeping.
+
+    def _reused_positions(self) -> torch.Tensor:
+        ranges = [np.arange(chunk.dst_start, chunk.dst_end) for chunk in self._hits]
+        return torch.from_numpy(np.concatenate(ranges)).to(self.positions.device)
 
     def _begin(self, positions: torch.Tensor) -> None:
         """From here on these are the rows."""

@@ -13,7 +13,7 @@ from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.fixed import Epic, Full, FullReuse, Random
 from chunk_cache.methods.options import Options, OptionValue
 from chunk_cache.methods.ranked import H2O, CacheCraft
-from chunk_cache.methods.scored import CacheBlend, LayerMethod, QuestionMethod
+from chunk_cache.methods.scored import CacheBlend, LayerMethod, QuestionDrift, QuestionMethod
 
 __all__ = [
     "METHODS",
@@ -37,6 +37,7 @@ _ALL: tuple[Method, ...] = (
     CacheBlend("cacheblend"),
     LayerMethod("a3"),
     QuestionMethod("fusionrag"),
+    QuestionDrift("question-drift"),
     Full(),
 )
 

@@ -58,8 +58,9 @@ class Method:
 
     @property
     def options_schema(self) -> tuple[Option, ...]:
-        """All parameters, its own first."""
-        return (*self.own_options, *COMMON_OPTIONS)
+        """All parameters, its own first; one that it has by itself takes the place of the common one of that name."""
+        own = {option.name for option in self.own_options}
+        return (*self.own_options, *(option for option in COMMON_OPTIONS if option.name not in own))
 
     def effective_ratio(self, requested: float | None, default: float) -> float:
         """The recompute ratio in [0, 1] that is really used: the request's, else the server's."""

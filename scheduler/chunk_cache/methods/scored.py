@@ -6,15 +6,28 @@ The scores themselves are made by `sglang_chunk_cache.selection`, in the file of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
 from chunk_cache.errors import request_error
 from chunk_cache.methods.base import TOP_K, Method, Stage, field_of, need_layers, num_rows_at
-from chunk_cache.methods.options import MAX_LAYER, FloatOption, IntOption, LayersOption, Option, Options, layers_of
+from chunk_cache.methods.options import (
+    DRIFT,
+    MAX_LAYER,
+    FloatOption,
+    IntOption,
+    LayersOption,
+    Option,
+    Options,
+    layers_of,
+)
 
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
 """The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
+
+PROBE_SHARE = FloatOption("probe_share", default=0.0, minimum=0.0, maximum=1.0)
+"""The share of a budget that goes to tokens at equal distances, which show how reused KV differs on the whole."""
 
 
 class LayerMethod(Method):
@@ -50,13 +63,19 @@ class QuestionMethod(Method):
     """
 
     stage = Stage.QUESTION
-    own_options = (LayersOption("layers"), TOP_K)
+    own_options: ClassVar[tuple[Option, ...]] = (LayersOption("layers"), TOP_K, PROBE_SHARE)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
         return (num_rows_at(ratio, num_tokens),) * num_layers
+
+    def num_probes(self, num_rows: int, options: Options) -> int:
+        """How many of the rows of one budget are spread evenly, whatever their score."""
+        share = self.option(options, PROBE_SHARE.name)
+        assert isinstance(share, float)
+        return int(share * num_rows)
 
     def scored_layers(self, options: Options, num_layers: int) -> tuple[int, ...]:
         """The layers whose attention is scored in the first pass."""
@@ -66,6 +85,21 @@ class QuestionMethod(Method):
         need_layers(
             self.name, max(self.scored_layers(options, num_layers)), num_layers, field_of(options, "layers", path)
         )
+
+
+class QuestionDrift(QuestionMethod):
+    """Ours: what the question attends to at any layer is computed, and what that changes is added to the rest.
+
+    Half of the rows are spread evenly, because the change of those that the question attends to is not that of the
+    rest. docs/quality.md has the experiments.
+    """
+
+    own_options = (
+        LayersOption("layers", default="all"),
+        TOP_K,
+        replace(PROBE_SHARE, default=0.5),
+        replace(DRIFT, default=1),
+    )
 
 
 class CacheBlend(LayerMethod):

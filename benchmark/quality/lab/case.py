@@ -1,0 +1,199 @@
+"""Case: one question as token ids, with the KV of a full prefill, that of reused chunks, and the answers to judge by.
+
+    [ head | chunk 1 | chunk 2 | ... | tail ] answer
+      exact  computed alone behind the head,   computed behind whatever the experiment left in front
+             turned to where it stands
+
+`Case.build` computes both caches; `Case.judge` computes chosen rows of the chunks and the tail over a cache and says
+what that does to the answers. Both answers are judged token by token: the right one (`gold`) and the one that the full
+prefill gives itself (`own`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from benchmark.quality.lab.rows import KV, Change, RowModel, attention_of
+from benchmark.quality.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a condition does to the answers.
+
+    Attributes:
+        gold_loss, own_loss: nats per token that the answer is less likely than behind the full prefill.
+        first_kl: KL(full || this) of the first token, nats.
+        own_kl: the same, mean over the tokens of the full prefill's own answer.
+        recomputed: share of the chunks' tokens that were computed.
+    """
+
+    gold_loss: float
+    own_loss: float
+    first_kl: float
+    own_kl: float
+    recomputed: float
+
+
+@dataclass
+class Case:
+    """See the head of this file; positions are those of the prompt, caches have room for the answers."""
+
+    model: RowModel
+    ids: torch.Tensor  # [prompt_len]
+    spans: list[tuple[int, int]]  # of the chunks
+    gold: torch.Tensor
+    own: torch.Tensor
+    full: KV
+    reused: KV
+    full_gold: torch.Tensor  # log-probabilities [len(gold)] of the tokens
+    full_own: torch.Tensor  # [len(own), vocab_size]
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.ids)
+
+    @property
+    def head_len(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def tail_start(self) -> int:
+        return self.spans[-1][1]
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        return self.tail_start - self.head_len
+
+    @classmethod
+    @torch.no_grad()
+    def build(cls, model: RowModel, prompt: Prompt, *, own_len: int, turned: bool = True) -> Case:
+        """Args:
+        own_len: tokens of the full prefill's own answer, at most.
+        turned: False leaves K at the rotation with which it was computed.
+        """
+        ids, spans = _tokens(model, prompt)
+        gold = _ids(model, prompt.answer)
+        full = KV.empty(model, len(ids) + max(own_len, len(gold)))
+        hidden = model.run(full, ids, torch.arange(len(ids)))[-1:]
+        own, full_own = _greedy(model, full, hidden, len(ids), own_len)
+        full_gold = _read(model, full.clone(), hidden, gold, len(ids)).gather(1, gold[:, None])[:, 0]
+        reused = full.clone()
+        head_len = spans[0][0]
+        for start, end in spans:
+            alone = KV(full.k[:, : head_len + end - start].clone(), full.v[:, : head_len + end - start].clone())
+            model.run(alone, ids[start:end], torch.arange(head_len, head_len + end - start))
+            k = alone.k[:, head_len:]
+            reused.k[:, start:end] = model.turn(k, start - head_len) if turned else k
+            reused.v[:, start:end] = alone.v[:, head_len:]
+        reused.k[:, spans[-1][1] :], reused.v[:, spans[-1][1] :] = 0, 0
+        return cls(model, ids, spans, gold, own, full, reused, full_gold, full_own)
+
+    @torch.no_grad()
+    def judge(
+        self,
+        rows: torch.Tensor,
+        *,
+        cache: KV | None = None,
+        bias: torch.Tensor | None = None,
+        answer_bias: torch.Tensor | None = None,
+        change: Change | None = None,
+    ) -> Judged:
+        """Computes `rows` (positions in the chunks, ascending) and the tail over a copy of `cache`.
+
+        Args:
+            cache: that of the reused chunks where it is left out.
+            bias: see `RowModel.run`, for the rows and the tail.
+            answer_bias: `[1, prompt_len]` or `[num_layers, 1, prompt_len]`, the same for the rows of answers.
+        """
+        kv = (self.reused if cache is None else cache).clone()
+        positions = torch.cat([rows, torch.arange(self.tail_start, self.prompt_len)])
+        hidden = self.model.run(kv, self.ids[positions], positions, bias=bias, change=change)[-1:]
+        gold = _read(self.model, kv, hidden, self.gold, self.prompt_len, answer_bias)
+        own = _read(self.model, kv, hidden, self.own, self.prompt_len, answer_bias)
+        kl = (self.full_own.exp() * (self.full_own - own)).sum(1)
+        token = self.own[:, None]
+        return Judged(
+            gold_loss=float((self.full_gold - gold.gather(1, self.gold[:, None])[:, 0]).mean()),
+            own_loss=float((self.full_own.gather(1, token) - own.gather(1, token)).mean()),
+            first_kl=float(kl[0]),
+            own_kl=float(kl.mean()),
+            recomputed=len(rows) / self.num_chunk_tokens,
+        )
+
+    @torch.no_grad()
+    def question_attention(self) -> torch.Tensor:
+        """What the tail attends to over the reused cache, `[num_layers, num_heads, prompt_len]`: sums over its rows."""
+        positions = torch.arange(self.tail_start, self.prompt_len)
+        found: list[torch.Tensor] = []
+
+        def observe(layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
+            found.append(attention_of(q, k, positions).sum(1))
+
+        self.model.run(self.reused.clone(), self.ids[positions], positions, observe=observe)
+        return torch.stack(found)
+
+    def attribution(self) -> torch.Tensor:
+        """How much of the own answer's loss each reused token's K and V explain, by a first-order estimate.
+
+        The gradient of the answer's log-likelihood by the reused K and V, times what a full prefill would change of
+        them: `[num_layers, num_kv_heads, prompt_len, 2]` (K, V); positive where the true value makes it likelier.
+        """
+        k = self.reused.k[:, : self.tail_start].clone().requires_grad_()
+        v = self.reused.v[:, : self.tail_start].clone().requires_grad_()
+        tail = torch.cat([self.ids[self.tail_start :], self.own[:-1]])
+        with torch.enable_grad():
+            hidden = self.model.run_tail(tail, k, v)[-len(self.own) :]
+            self.model.log_probs(hidden).gather(1, self.own[:, None]).mean().backward()
+        assert k.grad is not None
+        assert v.grad is not None
+        gains = []
+        for grad, true, reused in ((k.grad, self.full.k, k), (v.grad, self.full.v, v)):
+            gains.append((grad * (true[:, : self.tail_start] - reused.detach())).sum(-1))
+        both = torch.stack(gains, -1).transpose(1, 2)
+        return torch.nn.functional.pad(both, (0, 0, 0, self.prompt_len - self.tail_start))
+
+
+def _tokens(model: RowModel, prompt: Prompt) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Ids piece by piece, as a server tokenizes marked prompts, and the spans of the chunks."""
+    pieces = [_ids(model, text) for text in (prompt.head, *prompt.chunks, prompt.tail)]
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
+    return torch.cat(pieces), list(itertools.pairwise(ends[:-1]))
+
+
+def _ids(model: RowModel, text: str) -> torch.Tensor:
+    return torch.tensor(model.tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+
+def _greedy(
+    model: RowModel, cache: KV, hidden: torch.Tensor, start: int, max_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own answer `[len]` up to its end of text, and the distributions it was drawn from `[len, vocab]`."""
+    tokens, rows = [], []
+    for step in range(max_len):
+        rows.append(model.log_probs(hidden)[0])
+        tokens.append(int(rows[-1].argmax()))
+        if tokens[-1] == model.tokenizer.eos_token_id or step == max_len - 1:
+            break
+        hidden = model.run(cache, torch.tensor(tokens[-1:]), torch.tensor([start + step]))
+    return torch.tensor(tokens), torch.stack(rows)
+
+
+def _read(
+    model: RowModel,
+    cache: KV,
+    hidden: torch.Tensor,
+    answer: torch.Tensor,
+    start: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Distributions `[len(answer), vocab]` of an answer's tokens behind the prompt whose last state is `hidden`."""
+    if len(answer) > 1:
+        positions = torch.arange(start, start + len(answer) - 1)
+        if bias is not None:
+            shape = (*bias.shape[:-2], len(positions), start)
+            bias = torch.nn.functional.pad(bias.expand(shape), (0, len(positions)))
+        hidden = torch.cat([hidden, model.run(cache, answer[:-1], positions, bias=bias)])
+    return model.log_probs(hidden)

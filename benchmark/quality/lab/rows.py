@@ -1,0 +1,170 @@
+"""RowModel: a pretrained model that computes chosen rows of a prompt over a KV cache that one may change.
+
+The instrument behind `study.py`. It runs the modules of a Hugging Face model of Llama's shape (Llama, Qwen2, Qwen3,
+Mistral) one layer at a time, outside any server, so that an experiment can put any K and V in front of any row:
+
+    cache = KV.empty(model, 1000)
+    model.run(cache, ids, positions)        # computes rows, writes their K and V, returns their hidden states
+    cache.k[layer, position]                # and whatever an experiment wants to do with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""`observe(layer, q, k)`: rotated, `[num_rows, num_heads, head_dim]` and `[kv_len, num_kv_heads, head_dim]`."""
+
+
+Change = Callable[[int, "KV", torch.Tensor, torch.Tensor], None]
+"""`change(layer, cache, k, v)`: may change the cache before the rows' new K and V are written into it."""
+
+
+@dataclass
+class KV:
+    """K (rotated) and V of a prompt, `[num_layers, capacity, num_kv_heads, head_dim]`, by position."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def empty(cls, model: RowModel, capacity: int) -> KV:
+        shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
+        return cls(torch.zeros(shape), torch.zeros(shape))
+
+    def clone(self) -> KV:
+        return KV(self.k.clone(), self.v.clone())
+
+
+class RowModel:
+    """See the head of this file. fp32, no gradients of weights.
+
+    Args:
+        folder: Hugging Face folder or name.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False).eval()
+        )
+        self._layers = self._model.model.layers
+        config = self._model.config
+        self.num_layers = len(self._layers)
+        self.num_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(config.num_key_value_heads)
+        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.num_heads)
+
+    def run(
+        self,
+        cache: KV,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        observe: Observer | None = None,
+        change: Change | None = None,
+    ) -> torch.Tensor:
+        """Computes rows over the cache and writes their K and V into it; each row sees all positions up to its own.
+
+        Args:
+            ids, positions: `[num_rows]` int64, positions ascending.
+            change: called at every layer once its K and V are known.
+            bias: `[num_rows, kv_len]` or `[num_layers, num_rows, kv_len]`, added to the scaled scores of attention.
+
+        Returns:
+            Hidden states behind the last norm, `[num_rows, hidden_size]`.
+        """
+        kv_len = int(positions[-1]) + 1
+        seen = torch.arange(kv_len)[None, :] <= positions[:, None]
+        mask = torch.zeros(seen.shape).masked_fill_(seen.logical_not(), float("-inf"))
+        x = self._model.model.embed_tokens(ids)
+        cos, sin = self._rotation(positions)
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._project(layer, x, cos, sin)
+            if change is not None:
+                change(index, cache, k, v)
+            cache.k[index, positions], cache.v[index, positions] = k, v
+            keys, values = cache.k[index, :kv_len], cache.v[index, :kv_len]
+            if observe is not None:
+                observe(index, q, keys)
+            added = mask if bias is None else mask + (bias if bias.dim() == 2 else bias[index])
+            x = self._finish(layer, x, _attend(q, keys, values, added))
+        return self._model.model.norm(x)
+
+    def run_tail(self, ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Hidden states of rows right behind a cache `[num_layers, len, ...]` that they leave as it is.
+
+        Gradients flow to `k` and `v`.
+        """
+        start = k.shape[1]
+        positions = torch.arange(start, start + len(ids))
+        seen = torch.arange(start + len(ids))[None, :] <= positions[:, None]
+        mask = torch.zeros(seen.shape).masked_fill_(seen.logical_not(), float("-inf"))
+        x = self._model.model.embed_tokens(ids)
+        cos, sin = self._rotation(positions)
+        for index, layer in enumerate(self._layers):
+            q, new_k, new_v = self._project(layer, x, cos, sin)
+            x = self._finish(layer, x, _attend(q, torch.cat([k[index], new_k]), torch.cat([v[index], new_v]), mask))
+        return self._model.model.norm(x)
+
+    def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[num_rows, vocab_size]`."""
+        return self._model.lm_head(hidden).log_softmax(-1)
+
+    def turn(self, k: torch.Tensor, by: int) -> torch.Tensor:
+        """K `[..., len, num_kv_heads, head_dim]` as it would be `by` positions later."""
+        return self.turn_to(k, torch.full((k.shape[-3],), by))
+
+    def turn_to(self, k: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """K `[..., len, num_kv_heads, head_dim]` turned by `[len]` positions, each by its own."""
+        cos, sin = self._rotation(by.abs())
+        return _rotate(k, cos, sin * by.sign()[:, None, None])
+
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._model.model.rotary_emb(torch.zeros(1), positions[None])
+        return cos[0][:, None], sin[0][:, None]
+
+    def _project(
+        self, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, self.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def _finish(self, layer: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = x + layer.self_attn.o_proj(attended.flatten(1))
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def attention_of(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Weights of attention `[num_heads, num_rows, kv_len]` of rows at `positions`."""
+    num_heads, head_dim = q.shape[1:]
+    keys = k.transpose(0, 1).repeat_interleave(num_heads // k.shape[1], 0)
+    scores = q.transpose(0, 1) @ keys.transpose(1, 2) * head_dim**-0.5
+    unseen = torch.arange(k.shape[0])[None, :] > positions[:, None]
+    return scores.masked_fill_(unseen, float("-inf")).softmax(-1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,0 +1,109 @@
+"""DriftCorrection: what recomputing changed on average, added to the reused tokens that are not recomputed. *Ours*.
+
+K and V of a reused token differ from those of a full prefill by something of its own and by something that it shares
+with its neighbours, because all of them lack the same context. The tokens that are recomputed show what is shared:
+
+    d_t = K_new(t) - K_old(t), turned back to position 0;  V_new(t) - V_old(t) likewise
+    d_c = (sum of d_t over the R_c rows of chunk c + PRIOR x mean of d_t over all rows) / (R_c + PRIOR)
+    K(u) += d_c turned to the position of u,  V(u) += d_c      for every token u of chunk c that is not recomputed
+
+layer by layer, before the attention of the layer reads them. docs/quality.md says what that is worth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
+from sglang_chunk_cache.kv.choose import keep_where
+from sglang_chunk_cache.selection.base import RowsAtLayer
+
+PRIOR = 8.0
+"""Rows that the mean over all chunks counts for in a chunk's own. Between 2 and none at all it makes no difference that
+could be measured (HotpotQA and 2Wiki, two real models); it says what a chunk without rows gets."""
+
+
+class _Sides(NamedTuple):
+    """Who shows a drift and who gets it, while the rows stay the same; N reused tokens, R of them rows, C chunks."""
+
+    rows: torch.Tensor  # [R] int64, into all rows of the request
+    weights: torch.Tensor  # [C, R] fp32: d_c as a weighted sum of d_t
+    back: tuple[torch.Tensor, torch.Tensor]  # cos and sin [R, 1, rotary_dim / 2] that turn to position 0
+    others: torch.Tensor  # [N - R] int64, prompt positions
+    chunk: torch.Tensor  # [N - R] int64
+    there: tuple[torch.Tensor, torch.Tensor]  # cos and sin [N - R, 1, rotary_dim / 2]
+
+
+class DriftCorrection:
+    """Of one request.
+
+    Args:
+        rotary: of the model's keys, on the device.
+        positions: `[N]` int64 prompt positions of all reused tokens, ascending.
+        chunk: `[N]` int64, which reused chunk each lies in, from 0.
+    """
+
+    def __init__(self, rotary: RotarySpec, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int) -> None:
+        self._rotary = rotary
+        self._positions, self._chunk, self._num_chunks = positions, chunk, num_chunks
+        self._row_positions: torch.Tensor | None = None
+        self._sides: _Sides | None = None
+
+    def apply(self, rows: RowsAtLayer, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int) -> None:
+        """Changes the K and V of this layer in the slots of the reused tokens that are not among the rows.
+
+        Args:
+            rows: of the request; their own K and V are not written yet.
+            positions: `[num_rows]` int64, those of the rows; the same tensor as long as the rows are the same.
+            row_chunk: `[num_rows]` int64, the reused chunk of each row; -1 where it is not of a reused chunk.
+            num_recomputed: rows that are; the host knows it, so the device is not asked.
+        """
+        if num_recomputed in (0, len(self._positions)):
+            return
+        if self._row_positions is not positions:
+            self._row_positions = positions
+            self._sides = self._prepare(positions, row_chunk, num_recomputed, len(rows.kv_slots))
+        sides = self._sides
+        assert sides is not None
+        slots = rows.slots()[sides.rows]
+        drift_k = self._turned(rows.k[sides.rows].float() - rows.k_buffer[slots].float(), sides.back)
+        drift_v = rows.v[sides.rows].float() - rows.v_buffer[slots].float()
+        mean_k, mean_v = (
+            (sides.weights @ drift.flatten(1)).unflatten(1, drift.shape[1:]) for drift in (drift_k, drift_v)
+        )
+        others = rows.kv_slots[sides.others]
+        for buffer, change in (
+            (rows.k_buffer, self._turned(mean_k[sides.chunk], sides.there)),
+            (rows.v_buffer, mean_v[sides.chunk]),
+        ):
+            buffer[others] = (buffer[others].float() + change).to(buffer.dtype)
+
+    def _prepare(self, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int, kv_len: int) -> _Sides:
+        device = positions.device
+        recomputed = keep_where(row_chunk >= 0, num_recomputed)
+        is_row = torch.zeros(kv_len, dtype=torch.bool, device=device)
+        is_row[positions[recomputed]] = True
+        kept = keep_where(is_row[self._positions].logical_not(), len(self._positions) - num_recomputed)
+        others = self._positions[kept]
+        # A product and not a sum by index, whose order a GPU does not promise.
+        is_of = row_chunk[recomputed][None, :] == torch.arange(self._num_chunks, device=device)[:, None]
+        weights = (is_of + PRIOR / num_recomputed) / (is_of.sum(1, keepdim=True) + PRIOR)
+        return _Sides(
+            recomputed,
+            weights.float(),
+            self._angles(-positions[recomputed]),
+            others,
+            self._chunk[kept],
+            self._angles(others),
+        )
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rotation_table(self._rotary, positions)
+        return cos[:, None], sin[:, None]
+
+    def _turned(self, keys: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        turned = torch.empty_like(keys)
+        rotate(keys, turned, *angles, self._rotary)
+        return turned

@@ -1,0 +1,106 @@
+"""Drift: what rows show of a change that all tokens share is given to the others, and nothing else is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq, rotate, rotation_table
+from sglang_chunk_cache.selection.base import RowsAtLayer
+from sglang_chunk_cache.selection.drift import PRIOR, DriftCorrection
+
+HEADS, DIM, NUM_SLOTS = 2, 16, 64
+SPEC = RotarySpec(12, True, default_inv_freq(10000.0, 12))  # the last four dimensions are not rotated
+REUSED = [*range(4, 20), *range(24, 34)]
+CHUNK = [0] * 16 + [1] * 10
+KV_LEN, QUESTION = 36, [34, 35]
+
+
+def turned(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    cos, sin = rotation_table(SPEC, positions)
+    out = torch.empty_like(keys)
+    rotate(keys, out, cos[:, None], sin[:, None], SPEC)
+    return out
+
+
+def make(rows: list[int], change_k: torch.Tensor, change_v: torch.Tensor, seed: int = 0) -> RowsAtLayer:
+    """Rows whose K and V differ from the buffers by `change` `[KV_LEN, HEADS, DIM]`, K's as seen at position 0."""
+    rng = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(NUM_SLOTS, generator=rng)[:KV_LEN]
+    k_buffer, v_buffer = (torch.randn(NUM_SLOTS, HEADS, DIM, generator=rng) for _ in range(2))
+    positions = torch.tensor([*rows, *QUESTION])
+    k = k_buffer[slots[positions]] + turned(change_k[positions], positions)
+    v = v_buffer[slots[positions]] + change_v[positions]
+    q = torch.zeros(len(positions), HEADS, DIM)
+    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, k_buffer, v_buffer, 1.0, 0.0, 1)
+
+
+def correct(given: RowsAtLayer, rows: list[int]) -> None:
+    chunk_of = dict(zip(REUSED, CHUNK, strict=True))
+    row_chunk = torch.tensor([chunk_of.get(p, -1) for p in [*rows, *QUESTION]])
+    drift = DriftCorrection(SPEC, torch.tensor(REUSED), torch.tensor(CHUNK), 2)
+    drift.apply(given, given.positions, row_chunk, len(rows))
+
+
+def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
+    change_k, change_v = torch.randn(2, 1, HEADS, DIM, generator=torch.Generator().manual_seed(3)).expand(
+        2, KV_LEN, -1, -1
+    )
+    rows = [5, 17, 26]
+    given = make(rows, change_k, change_v)
+    before_k, before_v = given.k_buffer.clone(), given.v_buffer.clone()
+    correct(given, rows)
+    others = torch.tensor([p for p in REUSED if p not in rows])
+    slots = given.kv_slots[others]
+    torch.testing.assert_close(given.k_buffer[slots], before_k[slots] + turned(change_k[others], others))
+    torch.testing.assert_close(given.v_buffer[slots], before_v[slots] + change_v[others])
+    untouched = torch.ones(NUM_SLOTS, dtype=torch.bool)
+    untouched[slots] = False
+    assert torch.equal(given.k_buffer[untouched], before_k[untouched])
+    assert torch.equal(given.v_buffer[untouched], before_v[untouched])
+
+
+def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
+    change = torch.zeros(KV_LEN, HEADS, DIM)
+    rows = [4, 5, 6, 7]
+    change[rows] = 2.0
+    given = make(rows, torch.zeros_like(change), change)
+    before = given.v_buffer.clone()
+    correct(given, rows)
+    moved = (given.v_buffer - before)[given.kv_slots]
+    torch.testing.assert_close(moved[8:20], torch.full((12, HEADS, DIM), 2.0))
+    torch.testing.assert_close(moved[24:34], torch.full((10, HEADS, DIM), 2.0))  # the mean of all rows
+
+    rows = [4, 5, 6, 24]
+    change = torch.zeros(KV_LEN, HEADS, DIM)
+    change[:20] = 4.0
+    given = make(rows, torch.zeros_like(change), change)
+    before = given.v_buffer.clone()
+    correct(given, rows)
+    moved = (given.v_buffer - before)[given.kv_slots]
+    overall = 3 / 4 * 4.0
+    torch.testing.assert_close(moved[8], torch.full((HEADS, DIM), (3 * 4.0 + PRIOR * overall) / (3 + PRIOR)))
+    torch.testing.assert_close(moved[30], torch.full((HEADS, DIM), PRIOR * overall / (1 + PRIOR)))
+
+
+@pytest.mark.parametrize("rows", [[], REUSED])
+def test_nothing_happens_without_rows_and_with_all(rows: list[int]) -> None:
+    change = torch.ones(KV_LEN, HEADS, DIM)
+    given = make(rows, change, change)
+    before = given.k_buffer.clone(), given.v_buffer.clone()
+    correct(given, rows)
+    assert torch.equal(given.k_buffer, before[0])
+    assert torch.equal(given.v_buffer, before[1])
+
+
+def test_buffers_of_fewer_bits_are_rounded_once() -> None:
+    change = torch.full((KV_LEN, HEADS, DIM), 0.25)
+    given = make([5, 26], torch.zeros_like(change), change)
+    half = dataclasses.replace(given, k_buffer=given.k_buffer.bfloat16(), v_buffer=given.v_buffer.bfloat16())
+    before = half.v_buffer.clone()
+    half = dataclasses.replace(half, v=before[half.slots()].float() + 0.25)
+    correct(half, [5, 26])
+    slots = half.kv_slots[torch.tensor([p for p in REUSED if p not in (5, 26)])]
+    assert torch.equal(half.v_buffer[slots], (before[slots].float() + 0.25).bfloat16())
