@@ -109,7 +109,7 @@ class LruOrder:
         return 0.0
 
     def order(self, variant: Variant) -> tuple[float, ...]:
-        return -variant.generation, variant.last_use
+        return -variant.generation, variant.is_prepared, variant.last_use
 
     def clear(self) -> None:
         for kind in self._kinds:

@@ -63,7 +63,7 @@ class Pressure(Config):
         return Config(**{name: getattr(self, name) for name in ("page_size", "layers", "kind")}, max_total_tokens=16384)
 
 
-UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
+UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2), ("prefer_prepared", True))
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
 PRESSURE = [
     Pressure(force_retract=True),
@@ -208,6 +208,7 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
     if equals_stock(request.chunk_cache):
         assert info["recomputed_tokens"] == info["reused_tokens"], info
     counts.update(chunk["status"] for chunk in info["chunks"])
+    counts["prepared"] += sum(chunk.get("prepared", False) for chunk in info["chunks"])
     counts.update(f"tier {chunk['tier']}" for chunk in info["chunks"] if chunk.get("tier"))
     if info["fallback_reason"]:
         counts[f"fallback {info['fallback_reason']}"] += 1

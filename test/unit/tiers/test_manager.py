@@ -77,7 +77,7 @@ def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
     """Of a chunk on its disk, of which so many layers are there."""
     (disk,) = tiers._tiers
     disk.medium.write(stored(variant(1)))
-    found = TierSearch([disk], FINGERPRINT, 0).find(wanted(1), num_layers)
+    found = TierSearch([disk], FINGERPRINT, False).find(wanted(1), num_layers)
     assert found.stream is not None
     return found.stream
 
