@@ -340,7 +340,7 @@ def test_warm_by_ids_and_in_a_partition(empty, tokenizer, passages):
 def test_chunks_are_prepared_behind_similar_ones(empty, passages):
     chunks = [f"{passages(50)} about {word}.\n" for word in ("cats", "cats", "dogs", "dogs", "cats and dogs")]
     (estimate,) = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n", dry_run=True)
-    assert (len(estimate["alone"]), len(estimate["prepared"]), estimate["already"]) == (5, 5, 0)
+    assert (len(estimate["prepared"]), estimate["already"]) == (5, 0)
     assert empty.rank()["index"]["num_variants"] == 0
     *_, summary = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n", batch=3)
     assert (summary["stored"], summary["already"], summary["failed"], summary["present"]) == (5, 0, [], 5)
@@ -348,8 +348,12 @@ def test_chunks_are_prepared_behind_similar_ones(empty, passages):
     listed = empty.get("/chunk_cache/variants").json()["variants"]
     prepared = {variant["key"]: variant["neighbours"] for variant in listed if variant["neighbours"]}
     exact = {variant["key"] for variant in listed if not variant["neighbours"]}
-    assert prepared.keys() == exact
-    assert all(len(keys) == 2 and exact.issuperset(keys) and key not in keys for key, keys in prepared.items())
+    assert len(prepared) == 5
+    assert {key for keys in prepared.values() for key in keys} == exact, (
+        "neighbours, and nothing else, are stored alone"
+    )
+    assert len(exact) == len(estimate["alone"])
+    assert all(len(keys) == 2 and key not in keys for key, keys in prepared.items())
     assert {variant["generation"] for variant in listed if variant["neighbours"]} == {1}
     *_, summary = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n")
     assert (summary["stored"], summary["already"], summary["computed_tokens"]) == (0, 5, 0)
@@ -371,20 +375,17 @@ def test_a_prepared_chunk_is_used_where_there_is_no_exact_one(empty, passages):
 
 def test_what_cannot_be_prepared_fails_alone_or_is_refused(empty, passages):
     a, b = passages.several(2)
-    texts = [a, b, f"x{SEP}y", "word " * 9000, a]
-    near = [[1], [2], [0], [0], [1, 0]]
-    *_, summary = empty.warm(texts=[*texts, b], neighbours=[*near, [3]], prefix_text="Read.\n")
-    assert summary["stored"] == 1
-    errors = [entry["error"] for entry in summary["failed"]]
-    assert [error.partition(": ")[0] for error in errors] == [
-        "neighbours[1][0]",
-        "texts[2]",
-        "texts[3]",
-        "neighbours[5]",
-    ]
-    assert "separator" in errors[0]
-    assert "has the tokens of texts[1], which has other neighbours" in errors[3] or "texts[3]" in errors[3], errors
-    assert summary["already"] == 1, "the same chunk with the same neighbours, itself left out"
+    texts = [a, b, f"x{SEP}y", "word " * 9000, a, b, a]
+    near = [[1], [2], [0], [0], [1, 0], [3], []]
+    *_, summary = empty.warm(texts=texts, neighbours=near, prefix_text="Read.\n")
+    assert (summary["stored"], summary["already"]) == (1, 1), "a, and a again: it is no neighbour of itself"
+    errors = {entry["index"]: entry["error"] for entry in summary["failed"]}
+    assert errors.keys() == {1, 2, 3, 5, 6}
+    assert errors[1].startswith("neighbours[1][0]: texts[2]: has a separator")
+    assert errors[2].startswith("texts[2]: has a separator")
+    assert errors[3].startswith("texts[3]: ")
+    assert errors[5].startswith("texts[5]: neighbour 0 (texts[3]): ")
+    assert errors[6].startswith("neighbours[6]: texts[6] has the tokens of texts[0], which has other neighbours; ")
     for body, start in (
         ({"texts": [a, b], "neighbours": [[7]]}, "neighbours[0][0]: 7 is none of the 2 chunks"),
         ({"texts": [a, b], "neighbours": 99}, "neighbours: 99 is not a legal number"),
