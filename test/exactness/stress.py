@@ -125,6 +125,8 @@ def random_requests(s: Session, total: int) -> list[Request]:
         options = {"spans": prompt.spans, **random_recipe(rng)}
         if rng.random() < 0.15:
             options["mode"] = rng.choice(MODES)
+        elif rng.random() < 0.15:
+            options["mode"] = "prepare"  # so that some are there to be used
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
             options["answer_tokens"] = rng.randrange(behind + 1)

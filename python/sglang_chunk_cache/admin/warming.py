@@ -162,7 +162,11 @@ class Warming:
         self._num_already += len(chunks) - len(todo)
         if not todo:
             return failed
-        problems = await self._compute_all(await self._missing_neighbours(missing.behind))
+        problems: dict[bytes, str] = {}
+        if neighbours := await self._missing_neighbours(missing.behind):
+            problems = await self._compute_all(neighbours)
+            for neighbour in await self._missing_neighbours(missing.behind):
+                problems.setdefault(neighbour.key, NO_ROOM)
         # Behind a neighbour that could not be computed the chunk would not be what it is said to be.
         ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.neighbour_keys)]
         own = await self._compute_all(ready)
