@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
+from sglang_chunk_cache.admin.body import MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER
 from sglang_chunk_cache.server_client import ServerGone, add_server_flags
 from sglang_chunk_cache.warm import neighbours
@@ -30,9 +31,6 @@ from sglang_chunk_cache.warm.state import WarmState, load
 
 PROG = "python -m sglang_chunk_cache.warm"
 LINES_PER_REQUEST = 256
-TEXTS_PER_REQUEST = 4096
-MAX_BATCH = 64
-MAX_NEIGHBOURS = 32
 GIVEN = "file"
 """Value of `--neighbours`: the lines name them."""
 MAX_WAIT_S = 10.0
@@ -141,7 +139,7 @@ class Task:
         if neighbourhood is not None:
             self._task |= {"neighbours": args.neighbours, "retriever": args.retriever}
             most = max(map(len, neighbourhood.of.values()), default=0)
-            self._lines_per_request = min(LINES_PER_REQUEST, TEXTS_PER_REQUEST // (1 + most))
+            self._lines_per_request = min(LINES_PER_REQUEST, MAX_ITEMS // (1 + most))
 
     def run(self) -> WarmState:
         """Warms what is left; returns the state at the end.
