@@ -125,7 +125,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
         options = {"spans": prompt.spans, **random_recipe(rng)}
         if rng.random() < 0.15:
             options["mode"] = rng.choice(MODES)
-        elif rng.random() < 0.15:
+        elif rng.random() < 0.1:
             options["mode"] = "prepare"  # so that some are there to be used
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
@@ -210,6 +210,7 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
     if equals_stock(request.chunk_cache):
         assert info["recomputed_tokens"] == info["reused_tokens"], info
     counts.update(chunk["status"] for chunk in info["chunks"])
+    counts["preparing"] += sum(chunk["reason"] == "preparing" for chunk in info["chunks"])
     counts["prepared"] += sum(chunk.get("prepared", False) for chunk in info["chunks"])
     counts.update(f"tier {chunk['tier']}" for chunk in info["chunks"] if chunk.get("tier"))
     if info["fallback_reason"]:
