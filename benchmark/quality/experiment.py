@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmark.common.server import Server
 from benchmark.quality.conditions import REFERENCE, Condition, parse_method
+from benchmark.quality.neighbourhood import Neighbours
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.replies import Reply, ReplyLog
 from benchmark.quality.session import ALONE, Session
@@ -26,13 +27,17 @@ HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task asked of one model; `prompts` has one prompt per question of the task, `stored` is one of `STORED`."""
+    """A task asked of one model; `prompts` has one prompt per question of the task, `stored` is one of `STORED`.
+
+    With `neighbours`, `stored` is PREPARED.
+    """
 
     model: str
     task: Task
     prompts: Sequence[Prompt]
     log: ReplyLog
     stored: str = ALONE
+    neighbours: Neighbours | None = None
 
     def num_needed(self, conditions: Sequence[Condition]) -> int:
         """Replies, the reference's included."""
@@ -49,7 +54,7 @@ class Experiment:
         Raises:
             SetupError: a reply was not computed as wanted.
         """
-        session = Session(server, self.task.asking, self.stored)
+        session = Session(server, self.task.asking, self.stored, self.neighbours)
         missing = [prompt for prompt in self._distinct() if self.log.find(prompt.key, REFERENCE) is None]
         if missing:
             for replies in session.ask_reference(missing):

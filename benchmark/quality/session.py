@@ -17,10 +17,13 @@ when it was stored:
 
     ALONE      [system, chunk] once per chunk; without a context CFO = alpha / 2 for all of them
     SHUFFLED   [system, all chunks of the prompt in another order] once per prompt, computed exactly
+    PREPARED   [system, neighbours, chunk] once per chunk, neighbours as ALONE (FusionRAG's preparation); the server
+               needs "prefer_prepared", and each hit must say that it is such a one
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +32,7 @@ from typing import Any, TypeAlias
 
 from benchmark.common.server import Server
 from benchmark.quality.conditions import REFERENCE, Condition
+from benchmark.quality.neighbourhood import Neighbours
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.replies import Forced, Reply
 
@@ -40,8 +44,11 @@ MAX_BATCH = 64  # prompts in one call
 # decoding they stay below one, so nothing that was primed is evicted.
 PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
 MIN_LOGPROB = -1e4  # stands for a probability of zero
-ALONE, SHUFFLED = "alone", "shuffled"
+ALONE, SHUFFLED, PREPARED = "alone", "shuffled", "prepared"
 STORED = (ALONE, SHUFFLED)
+"""What a user may choose; PREPARED is for `preparation.py`."""
+MAX_WARMED = 256  # chunks in one call, whose neighbours must fit into it too
+PREPARED_BATCH = 2  # at a time: each brings all its neighbours into the pool
 
 Ask: TypeAlias = tuple[Prompt, Condition]
 Extra: TypeAlias = Mapping[str, Any]
@@ -71,9 +78,13 @@ class Asking:
 class Session:
     """Asks one server. Not for several threads."""
 
-    def __init__(self, server: Server, asking: Asking, stored: str = ALONE) -> None:
-        """`stored` is one of `STORED`."""
+    def __init__(
+        self, server: Server, asking: Asking, stored: str = ALONE, neighbours: Neighbours | None = None
+    ) -> None:
+        """`stored` is one of `STORED`, or PREPARED, for which `neighbours` are given."""
+        assert (stored == PREPARED) == (neighbours is not None), f"chunks are stored {stored}"
         self._server = server
+        self._neighbours = neighbours
         self._asking = asking
         self._stored = stored
         self._pool_len = int(server.get("/v1/loads").json()["loads"][0]["max_total_num_tokens"])
@@ -119,6 +130,9 @@ class Session:
     def prime(self, prompts: Sequence[Prompt]) -> None:
         """Empties the caches and stores every chunk of these prompts."""
         self._server.flush()
+        if self._neighbours is not None:
+            self._prepare(prompts, self._neighbours)
+            return
         tail = self._priming_tail
         if self._stored == SHUFFLED:
             texts = [(prompt.shuffled(tail), prompt.partition) for prompt in prompts]
@@ -146,6 +160,9 @@ class Session:
 
         for batch, outs in self._post(asks, ask_for_ids):
             own = [references[prompt.key] for prompt, _ in batch]
+            if self._neighbours is not None:
+                for (prompt, _), out in zip(batch, outs, strict=True):
+                    _check_prepared(prompt, out["meta_info"]["chunk_cache"], self._neighbours)
             replies = [
                 _reply(prompt, out, condition, reference)
                 for (prompt, condition), out, reference in zip(batch, outs, own, strict=True)
@@ -186,6 +203,25 @@ class Session:
             # The entry of the token at the start is empty: what it is preceded by is not looked at.
             logprob_start_len=[reference.prompt_len - 1 for _, reference, _, _ in asked],
         )
+
+    def _prepare(self, prompts: Sequence[Prompt], neighbours: Neighbours) -> None:
+        heads = {prompt.partition: prompt.head for prompt in prompts}
+        for partition, head in heads.items():
+            chunks = list(dict.fromkeys(chunk for p in prompts if p.partition == partition for chunk in p.chunks))
+            for first in range(0, len(chunks), MAX_WARMED):
+                some = chunks[first : first + MAX_WARMED]
+                texts = list(dict.fromkeys((*some, *(near for one in some for near in neighbours[partition][one]))))
+                places = {text: place for place, text in enumerate(texts)}
+                body = {
+                    "texts": texts,
+                    "neighbours": [[places[near] for near in neighbours[partition][one]] for one in some],
+                    "prefix_text": head,
+                    "extra_key": partition,
+                    "batch": PREPARED_BATCH,
+                }
+                summary = json.loads(list(self._server.client.lines("/chunk_cache/warm", body))[-1])
+                if summary["failed"]:
+                    raise SetupError(f"A chunk was not prepared: {summary['failed'][0]['error']}.")
 
     def _prime_batch(self, batch: Sequence[tuple[str, str]]) -> None:
         params: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
@@ -268,6 +304,16 @@ def _reply(prompt: Prompt, out: Mapping[str, Any], condition: Condition, referen
     found = {token: _finite(logprob) for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
     kl = first_token_kl([p for _, p in reference.top], [found[token] for token, _ in reference.top])
     return Reply(**_common(prompt, condition, out), kl=kl)
+
+
+def _check_prepared(prompt: Prompt, chunk_cache: Mapping[str, Any], neighbours: Neighbours) -> None:
+    near = neighbours[prompt.partition]
+    for number, (text, chunk) in enumerate(zip(prompt.chunks, chunk_cache["chunks"], strict=True), 1):
+        if chunk["status"] == "hit" and near[text] and not chunk.get("prepared"):
+            raise SetupError(
+                f"Chunk {number} of prompt {prompt.key} was not used as prepared; give the server a larger "
+                "--max-total-tokens in --server-flags."
+            )
 
 
 def _forced(out: Mapping[str, Any], prompt_len: int) -> Forced:

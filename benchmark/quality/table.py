@@ -170,7 +170,7 @@ def _scores(metric: str, asked: Sequence[tuple[Question, str]], replies: Sequenc
 def _differences(values: Floats, *, is_reference: bool) -> dict[str, Any]:
     if is_reference:
         return dict.fromkeys(("diff", "diff_low", "diff_high"))
-    low, high = _interval(values)
+    low, high = interval(values)
     return {"diff": _mean(values), "diff_low": low, "diff_high": high}
 
 
@@ -190,7 +190,7 @@ def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, A
     for name in FORCED:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(reference, current, strict=True)]
         losses = np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
-        low, high = _interval(losses)
+        low, high = interval(losses)
         values = {"": _mean(losses), "_se": _standard_error(losses), "_low": low, "_high": high}
         found |= {f"{name}_loss{suffix}": value for suffix, value in values.items()}
     return found
@@ -213,7 +213,7 @@ def _standard_error(values: Floats) -> float | None:
     return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else None
 
 
-def _interval(differences: Floats) -> tuple[float | None, float | None]:
+def interval(differences: Floats) -> tuple[float | None, float | None]:
     """Percentile bootstrap of the mean. All differences equal: that value twice, which does not prove them equal."""
     if differences.size < 2:
         return None, None

@@ -33,6 +33,8 @@ class Config:
     """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
     """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
+    prefer_prepared: bool = False
+    """Prepared variants are used before exact ones."""
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     promote_uses: int = 8
@@ -114,6 +116,12 @@ def _check(key: str, value: object) -> object:
         return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
+    if key == "prefer_prepared":
+        if not isinstance(value, bool):
+            raise user_error(
+                ChunkCacheConfigError, path, f"{show(value)} is neither true nor false", "give one of them"
+            )
+        return value
     if key == "tiers":
         return parse_tiers(value, path)
     if key == "statistics_layers":

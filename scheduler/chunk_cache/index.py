@@ -24,7 +24,7 @@ from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.paths import PathLedger
 from chunk_cache.reusability import first_places, unit_cfo
 from chunk_cache.types import REASONS
-from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant, holder_of
+from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Rank, Variant, holder_of, rank_of
 from chunk_cache.victims import AGEING, victim_order
 
 Resolve: TypeAlias = Callable[[Variant], int]
@@ -90,6 +90,7 @@ class ChunkIndex:
         max_path_tokens: tokens of remembered paths (8 bytes each); the least recently used path goes first.
         eviction: which variant goes first, one of `victims.EVICTIONS`.
         ageing: by how much the age grows when the store has been turned over once.
+        prefers_prepared: a prepared variant is found before exact ones, not only before other derived ones.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ChunkIndex:
         max_path_tokens: int,
         eviction: str = "lru",
         ageing: float = AGEING,
+        prefers_prepared: bool = False,
     ) -> None:
         assert min(max_variants, max_variants_per_chunk, max_path_tokens) >= 1, "every bound must be at least 1"
         self.max_variants = max_variants
@@ -108,6 +110,7 @@ class ChunkIndex:
         self._by_key: dict[bytes, list[Variant]] = {}
         self._order = victim_order(eviction)
         self._ageing = ageing
+        self._prefers_prepared = prefers_prepared
         self._num_derived = 0
         self.num_reused_tokens = 0
         """Of variants that were used; tokens that two of them share count twice."""
@@ -145,15 +148,26 @@ class ChunkIndex:
         """The variants of one chunk, in the order in which they were stored; counts no lookup and forgets nothing."""
         return list(self._by_key.get(key, ()))
 
-    def wants(self, key: bytes, *, start: int, generation: int, context: tuple[bytes, ...]) -> bool:
+    def prepared(self, key: bytes, context: tuple[bytes, ...]) -> Variant | None:
+        """The prepared variant of a chunk, where it was computed behind these neighbours."""
+        peers = self._by_key.get(key, ())
+        return next((peer for peer in peers if peer.is_prepared and peer.context == context), None)
+
+    def wants(
+        self, key: bytes, *, start: int, generation: int, context: tuple[bytes, ...], is_prepared: bool = False
+    ) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
         peers = self._by_key.get(key, ())
-        if generation and any(peer.is_exact and peer.context == context for peer in peers):
+        if is_prepared and any(peer.is_prepared for peer in peers):
+            return True  # in the place of that one
+        if generation and not is_prepared and any(peer.is_exact and peer.context == context for peer in peers):
             return False
-        same = _find_same(peers, start, context)
+        same = _find_same(peers, start, context, is_prepared)
         if same is not None:
             return same.generation >= generation
-        return len(peers) < self.max_variants_per_chunk or generation <= max(p.generation for p in peers)
+        return len(peers) < self.max_variants_per_chunk or rank_of(generation, is_prepared) <= max(
+            peer.rank for peer in peers
+        )
 
     def add(
         self,
@@ -166,15 +180,18 @@ class ChunkIndex:
         home: Home,
         statistics: ChunkStatistics | None = None,
         prompt_keys: tuple[bytes, ...] | None = None,
+        is_prepared: bool = False,
     ) -> Variant | None:
         """Remember a variant.
 
         A KV of the same context and start is represented once: it is refreshed and moves to the new home, which was
         stored a moment ago while the old one may be gone. Of different generations the lower one stays. A derived
-        variant is refused where an exact one of the same context exists, and goes when one arrives.
+        variant is refused where an exact one of the same context exists, and goes when one arrives. A prepared one
+        stands beside these, one per chunk: it goes when another arrives.
 
         Args:
             context: keys of the chunks in front of it, in order.
+            is_prepared: `context` are neighbours that it was computed behind ahead of time.
             prompt_keys: keys of all chunks of the prompt, which begin with `context`; given to each variant of the
                 prompt, it saves each a context of its own.
 
@@ -183,11 +200,13 @@ class ChunkIndex:
             KV, the chunk's bound holds only better ones, or the path alone exceeds its bound.
         """
         _check_new(length, start, generation, home)
-        if not self._fits(home) or not self.wants(key, start=start, generation=generation, context=context):
+        if not self._fits(home) or not self.wants(
+            key, start=start, generation=generation, context=context, is_prepared=is_prepared
+        ):
             self.counters.num_refused += 1
             return None
         peers = self._by_key.get(key, ())
-        same = _find_same(peers, start, context)
+        same = _find_same(peers, start, context, is_prepared)
         if same is not None and same.generation == generation:
             self._move(same, home)
             self._refresh(same)
@@ -196,10 +215,10 @@ class ChunkIndex:
             self.version += 1
             self.counters.num_refreshed += 1
             return same
-        for peer in [p for p in peers if p.generation and p.context == context and (p is same or not generation)]:
+        for peer in [p for p in peers if _is_superseded(p, generation, context, is_prepared, p is same)]:
             self._remove(peer)
             self.counters.num_superseded += 1
-        self._make_room(key, generation, home)
+        self._make_room(key, rank_of(generation, is_prepared), home)
         prompt_keys = context if prompt_keys is None else prompt_keys
         assert prompt_keys[: len(context)] == context, "the prompt does not begin with the context"
         variant = Variant(
@@ -212,6 +231,7 @@ class ChunkIndex:
             len(context),
             holder_of(home),
             statistics=statistics,
+            is_prepared=is_prepared,
         )
         self._next_id += 1
         self._insert(variant)
@@ -233,7 +253,8 @@ class ChunkIndex:
     ) -> Lookup:
         """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
 
-        Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others.
+        Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others. Beside a
+        prepared variant other derived ones are passed over, and so are exact ones where prepared ones are preferred.
 
         Variants that `resolve` finds gone are forgotten. The use is not counted: call `touch` when it is used.
 
@@ -247,6 +268,9 @@ class ChunkIndex:
             return _EVICTED if key in self._gone_keys else _NOT_STORED
         allowed = [p for p in peers if max_generation is None or p.generation <= max_generation]
         is_limited = len(allowed) < len(peers)
+        prepared = next((p for p in allowed if p.is_prepared), None)
+        if prepared is not None:
+            allowed = self._beside_prepared(prepared, allowed, resolve)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
         for cfo, variant in _ranked(allowed, None if context is None else first_places(context)):
@@ -267,6 +291,15 @@ class ChunkIndex:
         else:
             self.counters.num_partial += 1
         return Lookup(best, best_len, None, best_cfo)
+
+    def _beside_prepared(self, prepared: Variant, variants: Sequence[Variant], resolve: Resolve) -> list[Variant]:
+        """Those that a lookup chooses from; all but the prepared one where that is gone, which is forgotten."""
+        if resolve(prepared) == 0:
+            self._forget_gone(prepared)
+            return [variant for variant in variants if variant is not prepared]
+        if self._prefers_prepared:
+            return [prepared]
+        return [variant for variant in variants if variant.is_exact or variant is prepared]
 
     def sweep(self, resolve: Resolve, num_evicted: int) -> int:
         """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.
@@ -410,9 +443,14 @@ class ChunkIndex:
             assert len(peers) <= self.max_variants_per_chunk, f"{len(peers)} variants of one chunk: {peers}"
             assert len({v.variant_id for v in peers}) == len(peers), f"a chunk lists a variant twice: {peers}"
             assert len({v.length for v in peers}) == 1, f"one key, different lengths: {peers}"
-            assert len({(v.start, v.context) for v in peers}) == len(peers), f"one KV is represented twice: {peers}"
-            exact = {v.context for v in peers if v.is_exact}
-            assert not any(v.generation and v.context in exact for v in peers), f"derived beside exact: {peers}"
+            others = [v for v in peers if not v.is_prepared]
+            assert len(peers) - len(others) <= 1, f"more than one prepared variant of a chunk: {peers}"
+            assert all(v.generation == 1 for v in peers if v.is_prepared), (
+                f"a prepared variant not of generation 1: {peers}"
+            )
+            assert len({(v.start, v.context) for v in others}) == len(others), f"one KV is represented twice: {peers}"
+            exact = {v.context for v in others if v.is_exact}
+            assert not any(v.generation and v.context in exact for v in others), f"derived beside exact: {peers}"
 
     def _fits(self, home: Home) -> bool:
         return not isinstance(home, PathHome) or len(home.path) <= self.max_path_tokens
@@ -434,10 +472,10 @@ class ChunkIndex:
         # after entering: the new path is then the most recently used and fits, so it is never the one that goes
         self._shrink_paths(0)
 
-    def _make_room(self, key: bytes, generation: int, home: Home) -> None:
+    def _make_room(self, key: bytes, rank: Rank, home: Home) -> None:
         peers = self._by_key.get(key, [])
         if len(peers) >= self.max_variants_per_chunk:
-            not_better = (peer for peer in peers if peer.generation >= generation)
+            not_better = (peer for peer in peers if peer.rank >= rank)
             self._remove(min(not_better, key=self._order.order), is_victim=True)
             self.counters.num_dropped_per_chunk += 1
         if isinstance(home, PathHome) and home.path not in self._paths:
@@ -502,8 +540,18 @@ class ChunkIndex:
             variant.holder.variant_id = -1
 
 
-def _find_same(peers: Iterable[Variant], start: int, context: tuple[bytes, ...]) -> Variant | None:
-    return next((peer for peer in peers if peer.start == start and peer.context == context), None)
+def _find_same(peers: Iterable[Variant], start: int, context: tuple[bytes, ...], is_prepared: bool) -> Variant | None:
+    place = start, is_prepared, context
+    return next((peer for peer in peers if (peer.start, peer.is_prepared, peer.context) == place), None)
+
+
+def _is_superseded(
+    peer: Variant, generation: int, context: tuple[bytes, ...], is_prepared: bool, is_same: bool
+) -> bool:
+    """Whether a variant goes when one of this context arrives."""
+    if is_prepared or peer.is_prepared:
+        return is_prepared and peer.is_prepared
+    return peer.generation > 0 and peer.context == context and (is_same or not generation)
 
 
 def _ranked(variants: Sequence[Variant], place: Mapping[Hashable, int] | None) -> list[tuple[float | None, Variant]]:
@@ -518,8 +566,11 @@ def _ranked(variants: Sequence[Variant], place: Mapping[Hashable, int] | None) -
 def cfo_of(variant: Variant, place: Mapping[Hashable, int]) -> float:
     """CFO at alpha 1 of a variant, `place` being the `first_places` of the new context.
 
-    Of a variant without statistics nothing is known but its context: CCI is 1, its context chunks count alike.
+    Of a variant without statistics nothing is known but its context: CCI is 1, its context chunks count alike. The
+    neighbours of a prepared one are no context that a prompt should have: it costs what it would cost without any.
     """
+    if variant.is_prepared:
+        return unit_cfo(0.5, (), (), place)
     statistics = variant.statistics
     if variant.num_before and place.keys().isdisjoint(variant.prompt_keys):  # most variants, so it is asked first
         return 1.0 if statistics is None else statistics.cci

@@ -35,6 +35,7 @@ ROOM_PER_REUSED = 4
 REMEMBER = ("missed", "contexts")
 """What a fused prompt leaves: chunks it had to compute, or also those it brought in and fixed (Cache-Craft 3.3)."""
 
+_PREPARING = Lookup(None, 0, "preparing")
 _NO_REASONS: Mapping[bytes, str] = MappingProxyType({})
 
 
@@ -56,6 +57,7 @@ class Keep:
     chunk: int
     generation: int
     in_path: bool
+    is_prepared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class ChunkPrompt:
         """Keys of the chunks in front of a chunk."""
         return self.keys[:chunk]
 
+    @property
+    def to_prepare(self) -> int | None:
+        """The chunk that is computed behind the others, its neighbours, and kept as prepared; None = there is none."""
+        return len(self.keys) - 1 if self.options.mode == "prepare" and len(self.keys) > 1 else None
+
     def length(self, chunk: int) -> int:
         start, end = self.options.spans[chunk]
         return end - start
@@ -123,6 +130,7 @@ class ChunkManager:
             max_path_tokens=config.max_path_tokens,
             eviction=config.eviction,
             ageing=config.ageing,
+            prefers_prepared=config.prefer_prepared,
         )
         self._method = method
         self._ratio = ratio
@@ -136,13 +144,13 @@ class ChunkManager:
         """What is stored of a chunk behind those in front of it; asked once per state of index and store."""
         if prompt._version != self._version:
             prompt._lookups.clear()
-        found = prompt._lookups.get(chunk)
+        found = _PREPARING if chunk == prompt.to_prepare else prompt._lookups.get(chunk)
         if found is None:
             found = self.index.lookup(
                 prompt.keys[chunk],
                 self.store.resolve,
                 context=prompt.context(chunk),
-                max_generation=self.config.max_generation,
+                max_generation=self.max_generation(prompt),
             )
             prompt._lookups[chunk] = found
         prompt._version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
@@ -152,12 +160,21 @@ class ChunkManager:
     def _version(self) -> _Version:
         return self.index.version, self.store.version
 
-    def has(self, key: bytes) -> bool:
-        """Whether a usable variant of a chunk is stored."""
-        return self._stored_len(key) > 0
+    def max_generation(self, prompt: ChunkPrompt) -> int:
+        """Variants above it are not used; what is prepared is computed behind exact ones alone."""
+        return self.config.max_generation if prompt.to_prepare is None else 0
 
-    def _stored_len(self, key: bytes) -> int:
-        return self.index.stored_len(key, self.store.resolve, max_generation=self.config.max_generation)
+    def has(self, key: bytes, max_generation: int) -> bool:
+        """Whether a variant of a chunk is stored that is of no higher generation."""
+        return self._stored_len(key, max_generation) > 0
+
+    def has_prepared(self, key: bytes, neighbours: tuple[bytes, ...]) -> bool:
+        """Whether the whole of a chunk is stored as computed behind these neighbours."""
+        variant = self.index.prepared(key, neighbours)
+        return variant is not None and self.store.resolve(variant) == variant.length
+
+    def _stored_len(self, key: bytes, max_generation: int) -> int:
+        return self.index.stored_len(key, self.store.resolve, max_generation=max_generation)
 
     def plan(
         self,
@@ -252,25 +269,39 @@ class ChunkManager:
 
     def remember_exact(
         self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
-    ) -> Iterator[Keep]:
+    ) -> Iterator[Keep | Forgo]:
         """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
+
+        In mode prepare only the last is, in a home of its own.
 
         Args:
             in_tree: leading tokens of the prompt that its path holds.
             up_to: leading tokens of the prompt that were computed.
         """
+        if prompt.to_prepare is not None:
+            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
+            return
         for i, (start, end) in enumerate(prompt.options.spans if prompt.options.remembers else ()):
             covered_len = min(end, in_tree) - start
             if 2 * covered_len >= end - start:
                 # A path that holds a part of the chunk may hold no more of it than is stored already.
-                if covered_len == end - start or self._stored_len(prompt.keys[i]) < covered_len:
+                if (
+                    covered_len == end - start
+                    or self._stored_len(prompt.keys[i], self.config.max_generation) < covered_len
+                ):
                     yield Keep(i, generation=0, in_path=True)
             elif end <= up_to and self._is_new(prompt, i, 0, plan):
                 # The last page of a path is not stored: a short chunk at its end would be lost.
                 yield Keep(i, generation=0, in_path=False)
 
     def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
-        """Chunks that a fused prompt had to compute become derived variants in homes of their own."""
+        """Chunks that a fused prompt had to compute become derived variants in homes of their own.
+
+        In mode prepare only the last does, and is a prepared one.
+        """
+        if prompt.to_prepare is not None:
+            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
+            return
         generation = 0
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
@@ -282,6 +313,15 @@ class ChunkManager:
                 yield Forgo(i, "generation_limit")
             elif self._is_wanted(prompt, i, generation) if is_fixed else self._is_new(prompt, i, generation, plan):
                 yield Keep(i, generation, in_path=False)
+
+    def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
+        """The chunk behind its neighbours, where it is not stored so already; its generation is 1 at any ratio."""
+        if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt.keys[chunk], prompt.context(chunk)):
+            return
+        if self.config.max_generation < 1:
+            yield Forgo(chunk, "generation_limit")
+        elif self._is_wanted(prompt, chunk, 1, is_prepared=True):
+            yield Keep(chunk, 1, in_path=False, is_prepared=True)
 
     def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
         """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
@@ -295,9 +335,14 @@ class ChunkManager:
                 return False
         return self._is_wanted(prompt, chunk, generation)
 
-    def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int) -> bool:
-        start, _ = prompt.options.spans[chunk]
-        return self.index.wants(prompt.keys[chunk], start=start, generation=generation, context=prompt.context(chunk))
+    def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:
+        return self.index.wants(
+            prompt.keys[chunk],
+            start=prompt.options.spans[chunk][0],
+            generation=generation,
+            context=prompt.context(chunk),
+            is_prepared=is_prepared,
+        )
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
@@ -313,6 +358,7 @@ class ChunkManager:
             prompt_keys=prompt.keys,
             home=home,
             statistics=statistics,
+            is_prepared=keep.is_prepared,
         )
 
     def promote(self, plan: RecomputePlan) -> Iterator[Promote]:

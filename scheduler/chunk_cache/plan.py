@@ -54,6 +54,8 @@ class ChunkPlan:
     num_reused: int = 0
     """Tokens brought in: ``[src_offset, src_offset + num_reused)`` of the variant."""
     generation: int | None = None
+    is_prepared: bool = False
+    """Whether the variant was computed ahead of time behind similar chunks."""
     shift: int = 0
     """Positions to rotate K by: new start - start at which the variant was computed."""
     cfo: float | None = None
@@ -150,6 +152,8 @@ class RecomputePlan:
         }
         if chunk.num_reused:
             reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
+            if chunk.is_prepared:
+                reply["prepared"] = True
         if chunk.ranked_by is not None:
             reply["ranked_by"] = chunk.ranked_by
         if explain:
@@ -378,6 +382,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         dst_start=dst_start,
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
+        is_prepared=variant.is_prepared,
         shift=(start - variant.start) if rules.is_shifted else 0,
         cfo=cfo,
         # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.

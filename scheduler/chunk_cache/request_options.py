@@ -16,7 +16,7 @@ from chunk_cache.methods.options import ALPHA
 from chunk_cache.types import Span
 
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
-MODES = ("auto", "exact", "off")
+MODES = ("auto", "exact", "off", "prepare")
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""

@@ -70,6 +70,15 @@ def holder_of(home: Home) -> PathTokens | NodeHome:
     return home.path if isinstance(home, PathHome) else home
 
 
+Rank: TypeAlias = tuple[int, bool]
+"""Smaller is better: a variant takes the place of none of a smaller rank."""
+
+
+def rank_of(generation: int, is_prepared: bool) -> Rank:
+    """By generation; a prepared variant before the other derived ones."""
+    return generation, not is_prepared
+
+
 @dataclass(eq=False, slots=True)
 class Variant:
     """One stored key-value cache of a chunk, computed in one context; compared by identity.
@@ -85,7 +94,7 @@ class Variant:
     start: int
     """Rotary position of the first token when the KV was computed."""
     generation: int
-    """0 = exact; otherwise 1 + the largest generation in its context."""
+    """0 = exact; 1 = prepared; otherwise 1 + the largest generation in its context."""
     prompt_keys: tuple[bytes, ...]
     """Keys of the chunks of its prompt, one object for all variants of the prompt."""
     num_before: int
@@ -99,6 +108,8 @@ class Variant:
     """f_r: uses, each weighed by how little had to be fixed (Cache-Craft section 3.3)."""
     statistics: ChunkStatistics | None = None
     """None where the server takes none, or the KV was found and not computed."""
+    is_prepared: bool = False
+    """Computed ahead of time behind the KV of similar chunks, which are its context (FusionRAG eq. 10)."""
 
     @property
     def home(self) -> Home:
@@ -123,8 +134,13 @@ class Variant:
     def is_exact(self) -> bool:
         return self.generation == 0
 
+    @property
+    def rank(self) -> Rank:
+        return rank_of(self.generation, self.is_prepared)
+
     def __repr__(self) -> str:
+        prepared = " prepared," if self.is_prepared else ""
         return (
-            f"Variant({self.variant_id}, key={self.key.hex()[:8]}, length={self.length}, start={self.start}, "
+            f"Variant({self.variant_id},{prepared} key={self.key.hex()[:8]}, length={self.length}, start={self.start}, "
             f"generation={self.generation}, num_uses={self.num_uses}, f_r={self.reuse_frequency:g}, home={self.home})"
         )

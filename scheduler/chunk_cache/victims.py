@@ -1,6 +1,6 @@
 """Victim orders: which variant goes first when the index is full.
 
-    LruOrder         derived before exact, each least recently used first
+    LruOrder         derived, then prepared, then exact ones, each least recently used first
     FrequencyOrder   least worth first, then as above; a variant's worth is its reuse frequency f_r plus the age at its
                      last use. The age is at least the worth of the last victim, and grows when the store that holds
                      the KV is turned over. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that of LFU with
@@ -77,17 +77,19 @@ class LruOrder:
 
     def __init__(self) -> None:
         self._exact: OrderedDict[int, Variant] = OrderedDict()
+        self._prepared: OrderedDict[int, Variant] = OrderedDict()
         self._derived: OrderedDict[int, Variant] = OrderedDict()
+        self._kinds = self._derived, self._prepared, self._exact
 
     def __len__(self) -> int:
-        return len(self._exact) + len(self._derived)
+        return sum(map(len, self._kinds))
 
     def __iter__(self) -> Iterator[Variant]:
-        yield from self._derived.values()
-        yield from self._exact.values()
+        for kind in self._kinds:
+            yield from kind.values()
 
     def get(self, variant_id: int) -> Variant | None:
-        return self._exact.get(variant_id) or self._derived.get(variant_id)
+        return self._exact.get(variant_id) or self._derived.get(variant_id) or self._prepared.get(variant_id)
 
     def add(self, variant: Variant) -> None:
         self._kind(variant)[variant.variant_id] = variant
@@ -107,22 +109,24 @@ class LruOrder:
         return 0.0
 
     def order(self, variant: Variant) -> tuple[float, ...]:
-        return -variant.generation, variant.last_use
+        return -variant.generation, variant.is_prepared, variant.last_use
 
     def clear(self) -> None:
-        self._exact.clear()
-        self._derived.clear()
+        for kind in self._kinds:
+            kind.clear()
 
     def check_integrity(self, clock: int) -> None:
-        for name, kind, exact in (("exact", self._exact, True), ("derived", self._derived, False)):
+        for name, kind in zip(("derived", "prepared", "exact"), self._kinds, strict=True):
             previous = 0
             for variant_id, variant in kind.items():
                 assert variant.variant_id == variant_id, f"{variant} is listed as {variant_id}"
-                assert variant.is_exact == exact, f"{variant} is listed as {name}"
+                assert self._kind(variant) is kind, f"{variant} is listed as {name}"
                 assert previous < variant.last_use <= clock, f"{variant} is out of order in {name}"
                 previous = variant.last_use
 
     def _kind(self, variant: Variant) -> OrderedDict[int, Variant]:
+        if variant.is_prepared:
+            return self._prepared
         return self._exact if variant.is_exact else self._derived
 
 

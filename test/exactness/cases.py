@@ -247,6 +247,20 @@ def case_exact_and_off_modes(s: Session) -> None:
 
 # Text marks: what the tokenizer process makes of them, on the scheduling side. HTTP itself is tested in test/server.
 
+
+def case_prepared_variants(s: Session) -> None:
+    """A chunk that is stored only as computed behind its neighbours: while it is, used, and behind other neighbours."""
+    a, b, c, d = s.chunks(40, 33, 51, 46)
+    s.prime([a, b, c])
+    s.send(s.prompt([a, b, d]), options={"mode": "prepare"})
+    for order in ([d, c], [c, d, b], [b, a, d]):
+        (reply,) = s.send(s.prompt(order))
+        assert not s.is_ours or [chunk.get("prepared") for chunk in reply.info["chunks"]].count(True) == 1, reply.info
+    s.send(s.prompt([c, b, d]), s.prompt([a, b, d]), options={"mode": "prepare"})
+    s.send(s.prompt([d, a]))
+    s.send(s.prompt([a, b, d]), marked=False)  # nothing of it is in the exact cache
+
+
 # Each ends with a space that the tokenizer, given the whole text, would put into the first token of the next one.
 PASSAGES = [
     "one is Paris in France. ",

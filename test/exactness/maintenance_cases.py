@@ -63,6 +63,50 @@ def case_refresh(s: Session) -> dict[str, Any]:
     return {"fused": fused, "generations": generations, "after": after, "context": derived.context, "hit": hit}
 
 
+def case_prepared(s: Session) -> dict[str, Any]:
+    """A chunk that is computed behind two neighbours, again behind the same, and then behind others.
+
+    It is used so often that another derived variant would be promoted and refreshed, and its neighbours are prepared.
+    """
+    a, b, c, d = s.chunks(40, 33, 51, 46)
+    s.prime([a, b, c])
+    chunks = s.local.cache.chunks
+    send(s, [a, b], prepared_behind=[c])
+    (first,) = send(s, [a, b, d])
+    (variant,) = variants_of(s, d)
+    kv = chunks.pool.kv_of(variant)
+    found = {
+        "prepare": first,
+        "kv": (kv.k.numpy(), kv.v.numpy()),
+        "ids": [s.system, a, b, d],
+        "place": (variant.start, variant.generation, variant.is_prepared, variant.context == keys_of(a, b)),
+    }
+    num_added = chunks.manager.index.counters.num_added
+    send(s, [a, b, d])
+    found["added by the same"] = chunks.manager.index.counters.num_added - num_added
+    found["replies"] = [use(s, d, ratio=0.0, options={"explain": True}) for _ in range(3)]
+    s.local.generate([])  # idle
+    found["after uses"] = [(v.generation, v.is_prepared) for v in variants_of(s, d)]
+    send(s, [c, b, d])
+    found["contexts"] = [v.context == keys_of(c, b) for v in variants_of(s, d) if v.is_prepared]
+    s.send(s.prompt([d], question=20), options={"mode": "exact"}, max_new_tokens=1)
+    found["with an exact one"] = use(s, d, ratio=0.0, options={"explain": True})
+    fused = s.prompt([a, b, d], question=[])
+    num_cached = s.send(fused, marked=False, max_new_tokens=1)[0].cached_tokens
+    found["exact prefix"] = num_cached - len(s.system) - len(a)
+    return found
+
+
+def send(s: Session, chunks: list[list[int]], prepared_behind: list[list[int]] | None = None) -> list[Reply]:
+    """Has the last of these chunks prepared behind the others; `prepared_behind` more in front of them."""
+    prompt = s.prompt([*(prepared_behind or []), *chunks], question=1)
+    return s.send(prompt, options={"mode": "prepare", "method": "full-reuse", "explain": True}, max_new_tokens=1)
+
+
+def keys_of(*chunks: list[int]) -> tuple[bytes, ...]:
+    return tuple(chunk_key(Partition(), chunk) for chunk in chunks)
+
+
 def case_flush_before_a_refresh(s: Session) -> dict[str, Any]:
     """The server was idle, so a refresh waits; then it is told to flush."""
     scheduler = s.local.scheduler

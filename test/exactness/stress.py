@@ -63,7 +63,7 @@ class Pressure(Config):
         return Config(**{name: getattr(self, name) for name in ("page_size", "layers", "kind")}, max_total_tokens=16384)
 
 
-UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
+UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2), ("prefer_prepared", True))
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
 PRESSURE = [
     Pressure(force_retract=True),
@@ -125,6 +125,8 @@ def random_requests(s: Session, total: int) -> list[Request]:
         options = {"spans": prompt.spans, **random_recipe(rng)}
         if rng.random() < 0.15:
             options["mode"] = rng.choice(MODES)
+        elif rng.random() < 0.1:
+            options["mode"] = "prepare"  # so that some are there to be used
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
             options["answer_tokens"] = rng.randrange(behind + 1)
@@ -208,6 +210,8 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
     if equals_stock(request.chunk_cache):
         assert info["recomputed_tokens"] == info["reused_tokens"], info
     counts.update(chunk["status"] for chunk in info["chunks"])
+    counts["preparing"] += sum(chunk["reason"] == "preparing" for chunk in info["chunks"])
+    counts["prepared"] += sum(chunk.get("prepared", False) for chunk in info["chunks"])
     counts.update(f"tier {chunk['tier']}" for chunk in info["chunks"] if chunk.get("tier"))
     if info["fallback_reason"]:
         counts[f"fallback {info['fallback_reason']}"] += 1

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from exactness.maintenance_cases import CASES
+from exactness.numpy_decoder import Decoder, Forward
 from exactness.runner import Config, run_cases
+from exactness.selection_reference import Store
 from sglang_chunk_cache.host.refresh import is_refresh
 
 pytestmark = pytest.mark.slow
@@ -17,6 +20,7 @@ EVERYTHING = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_us
 BY_FREQUENCY = (("eviction", "frequency-reuse"), ("promote_uses", 2))
 BY_RECENCY = (("promote_uses", 2), ("refresh_uses", 2))
 NOTHING = (("promote_uses", 0),)
+PREPARED = (("prefer_prepared", True),)
 
 
 @cache
@@ -58,6 +62,53 @@ def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, 
     assert found["after"] == [(0, found["context"])]
     chunk = found["hit"].info["chunks"][1]
     assert (chunk["status"], chunk["generation"]) == ("hit", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"), [(EVERYTHING, {}), (NOTHING, {"page_size": 16}), (NOTHING, {"tp_size": 2})]
+)
+def test_a_chunk_is_prepared_behind_its_neighbours(options: Any, fields: dict[str, Any]) -> None:
+    found = outcome("prepared", options, **fields)
+    assert found["place"] == (20 + 40 + 33, 1, True, True)
+    assert [chunk["reason"] for chunk in found["prepare"].info["chunks"]][2] == "preparing"
+    assert found["added by the same"] == 0
+    assert found["after uses"] == [(1, True)], "it is not refreshed"
+    assert found["contexts"] == [True], "the one behind other neighbours goes"
+    for reply in found["replies"]:
+        assert (reply.info["chunks"][1]["generation"], reply.info["chunks"][1]["prepared"]) == (1, True)
+    assert "prepared" not in found["with an exact one"].info["chunks"][1]
+    assert found["exact prefix"] <= 0, "only what was computed exactly is in the exact cache"
+
+
+def test_prepared_variants_are_preferred_by_option() -> None:
+    found = outcome("prepared", PREPARED)
+    assert found["with an exact one"].info["chunks"][1]["prepared"]
+
+
+def test_prepared_kv_is_that_behind_the_exact_kv_of_the_neighbours() -> None:
+    """Equation 10 of FusionRAG in numpy: KV of [system, neighbour] each, K turned to its place, then the chunk."""
+    found = outcome("prepared", PREPARED, layers=4)
+    system, *neighbours, chunk = found["ids"]
+    store = Store(Decoder(Config(layers=4).model_dir))
+    ids = [*system, *(token for neighbour in neighbours for token in neighbour), *chunk]
+    k, v = store.empty(len(ids))
+    place = len(system)
+    for neighbour in neighbours:
+        alone = store.full([*system, *neighbour])
+        k[:, : len(system)], v[:, : len(system)] = alone.k[:, : len(system)], alone.v[:, : len(system)]
+        own = slice(place, place + len(neighbour))
+        shift = np.full(len(neighbour), place - len(system))
+        for layer in range(store.model.num_layers):
+            k[layer, own] = store.model.rotate(alone.k[layer, len(system) :], shift)
+        v[:, own] = alone.v[:, len(system) :]
+        place += len(neighbour)
+    forward = Forward(store.model, ids, k, v, range(place, len(ids)))
+    for _ in range(store.model.num_layers):
+        forward.attend()
+    for mine, theirs in zip(found["kv"], (k, v), strict=True):
+        assert np.abs(mine - theirs[:, place:]).max() < 1e-4
+    full = store.full(ids)
+    assert np.abs(full.k[1:, place:] - k[1:, place:]).max() > 1e-3, "and it is not that of a full prefill"
 
 
 def test_a_refresh_that_waits_keeps_nobody_from_flushing() -> None:

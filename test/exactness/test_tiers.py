@@ -14,13 +14,13 @@ from local_scheduler import Reply
 
 pytestmark = pytest.mark.slow
 
-PAGES = ["pages", "a_chunk_whose_last_page_is_not_stored"]
+PAGES = ["pages", "a_chunk_whose_last_page_is_not_stored", "prepared"]
 TOLERANCE = 1e-5
 
 
 def outcomes(folder: Path, names: list[str], *, page_size: int, loading: str) -> dict[str, Any]:
     tiers = {"disk": {"path": str(folder)}, "loading": loading, "controller": False}
-    config = Config(page_size=page_size, options=(("tiers", tiers),))
+    config = Config(page_size=page_size, options=(("tiers", tiers), ("prefer_prepared", True)))
     return run_cases(config, is_ours=True, names=names, module="exactness.tier_cases")
 
 
@@ -63,6 +63,17 @@ def test_what_the_pool_has_in_part_is_not_written_down(paged: dict[str, Any]) ->
     assert found["pool"].info["chunks"][1]["status"] == "hit"
     assert found["num_files"] == 1, "the five tokens in front of it alone"
     assert found["disk"].info["chunks"][1]["status"] == "miss"
+
+
+def test_a_prepared_chunk_comes_up_before_an_exact_one_and_replaces_another(paged: dict[str, Any]) -> None:
+    found = checked(paged["prepared"])
+    for reply in found["prepares"]:
+        assert tiers(reply) == ["disk", "disk", None], "neighbours come up as they were computed alone"
+        assert [chunk["generation"] for chunk in reply.info["chunks"]] == [0, 0, None]
+    chunk = found["used"].info["chunks"][1]
+    assert (chunk["tier"], chunk["generation"], chunk["prepared"]) == ("disk", 1, True)
+    assert found["prepared"] == [False, True, False], "of two the newer one is left"
+    assert found["entries"] == [(0, False), (1, True)]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,29 @@ def case_a_chunk_whose_last_page_is_not_stored(s: Session) -> dict[str, Any]:
     return {"pool": pool[0], "num_files": files(s) - before, "disk": s.send(probe)[0]}
 
 
+def case_prepared(s: Session) -> dict[str, Any]:
+    """A chunk that is prepared, then behind other neighbours, and comes up from disk; its neighbours do too."""
+    a, b, c, d = s.chunks(42, 35, 53, 48)
+    for chunk in (a, b, c):
+        s.send(s.prompt([chunk], question=20), max_new_tokens=1)
+    found = []
+    for neighbours in ([a, b], [c, a]):
+        only_on_disk(s)
+        prompt = s.prompt([*neighbours, d], question=20)
+        s.send(prompt, options={"mode": "prepare", "method": "full-reuse", "explain": True}, max_new_tokens=1)
+        found.append(s.replies[-1])
+    s.send(s.prompt([d], question=20), options={"mode": "exact"}, max_new_tokens=1)
+    only_on_disk(s)
+    s.send(s.prompt([s.tokens(5), d]), ratio=0.0, options={"explain": True})
+    s.send(s.prompt([s.tokens(5), d]))
+    keys = [chunk_key(Partition(), chunk) for chunk in (a, b, c, d)]
+    tiers = s.local.cache.chunks.tiers
+    prepared = [tiers.prepared_keys({keys[3]: (keys[i], keys[j])}) == {keys[3]} for i, j in ((0, 1), (2, 0), (0, 2))]
+    (disk,) = tiers._tiers
+    entries = [(info.generation, info.is_prepared) for info in disk.medium.find(keys[3])]
+    return {"prepares": found, "used": s.replies[-2], "entries": entries, "prepared": prepared}
+
+
 @contextmanager
 def around_loads(s: Session, change: Callable[[Callable[[Any], Any], Any], Any]) -> Iterator[None]:
     """`change(original, params)` in the place of `init_load_back`."""
@@ -90,7 +113,7 @@ def land(s: Session, chunk: list[int]) -> None:
     from sglang_chunk_cache.tiers.search import Wanted
 
     tiers, key = s.local.cache.chunks.tiers, chunk_key(Partition(), chunk)
-    tiers.want("another", [Wanted(key, array("q", chunk), Partition())], num_keys=len(chunk), num_rows_ahead=0)
+    tiers.want("another", [Wanted(key, array("q", chunk), Partition(), 8)], num_keys=len(chunk), num_rows_ahead=0)
     tiers.poll(["another"])
     while tiers.is_held("another"):
         tiers.wait(1.0)

@@ -337,6 +337,84 @@ def test_warm_by_ids_and_in_a_partition(empty, tokenizer, passages):
     assert statuses(generated(empty.generate(prompt, max_new_tokens=1, cache_salt="salt"))) == ["hit", "hit"]
 
 
+def test_chunks_are_prepared_behind_similar_ones(empty, passages):
+    chunks = [f"{passages(50)} about {word}.\n" for word in ("cats", "cats", "dogs", "dogs", "cats and dogs")]
+    (estimate,) = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n", dry_run=True)
+    assert (len(estimate["prepared"]), estimate["already"]) == (5, 0)
+    assert empty.rank()["index"]["num_variants"] == 0
+    *_, summary = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n", batch=3)
+    assert (summary["stored"], summary["already"], summary["failed"], summary["present"]) == (5, 0, [], 5)
+    assert summary["computed_tokens"] == estimate["computed_tokens"]
+    listed = empty.get("/chunk_cache/variants").json()["variants"]
+    prepared = {variant["key"]: variant["neighbours"] for variant in listed if variant["neighbours"]}
+    exact = {variant["key"] for variant in listed if not variant["neighbours"]}
+    assert len(prepared) == 5
+    assert {key for keys in prepared.values() for key in keys} == exact, (
+        "neighbours, and nothing else, are stored alone"
+    )
+    assert len(exact) == len(estimate["alone"])
+    assert all(len(keys) == 2 and key not in keys for key, keys in prepared.items())
+    assert {variant["generation"] for variant in listed if variant["neighbours"]} == {1}
+    *_, summary = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n")
+    assert (summary["stored"], summary["already"], summary["computed_tokens"]) == (0, 5, 0)
+    # Another corpus: only what has other neighbours is computed.
+    near = [[1, 2], [0, 2], [3], [2], [0, 1]]
+    empty.warm(texts=chunks, neighbours=near, prefix_text="Read.\n")
+    *_, summary = empty.warm(texts=chunks, neighbours=[*near[:4], [1, 0]], prefix_text="Read.\n")
+    assert (summary["stored"], summary["already"]) == (1, 4)
+
+
+def test_a_prepared_chunk_is_used_where_there_is_no_exact_one(empty, passages):
+    a, b, c = passages.several(3)
+    *_, summary = empty.warm(texts=[c, a, b], neighbours=[[1, 2]], prefix_text="Read.\n")
+    assert (summary["stored"], summary["total"]) == (1, 1)
+    reply = generated(empty.generate(marked([b, c], head="There. ").text, max_new_tokens=1))
+    assert [chunk.get("prepared") for chunk in reply["chunks"]] == [None, True]
+    assert statuses(reply) == ["hit", "hit"]
+
+
+def test_what_cannot_be_prepared_fails_alone_or_is_refused(empty, passages):
+    a, b = passages.several(2)
+    texts = [a, b, f"x{SEP}y", "word " * 9000, a, b, a]
+    near = [[1], [2], [0], [0], [1, 0], [3], []]
+    *_, summary = empty.warm(texts=texts, neighbours=near, prefix_text="Read.\n")
+    assert (summary["stored"], summary["already"]) == (1, 1), "a, and a again: it is no neighbour of itself"
+    errors = {entry["index"]: entry["error"] for entry in summary["failed"]}
+    assert errors.keys() == {1, 2, 3, 5, 6}
+    assert errors[1].startswith("neighbours[1][0]: texts[2]: has a separator")
+    assert errors[2].startswith("texts[2]: has a separator")
+    assert errors[3].startswith("texts[3]: ")
+    assert errors[5].startswith("texts[5]: neighbour 0 (texts[3]): ")
+    assert errors[6].startswith("neighbours[6]: texts[6] has the tokens of texts[0], which has other neighbours; ")
+    for body, start in (
+        ({"texts": [a, b], "neighbours": [[7]]}, "neighbours[0][0]: 7 is none of the 2 chunks"),
+        ({"texts": [a, b], "neighbours": 99}, "neighbours: 99 is not a legal number"),
+        ({"texts": [a, b], "neighbours": 1, "retriever": "/none"}, "retriever: '/none' cannot be loaded"),
+    ):
+        status, message = empty.refuse("warm", body)
+        assert (status, message.startswith(start)) == (400, True), message
+
+
+def test_the_command_prepares_a_corpus(empty, passages, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    texts = passages.several(4)
+    lines = [{"text": text, "neighbours": [1 + (i + 1) % 4]} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"text": "x", "neighbours": [9]}\n')
+    command = [sys.executable, "-m", "sglang_chunk_cache.warm", str(path), "--url", empty.url, "--api-key", KEY]
+
+    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300)
+
+    dry = run("--neighbours", "file", "--dry-run")
+    assert "4 chunks to compute alone, 4 behind their neighbours, 0 already there, 1 failed" in dry.stdout, dry.stderr
+    done = run("--neighbours", "file")
+    assert (done.returncode, "5 lines: 4 stored, 0 already there, 1 failed" in done.stdout) == (1, True), done
+    assert "corpus.jsonl:5: neighbours[0]: 9 is no line of the file" in done.stderr
+    assert "4 already there" in run("--neighbours", "file", "--fresh").stdout
+    found = run("--neighbours", "2", "--fresh")
+    assert "5 lines: 5 stored" in found.stdout, found.stderr
+
+
 def test_warming_stops_where_the_client_goes(empty, passages):
     chunks = passages.several(400, num_words=60)
     with empty.client.http.stream("POST", "/chunk_cache/warm", json={"texts": chunks, "batch": 1}) as response:

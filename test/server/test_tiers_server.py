@@ -220,6 +220,25 @@ def test_what_one_server_writes_another_reads(through, evicting, tokenizer, pass
     assert_right(evicting, prompt, out)
 
 
+def test_prepared_chunks_outlive_a_restart(through, beside, model_dir, folder, tokenizer, passages):
+    a, b, c = passages.several(3)
+    body = {"texts": [c, a, b], "neighbours": [[1, 2]]}
+    assert json.loads(through.post("/chunk_cache/warm", body).text.splitlines()[-1])["stored"] == 1
+    folder.wait_for(a, b, c)
+    config = {"prefer_prepared": True, "tiers": {"controller": False, "disk": {"path": str(folder.path)}}}
+    flags = ("--chunk-cache", "--chunk-cache-config", json.dumps(config))
+    server = beside.use("restarted", lambda: tier_server(model_dir, *flags))
+
+    def is_known() -> bool:
+        return json.loads(server.post("/chunk_cache/warm", {**body, "dry_run": True}).text)["already"] == 1
+
+    wait_until(is_known, "the folder was not searched")
+    prompt = marked([b, c], head="Restarted. ")
+    out, reply = reuse(server, prompt, tokenizer)
+    assert ([chunk.get("prepared") for chunk in reply["chunks"]], tiers(reply)) == ([None, True], ["disk"] * 2)
+    assert_right(server, prompt, out)
+
+
 def prime_in_full(server: Server, chunks: list[str], passages: Passages) -> None:
     """With enough text behind each chunk that its last page is whole: what the pool has in part is not written down."""
     for chunk in chunks:

@@ -13,6 +13,7 @@ from typing import Any
 
 from chunk_cache.errors import is_unicode, request_error, show
 from chunk_cache.keys import KEY_LEN
+from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER
 
 MAX_ITEMS = 4096
 """Chunks in one request."""
@@ -27,6 +28,9 @@ MAX_BATCH, DEFAULT_BATCH = 64, 8
 """Chunks that one request of warming computes at a time."""
 
 MAX_FLUSH_S = 600.0
+
+MAX_NEIGHBOURS = 32
+"""Of one chunk: each takes room in the context and in the KV pool while the chunk is computed behind it."""
 
 _SELECTORS = ("texts", "input_ids", "keys")
 _PARTITION = ("extra_key", "cache_salt")
@@ -60,12 +64,22 @@ class Pin:
 
 @dataclass(frozen=True)
 class Warm:
-    """Chunks to compute, what stands in front of each, and how many at a time."""
+    """Chunks to compute, what stands in front of each, and how many at a time.
+
+    Attributes:
+        neighbours: how many similar chunks each is computed behind, or which, by their places in the selection; where
+            these are fewer than the chunks, the others are there only to be neighbours. None = each alone.
+        retriever: finds them.
+        dry_run: only say what it would take.
+    """
 
     selection: Selection
     prefix_text: str | None
     prefix_ids: tuple[int, ...] | None
     batch: int
+    neighbours: int | tuple[tuple[int, ...], ...] | None = None
+    retriever: str = DEFAULT_RETRIEVER
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,15 +123,28 @@ def parse_unpin(body: object) -> Selection | None:
 def parse_warm(body: object) -> Warm:
     """The body of `warm`."""
     ways = _SELECTORS[:2]
-    fields = _object(body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch"))
+    fields = _object(
+        body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch", "neighbours", "retriever", "dry_run")
+    )
     if fields.get("prefix_text") is not None and fields.get("prefix_ids") is not None:
         raise request_error("prefix_ids", "given beside prefix_text", "give one of them")
     prefix_ids = fields.get("prefix_ids")
+    selection = _selection(fields, ways)
+    neighbours = _neighbours(fields.get("neighbours"), len(selection.texts or selection.input_ids or ()))
+    retriever = _text(fields.get("retriever"), "retriever")
+    if retriever is not None and not isinstance(neighbours, int):
+        raise request_error("retriever", "given without a number of neighbours to find", "drop it, or give neighbours")
+    dry_run = fields.get("dry_run", False)
+    if not isinstance(dry_run, bool):
+        raise request_error("dry_run", f"{show(dry_run)} is neither true nor false", "give one of them")
     return Warm(
-        selection=_selection(fields, ways),
+        selection=selection,
         prefix_text=_text(fields.get("prefix_text"), "prefix_text"),
         prefix_ids=None if prefix_ids is None else _ids(prefix_ids, "prefix_ids"),
         batch=_integer(fields.get("batch", DEFAULT_BATCH), "batch", 1, MAX_BATCH),
+        neighbours=neighbours,
+        retriever=retriever or DEFAULT_RETRIEVER,
+        dry_run=dry_run,
     )
 
 
@@ -200,6 +227,31 @@ def _ids(value: object, path: str, *, is_chunk: bool = False) -> tuple[int, ...]
     for i, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise request_error(f"{path}[{i}]", f"{show(token)} is not a token id", "give integers from 0")
+    return tuple(value)
+
+
+def _neighbours(value: object, num_chunks: int) -> int | tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        return _integer(value, "neighbours", 1, MAX_NEIGHBOURS)
+    if not 0 < len(value) <= num_chunks:
+        problem = f"{len(value)} lists, and there are {num_chunks} chunks"
+        raise request_error("neighbours", problem, "give a list for each chunk that is to be stored")
+    return tuple(_places(item, i, num_chunks) for i, item in enumerate(value))
+
+
+def _places(value: object, chunk: int, num_chunks: int) -> tuple[int, ...]:
+    path = f"neighbours[{chunk}]"
+    if not isinstance(value, list) or len(value) > MAX_NEIGHBOURS:
+        remedy = "give a list of places of chunks in this request, counted from 0"
+        raise request_error(path, f"{show(value)} is not a list of up to {MAX_NEIGHBOURS} chunks", remedy)
+    for j, place in enumerate(value):
+        if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < num_chunks:
+            problem = f"{show(place)} is none of the {num_chunks} chunks"
+            raise request_error(f"{path}[{j}]", problem, f"name one of them, from 0 to {num_chunks - 1}")
+        if place == chunk:
+            raise request_error(f"{path}[{j}]", "the chunk itself is no neighbour", "remove it")
     return tuple(value)
 
 

@@ -1,7 +1,7 @@
 """Admin: the administration of a server, in its launching process.
 
-Verbs: `stats`, `variants`, `stored`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection becomes token
-ids and keys). `ChunkTokenizerManager` owns the one that there is.
+Verbs: `stats`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection
+becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
 also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
@@ -13,7 +13,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -110,11 +110,17 @@ class Admin:
             raise _unknown("key", [listing.key])
         return {**result, "limit": listing.limit, "offset": listing.offset}
 
-    async def stored(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """Stored tokens of each chunk that is stored, on all replicas of the server."""
-        replies = await self._ask(messages.ChunkCacheStoredReq(keys=_unique(keys)))
+    async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
+        """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
+        replies = await self._ask(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
         of_all = [reply.ranks[0]["stored"] for reply in replies]
         return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
+
+    async def prepared(self, neighbours: Mapping[bytes, Sequence[bytes]]) -> set[bytes]:
+        """The chunks that are stored as computed behind these neighbours, on all replicas of the server."""
+        behind = [list(keys) for keys in neighbours.values()]
+        replies = await self._ask(messages.ChunkCachePreparedReq(keys=list(neighbours), neighbours=behind))
+        return set.intersection(*({bytes.fromhex(key) for key in reply.ranks[0]["prepared"]} for reply in replies))
 
     async def pin(self, pin: Pin) -> dict[str, Any]:
         """Keeps chunks from eviction for a while.
@@ -189,7 +195,7 @@ class Admin:
             raise AdminRefused(message, HTTPStatus.CONFLICT)
         return {"flushed": True}
 
-    def warm(self, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+    async def warm(self, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         """Computes chunks that are not stored; yields progress, and a summary at the end.
 
         Args:
@@ -198,7 +204,9 @@ class Admin:
         Raises:
             ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
         """
-        return warming.Warming(self, body, request).run()
+        work = warming.Warming(self, body, request)
+        await work.find_neighbours()
+        return work.run()
 
     def chunks_of(self, selection: Selection) -> list[Chunk]:
         """The chunks of a selection, in its order.

@@ -27,9 +27,17 @@ class ChunkCacheVariantsReq(BaseReq, kw_only=True):
 
 
 class ChunkCacheStoredReq(BaseReq, kw_only=True):
-    """Which of these chunks are stored, in the KV pool or in a tier below it."""
+    """Which of these chunks are stored, in the KV pool or in a tier below it; where it says so, only exact ones."""
 
     keys: list[bytes]
+    is_exact: bool = False
+
+
+class ChunkCachePreparedReq(BaseReq, kw_only=True):
+    """Which of these chunks, all different, are stored as computed behind these neighbours, one list for each."""
+
+    keys: list[bytes]
+    neighbours: list[list[bytes]]
 
 
 class ChunkCachePinReq(BaseReq, kw_only=True):
@@ -67,6 +75,7 @@ REQUESTS = (
     ChunkCacheStatsReq,
     ChunkCacheVariantsReq,
     ChunkCacheStoredReq,
+    ChunkCachePreparedReq,
     ChunkCachePinReq,
     ChunkCacheUnpinReq,
     ChunkCacheEvictReq,

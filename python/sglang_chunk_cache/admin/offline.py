@@ -54,7 +54,7 @@ class EngineAdmin:
         """POST /chunk_cache/warm; only the summary."""
 
         async def last_line() -> dict[str, Any]:
-            lines = [line async for line in self._admin.warm(body.parse_warm(fields))]
+            lines = [line async for line in await self._admin.warm(body.parse_warm(fields))]
             return lines[-1]
 
         return self._run(last_line())

@@ -64,7 +64,7 @@ async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
 
 
 async def _warm(admin: Admin, request: Request) -> Response:
-    lines = admin.warm(body.parse_warm(await _json(request)), request)
+    lines = await admin.warm(body.parse_warm(await _json(request)), request)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
 

@@ -92,6 +92,7 @@ class ChunkAdmin:
             "length": variant.length,
             "start": variant.start,
             "generation": variant.generation,
+            "neighbours": [key.hex() for key in variant.context] if variant.is_prepared else None,
             "num_uses": variant.num_uses,
             "reuse_frequency": float(variant.reuse_frequency),
             "cci": None if variant.statistics is None else float(variant.statistics.cci),
@@ -107,12 +108,22 @@ class ChunkAdmin:
     def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
         stored = {}
         for key, variants in variants_of(self.index, request.keys).items():
-            num_tokens = max(self.store.resolve(variant) for variant in variants)
+            wanted = [variant for variant in variants if variant.is_exact or not request.is_exact]
+            num_tokens = max(map(self.store.resolve, wanted), default=0)
             if num_tokens:
                 stored[key] = num_tokens
         if self.tiers is not None:
-            stored |= self.tiers.stored_lens([key for key in request.keys if key not in stored])
+            missing = [key for key in request.keys if key not in stored]
+            stored |= self.tiers.stored_lens(missing, 0 if request.is_exact else None)
         return {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
+
+    def _prepared(self, request: messages.ChunkCachePreparedReq) -> Result:
+        neighbours = {key: tuple(behind) for key, behind in zip(request.keys, request.neighbours, strict=True)}
+        prepared = {key for key, behind in neighbours.items() if self.manager.has_prepared(key, behind)}
+        if self.tiers is not None:
+            missing = {key: behind for key, behind in neighbours.items() if key not in prepared}
+            prepared |= self.tiers.prepared_keys(missing)
+        return {"prepared": [key.hex() for key in request.keys if key in prepared]}
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until)
@@ -149,6 +160,7 @@ _HANDLERS: dict[type, Any] = {
     messages.ChunkCacheStatsReq: ChunkAdmin._stats,
     messages.ChunkCacheVariantsReq: ChunkAdmin._variants,
     messages.ChunkCacheStoredReq: ChunkAdmin._stored,
+    messages.ChunkCachePreparedReq: ChunkAdmin._prepared,
     messages.ChunkCachePinReq: ChunkAdmin._pin,
     messages.ChunkCacheUnpinReq: ChunkAdmin._unpin,
     messages.ChunkCacheEvictReq: ChunkAdmin._evict,

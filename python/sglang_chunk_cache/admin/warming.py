@@ -1,12 +1,15 @@
 """Warming: computes chunks ahead of time, so that the first prompt that holds one finds it.
 
-Verb: `Warming.run`. Each chunk that is not stored is computed by an ordinary request of mode `exact`:
+Verbs: `Warming.find_neighbours`, then `Warming.run`. Each chunk that is not stored is computed by an ordinary request,
+alone or behind its neighbours:
 
-    | prefix (system prompt) | the chunk, marked | one token |      and one token is generated
+    | prefix (system prompt) | the chunk, marked | one token |      mode exact, and one token is generated
+    | prefix (system prompt) | neighbours, marked | the chunk, marked | one token |      mode prepare (FusionRAG eq. 10)
 
-Promises: what is stored already, in the KV pool or in a tier below it, is not computed again; at most `batch` requests
-run at a time; a chunk counts as stored only when the schedulers say so afterwards; one bad chunk fails alone; where the
-client has gone, nothing new is begun and what runs is aborted.
+Promises: what is stored already, in the KV pool or in a tier below it, is not computed again; a chunk behind neighbours
+is stored only where it is stored behind these, and they are stored exactly before it is computed; at most `batch`
+chunks are computed at a time; a chunk counts as stored only when the schedulers say so afterwards; one bad chunk fails
+alone; where the client has gone, nothing new is begun and what runs is aborted.
 """
 
 from __future__ import annotations
@@ -14,20 +17,51 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin.body import Warm
 from sglang_chunk_cache.api.marks import MarkedText
 from sglang_chunk_cache.api.prepare import KEY
 from sglang_chunk_cache.api.tokens import encode_marked
+from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER, find_neighbours
 
 if TYPE_CHECKING:
     from sglang_chunk_cache.admin.client import Admin
+
+NO_ROOM = "computed, but there was no room to keep it"
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One chunk to compute; without neighbours, alone.
+
+    Attributes:
+        place: in the request.
+    """
+
+    place: int
+    key: bytes
+    ids: tuple[int, ...]
+    neighbours: tuple[_Chunk, ...] = ()
+
+    @property
+    def neighbour_keys(self) -> tuple[bytes, ...]:
+        return tuple(neighbour.key for neighbour in self.neighbours)
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """What of some chunks is not stored, each once: alone, and behind neighbours; and how many repeat another."""
+
+    alone: tuple[_Chunk, ...]
+    behind: tuple[_Chunk, ...]
+    num_repeated: int
 
 
 class Warming:
@@ -45,15 +79,36 @@ class Warming:
         self._body = body
         self._request = request
         self._partition = Partition(body.selection.extra_key, body.selection.cache_salt)
+        self._num_chunks = len(body.selection.texts or body.selection.input_ids or ())
+        self._check_neighbours()
         self._prefix = self._prefix_ids()
-        self._keys: list[bytes] = []
+        self._encoded: dict[int, _Chunk] = {}
+        self._neighbours: Sequence[Sequence[int]] | None = None  # of each chunk; None = all are computed alone
+        self._first_of: dict[bytes, _Chunk] = {}
+        self._chunks: list[_Chunk] = []
         self._failed: list[dict[str, Any]] = []
         self._num_stored = self._num_already = self._num_tokens = 0
+
+    async def find_neighbours(self) -> None:
+        """Finds the neighbours of each chunk, where the client does not name them.
+
+        Raises:
+            ChunkCacheRequestError: the retriever is not there.
+        """
+        body = self._body
+        if isinstance(body.neighbours, int):
+            texts = body.selection.texts or [" ".join(map(str, ids)) for ids in body.selection.input_ids or ()]
+            self._neighbours = await asyncio.to_thread(find_neighbours, texts, body.neighbours, body.retriever)
+        else:
+            self._neighbours = body.neighbours
 
     async def run(self) -> AsyncIterator[dict[str, Any]]:
         """Yields one line of progress per batch, with the chunks of it that failed, and the summary."""
         began = time.monotonic()
-        total = len(self._body.selection.texts or self._body.selection.input_ids or ())
+        total = self._num_chunks if self._neighbours is None else len(self._neighbours)
+        if self._body.dry_run:
+            yield await self._estimate(total)
+            return
         done = 0
         for first in range(0, total, self._body.batch):
             if self._request is not None and await self._request.is_disconnected():
@@ -63,14 +118,13 @@ class Warming:
             self._failed += failed
             done = last
             yield {"done": done, "total": total, **self._counts(), "failed": failed}
-        present = await self._admin.stored(self._keys) if self._keys else {}
         yield {
             "summary": True,
             "done": done,
             "total": total,
             **self._counts(),
             "failed": self._failed,
-            "present": sum(key in present for key in self._keys),
+            "present": len(self._chunks) - await self._num_missing(self._chunks),
             "computed_tokens": self._num_tokens,
             "seconds": round(time.monotonic() - began, 3),
         }
@@ -78,56 +132,127 @@ class Warming:
     def _counts(self) -> dict[str, int]:
         return {"stored": self._num_stored, "already": self._num_already}
 
-    async def _batch(self, indices: range) -> list[dict[str, Any]]:
+    async def _estimate(self, total: int) -> dict[str, Any]:
+        """What the work would take; nothing is computed."""
+        chunks, failed = self._read(range(total))
+        missing = await self._missing(chunks)
+        neighbours = await self._missing_neighbours(missing.behind)
+        alone = {chunk.key: chunk for chunk in (*missing.alone, *neighbours)}
+        num_tokens = sum(len(chunk.ids) for chunk in (*alone.values(), *missing.behind))
+        pools = [rank["tiers"]["pool"] for rank in (await self._admin.stats())["ranks"]]
+        return {
+            "summary": True,
+            "dry_run": True,
+            "total": total,
+            "already": len(chunks) - len(missing.alone) - len(missing.behind) - missing.num_repeated,
+            "alone": [_cost(chunk) for chunk in alone.values()],
+            "prepared": [_cost(chunk) for chunk in missing.behind],
+            "failed": failed,
+            "computed_tokens": num_tokens,
+            "kv_bytes": sum(num_tokens * pool["capacity_bytes"] // pool["capacity_tokens"] for pool in pools),
+            "capacity_tokens": pools[0]["capacity_tokens"],
+        }
+
+    async def _batch(self, places: range) -> list[dict[str, Any]]:
         """Computes what is not stored of these chunks; returns what failed."""
-        failed: list[dict[str, Any]] = []
-        first_of: dict[bytes, tuple[int, tuple[int, ...]]] = {}
-        num_repeated = 0
-        for i in indices:
-            try:
-                ids = self._chunk_ids(i)
-            except ChunkCacheRequestError as error:
-                failed.append({"index": i, "error": str(error)})
-                continue
-            key = chunk_key(self._partition, ids)
-            self._keys.append(key)
-            num_repeated += key in first_of
-            first_of.setdefault(key, (i, ids))
-        stored = await self._admin.stored(list(first_of)) if first_of else {}
-        missing = {key: item for key, item in first_of.items() if key not in stored}
-        self._num_already += len(first_of) - len(missing) + num_repeated
-        if missing:
-            problems = await self._compute_all([ids for _, ids in missing.values()])
-            now_stored = await self._admin.stored(list(missing))
-            for (key, (i, ids)), problem in zip(missing.items(), problems, strict=True):
-                if problem is None and key in now_stored:
-                    self._num_stored += 1
-                    self._num_tokens += len(ids)
-                else:
-                    problem = problem or "computed, but there was no room to keep it"
-                    failed.append({"index": i, "error": f"{self._path(i)}: {problem}"})
+        chunks, failed = self._read(places)
+        self._chunks += chunks
+        missing = await self._missing(chunks)
+        todo = (*missing.alone, *missing.behind)
+        self._num_already += len(chunks) - len(todo)
+        if not todo:
+            return failed
+        problems: dict[bytes, str] = {}
+        if neighbours := await self._missing_neighbours(missing.behind):
+            problems = await self._compute_all(neighbours)
+            for neighbour in await self._missing_neighbours(missing.behind):
+                problems.setdefault(neighbour.key, NO_ROOM)
+        # Behind a neighbour that could not be computed the chunk would not be what it is said to be.
+        ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.neighbour_keys)]
+        own = await self._compute_all(ready)
+        still = {chunk.place for chunk in _all_of(await self._missing(ready))}
+        for chunk in todo:
+            problem = own.get(chunk.key)
+            if chunk not in ready:
+                at = next(i for i, key in enumerate(chunk.neighbour_keys) if key in problems)
+                problem = (
+                    f"neighbour {at} ({self._path(chunk.neighbours[at].place)}): {problems[chunk.neighbour_keys[at]]}"
+                )
+            elif problem is None and chunk.place in still:
+                problem = NO_ROOM
+            if problem is None:
+                self._num_stored += 1
+            else:
+                failed.append({"index": chunk.place, "error": f"{self._path(chunk.place)}: {problem}"})
         return sorted(failed, key=lambda entry: int(entry["index"]))
 
-    async def _compute_all(self, chunks: list[tuple[int, ...]]) -> list[str | None]:
-        tasks = [asyncio.ensure_future(self._compute(ids)) for ids in chunks]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+    # What is there.
 
-    async def _compute(self, ids: tuple[int, ...]) -> str | None:
+    def _read(self, places: range) -> tuple[list[_Chunk], list[dict[str, Any]]]:
+        """The chunks at these places, and those that cannot be chunks."""
+        chunks, failed = [], []
+        for place in places:
+            try:
+                chunks.append(self._chunk(place))
+            except ChunkCacheRequestError as error:
+                failed.append({"index": place, "error": str(error)})
+        return chunks, failed
+
+    async def _missing(self, chunks: Sequence[_Chunk]) -> _Missing:
+        """Those of these chunks that are not stored as they shall be."""
+        alone: dict[bytes, _Chunk] = {}
+        behind: dict[bytes, _Chunk] = {}
+        for chunk in chunks:
+            (behind if chunk.neighbours else alone).setdefault(chunk.key, chunk)
+        num_repeated = len(chunks) - len(alone) - len(behind)
+        for key in await self._admin.stored(list(alone)) if alone else ():
+            del alone[key]
+        for key in await self._admin.prepared({k: c.neighbour_keys for k, c in behind.items()}) if behind else ():
+            del behind[key]
+        return _Missing(tuple(alone.values()), tuple(behind.values()), num_repeated)
+
+    async def _num_missing(self, chunks: Sequence[_Chunk]) -> int:
+        keys = {chunk.key for chunk in _all_of(await self._missing(chunks))}
+        return sum(chunk.key in keys for chunk in chunks)
+
+    async def _missing_neighbours(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
+        """Neighbours of these chunks that are not stored exactly, each once."""
+        neighbours = {neighbour.key: neighbour for chunk in chunks for neighbour in chunk.neighbours}
+        stored = await self._admin.stored(list(neighbours), is_exact=True) if neighbours else {}
+        return [neighbour for key, neighbour in neighbours.items() if key not in stored]
+
+    # Computing.
+
+    async def _compute_all(self, chunks: Sequence[_Chunk]) -> dict[bytes, str]:
+        """Computes chunks, `batch` at a time; returns what went wrong, by key."""
+        problems: dict[bytes, str] = {}
+        for first in range(0, len(chunks), self._body.batch):
+            batch = chunks[first : first + self._body.batch]
+            tasks = [asyncio.ensure_future(self._compute(chunk)) for chunk in batch]
+            try:
+                found = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            problems |= {c.key: problem for c, problem in zip(batch, found, strict=True) if problem is not None}
+            self._num_tokens += sum(len(chunk.ids) for chunk in batch if chunk.key not in problems)
+        return problems
+
+    async def _compute(self, chunk: _Chunk) -> str | None:
         """Computes one chunk, on every replica of the server; returns what went wrong, or None."""
         num_replicas = self._admin.manager.server_args.dp_size
         for replica in range(num_replicas) if num_replicas > 1 else (None,):
-            problem = await self._compute_on(replica, ids)
+            problem = await self._compute_on(replica, chunk)
             if problem is not None:
                 return problem
         return None
 
-    async def _compute_on(self, replica: int | None, ids: tuple[int, ...]) -> str | None:
-        start = len(self._prefix)
-        spans = [[start, start + len(ids)]]
+    async def _compute_on(self, replica: int | None, chunk: _Chunk) -> str | None:
+        input_ids, spans = list(self._prefix), []
+        for one in (*chunk.neighbours, chunk):
+            spans.append([len(input_ids), len(input_ids) + len(one.ids)])
+            input_ids += one.ids
+        how = {"mode": "prepare", "method": "full-reuse"} if chunk.neighbours else {"mode": "exact"}
         async with self._admin.warm_slots:
             rid = uuid.uuid4().hex
             is_answered = False
@@ -135,12 +260,12 @@ class Warming:
                 await self._admin.manager.compute_prompt(
                     rid=rid,
                     # A prompt's last token never enters the tree before it is answered: one more than the chunk.
-                    input_ids=[*self._prefix, *ids, ids[-1]],
+                    input_ids=[*input_ids, chunk.ids[-1]],
                     sampling_params={
                         "max_new_tokens": 1,
                         "temperature": 0.0,
                         "ignore_eos": True,
-                        "custom_params": {KEY: {"spans": spans, "mode": "exact"}},
+                        "custom_params": {KEY: {"spans": spans, **how}},
                     },
                     extra_key=self._partition.extra_key,
                     cache_salt=self._partition.cache_salt,
@@ -155,6 +280,53 @@ class Warming:
                 if not is_answered:
                     self._admin.manager.abort_request(rid)
         return None
+
+    # What the client sent.
+
+    def _check_neighbours(self) -> None:
+        body, config = self._body, self._admin.args.parsed_config
+        if body.neighbours is None:
+            return
+        if config.max_generation < 1:
+            problem = "this server uses exact variants only (max_generation is 0)"
+            raise request_error(
+                "neighbours", problem, "drop it, or start the server with a max_generation of 1 or more"
+            )
+        if body.selection.texts is None and body.retriever != DEFAULT_RETRIEVER:
+            remedy = f"send texts, or name {DEFAULT_RETRIEVER}"
+            raise request_error("retriever", "a model reads text, and input_ids have none", remedy)
+
+    def _chunk(self, place: int) -> _Chunk:
+        """The chunk at a place, with its neighbours.
+
+        Raises:
+            ChunkCacheRequestError: it or one of them cannot be a chunk.
+        """
+        alone = self._encode(place)
+        if self._neighbours is None:
+            return alone
+        neighbours: dict[bytes, _Chunk] = {}
+        for i, other in enumerate(self._neighbours[place]):
+            path = f"neighbours[{place}][{i}]"
+            try:
+                neighbour = self._encode(other)
+            except ChunkCacheRequestError as error:
+                problem, _, remedy = str(error).rpartition("; ")
+                raise request_error(path, problem, remedy) from None
+            if neighbour.key != alone.key:  # a repetition is no neighbour, of itself or of another
+                neighbours[neighbour.key] = neighbour
+        chunk = _Chunk(place, alone.key, alone.ids, tuple(neighbours.values()))
+        first = self._first_of.setdefault(chunk.key, chunk)
+        if first.neighbour_keys != chunk.neighbour_keys:
+            problem = f"{self._path(place)} has the tokens of {self._path(first.place)}, which has other neighbours"
+            raise request_error(f"neighbours[{place}]", problem, "give them the same")
+        return chunk
+
+    def _encode(self, place: int) -> _Chunk:
+        if place not in self._encoded:
+            ids = self._chunk_ids(place)
+            self._encoded[place] = _Chunk(place, chunk_key(self._partition, ids), ids)
+        return self._encoded[place]
 
     def _chunk_ids(self, i: int) -> tuple[int, ...]:
         selection = self._body.selection
@@ -182,3 +354,13 @@ class Warming:
             admin.manager.tokenizer, MarkedText((text, "a", ""), (False, True, False)), "prefix_text"
         )
         return tuple(marked.ids[: marked.spans[0][0]])
+
+
+def _all_of(missing: _Missing) -> tuple[_Chunk, ...]:
+    return (*missing.alone, *missing.behind)
+
+
+def _cost(chunk: _Chunk) -> dict[str, int]:
+    """What a dry run says of a chunk: its place, its tokens, and tokens of neighbours that are read for it."""
+    num_read = sum(len(neighbour.ids) for neighbour in chunk.neighbours)
+    return {"index": chunk.place, "tokens": len(chunk.ids), "neighbour_tokens": num_read}

@@ -104,12 +104,13 @@ class ChunkScheduler(Scheduler):
 
 def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
-    if state is None or state.options.mode != "auto" or state.unsupported:
+    if state is None or state.options.mode not in ("auto", "prepare") or state.unsupported:
         return []
+    max_generation = chunks.manager.max_generation(state.prompt)
     return [
-        Wanted(key, req.origin_input_ids[start:end], state.partition)
-        for key, (start, end) in zip(state.keys, state.options.spans, strict=True)
-        if not chunks.manager.has(key)
+        Wanted(key, req.origin_input_ids[start:end], state.partition, max_generation)
+        for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True))
+        if i != state.prompt.to_prepare and not chunks.manager.has(key, max_generation)
     ]
 
 

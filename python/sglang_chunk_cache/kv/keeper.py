@@ -89,6 +89,9 @@ class ChunkKeeper:
             return  # the rest of the prompt is still to come
         path = self._store.path(req.origin_input_ids[:last_end], state.partition, req.last_node)
         for keep in self._manager.remember_exact(state.prompt, state.plan, in_tree=in_tree, up_to=up_to):
+            if isinstance(keep, Forgo):
+                self._metrics.count_not_remembered(keep.reason)
+                continue
             in_path = PathHome(path, state.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or self._copied_home(req, state, keep))
 
@@ -100,8 +103,10 @@ class ChunkKeeper:
             return
         if self._note_stored is not None:
             self._note_stored(variant)
+        if keep.is_prepared:
+            self._metrics.count_maintenance("prepared")
         # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
-        if keep.generation and req.lora_id is None:
+        elif keep.generation and req.lora_id is None:
             spans = state.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.partition))
 

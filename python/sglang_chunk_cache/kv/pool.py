@@ -130,9 +130,9 @@ class ChunkPool:
 
     # What the tiers below ask.
 
-    def has(self, key: bytes) -> bool:
-        """Whether a usable variant of a chunk is in the pool."""
-        return self._manager.has(key)
+    def has(self, key: bytes, max_generation: int) -> bool:
+        """Whether a variant of a chunk that is of no higher generation is in the pool."""
+        return self._manager.has(key, max_generation)
 
     def kv_of(self, variant: Variant) -> HostKV | None:
         """K and V of a variant in host memory; None where it is not stored in full."""
@@ -147,7 +147,13 @@ class ChunkPool:
             stream: brings the KV that is not there yet; None = all is.
         """
         info, index = stored.info, self._manager.index
-        if not index.wants(info.key, start=info.start, generation=info.generation, context=info.context):
+        if not index.wants(
+            info.key,
+            start=info.start,
+            generation=info.generation,
+            context=info.context,
+            is_prepared=info.is_prepared,
+        ):
             return True
         length = len(info.token_ids)
         slots = self.allocate(length)
@@ -163,6 +169,7 @@ class ChunkPool:
             context=info.context,
             home=self._store.insert_node(partition, info.token_ids, slots, self._manager.new_priority(0)),
             statistics=info.statistics,
+            is_prepared=info.is_prepared,
         )
         assert variant is not None, "the index wanted it"
         if stream is not None:

@@ -78,6 +78,8 @@ class VariantInfo:
     statistics: ChunkStatistics | None
     payload_len: int
     """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
+    is_prepared: bool = False
+    """Whether `context` are neighbours that it was computed behind ahead of time."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"
@@ -87,7 +89,8 @@ class VariantInfo:
     @property
     def name(self) -> str:
         """Hex of 8 bytes: tells the variants of one chunk apart."""
-        hasher = hashlib.blake2b(f"{self.start},{self.generation}".encode(), digest_size=8)
+        kind = ",prepared" if self.is_prepared else ""
+        hasher = hashlib.blake2b(f"{self.start},{self.generation}{kind}".encode(), digest_size=8)
         for key in self.context:
             hasher.update(len(key).to_bytes(1, "little") + key)
         return hasher.hexdigest()
@@ -109,7 +112,7 @@ class VariantInfo:
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""
-        return (self.key, self.token_ids, self.start, self.generation, self.context)
+        return (self.key, self.token_ids, self.start, self.generation, self.context, self.is_prepared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

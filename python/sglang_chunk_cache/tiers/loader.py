@@ -74,7 +74,7 @@ class TierLoader:
         writer: TierWriter,
         pool: Pool,
         metrics: TierMetrics,
-        max_generation: int,
+        prefers_prepared: bool,
         fingerprint: Fingerprint,
         prefill_cost: PrefillCost,
         ratio: float,
@@ -86,7 +86,7 @@ class TierLoader:
         self._writer = writer
         self._pool = pool
         self._metrics = metrics
-        self._search = TierSearch(tiers, fingerprint, max_generation)
+        self._search = TierSearch(tiers, fingerprint, prefers_prepared)
         self._bytes_per_token = fingerprint.payload_len(1)
         self._num_layers = fingerprint.num_layers
         self._ratio = ratio
@@ -176,7 +176,7 @@ class TierLoader:
             return {}
         for chunk in waiting.chunks:
             found = waiting.outcome[chunk.key]
-            if found.stored is None or self._pool.has(chunk.key):
+            if found.stored is None or self._pool.has(chunk.key, chunk.max_generation):
                 continue
             if not self._pool.bring_in(found.stored, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")

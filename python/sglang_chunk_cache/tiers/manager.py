@@ -1,8 +1,8 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `clock` (forwards are measured by it), `stored_lens`, `evict`, `flush`, `disable` (the
-model is no longer the one that was started), `stats`, `close`.
+(see `writer` and `loader`), `clock` (forwards are measured by it), `stored_lens`, `prepared_keys`, `evict`, `flush`,
+`disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
 the host tier and then into the pool, as a tree node of its own; from there on it is a variant like any other. So only
@@ -15,7 +15,7 @@ a tier is used after its checksums, fingerprint and tokens were compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class ChunkTiers:
         pool: Pool,
         metrics: TierMetrics,
         max_generation: int,
+        prefers_prepared: bool,
         fingerprint: Fingerprint,
         ratio: float,
         reduce_max: Callable[[np.ndarray], np.ndarray] | None,
@@ -86,7 +87,7 @@ class ChunkTiers:
             writer=self._writer,
             pool=pool,
             metrics=metrics,
-            max_generation=max_generation,
+            prefers_prepared=prefers_prepared,
             fingerprint=fingerprint,
             prefill_cost=self._prefill_cost,
             ratio=ratio,
@@ -153,18 +154,34 @@ class ChunkTiers:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
         return max(least, min(1.0, ratio))
 
-    def stored_lens(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant."""
+    def stored_lens(self, keys: Sequence[bytes], max_generation: int | None = None) -> dict[bytes, int]:
+        """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant.
+
+        Args:
+            max_generation: variants above it are passed over; None = those above the server's.
+        """
+        limit = self._max_generation if max_generation is None else max_generation
+        return dict(self._known(keys, [lambda info: info.generation <= limit] * len(keys)))
+
+    def prepared_keys(self, neighbours: Mapping[bytes, tuple[bytes, ...]]) -> set[bytes]:
+        """Those of these chunks that the tiers of every rank are known to have as computed behind these neighbours."""
+        tests = [partial(_is_prepared_behind, keys) for keys in neighbours.values()]
+        return {key for key, _ in self._known(list(neighbours), tests)}
+
+    def _known(
+        self, keys: Sequence[bytes], tests: Sequence[Callable[[VariantInfo], bool]]
+    ) -> Iterator[tuple[bytes, int]]:
+        """Those of these chunks of which every rank knows a variant that passes its test, with its tokens."""
         if self._disabled_reason is not None or not keys:
-            return {}
-        lens = np.array([self._stored_len(key) for key in keys], dtype=np.int64)
+            return
+        lens = np.array([self._known_len(key, test) for key, test in zip(keys, tests, strict=True)], dtype=np.int64)
         if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
             lens = -self.reduce_max(-lens)
-        return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
+        yield from ((key, length) for key, length in zip(keys, lens.tolist(), strict=True) if length)
 
-    def _stored_len(self, key: bytes) -> int:
+    def _known_len(self, key: bytes, test: Callable[[VariantInfo], bool]) -> int:
         infos = (tier.infos[entry_id] for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
-        return max((len(info.token_ids) for info in infos if info.generation <= self._max_generation), default=0)
+        return max((len(info.token_ids) for info in infos if test(info)), default=0)
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it.
@@ -288,11 +305,16 @@ def create_tiers(
         pool=pool,
         metrics=TierMetrics(enabled=is_counting),
         max_generation=config.max_generation,
+        prefers_prepared=config.prefer_prepared,
         fingerprint=fingerprint,
         ratio=ratio,
         reduce_max=reduce_max,
         device=device,
     )
+
+
+def _is_prepared_behind(neighbours: tuple[bytes, ...], info: VariantInfo) -> bool:
+    return info.is_prepared and info.context == neighbours
 
 
 def _listed(

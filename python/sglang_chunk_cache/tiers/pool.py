@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Pool(Protocol):
     """The KV pool and its index."""
 
-    def has(self, key: bytes) -> bool:
-        """Whether a usable variant of the chunk is in the pool."""
+    def has(self, key: bytes, max_generation: int) -> bool:
+        """Whether a variant of the chunk that is of no higher generation is in the pool."""
         ...
 
     def kv_of(self, variant: Variant) -> HostKV | None:

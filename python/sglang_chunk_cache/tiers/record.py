@@ -60,6 +60,7 @@ def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int]
         "start": info.start,
         "generation": info.generation,
         "context": [key.hex() for key in info.context],
+        "prepared": info.is_prepared,
         "dtype": fingerprint.dtype,
         "k_shape": [f.num_layers, length, f.kv_heads, f.head_dim],
         "v_shape": [f.num_layers, length, f.kv_heads, f.v_head_dim],
@@ -181,7 +182,8 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
         if len(parts["inter"]) != len(context) or not 0.5 <= cci <= 1.0:
             raise ValueError(f"statistics of {len(parts['inter'])} chunks of {len(context)}, CCI {cci}")
         statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], cci)
-    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length))
+    is_prepared = bool(fields.get("prepared", False))  # entries of earlier versions do not say it
+    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length), is_prepared)
 
 
 def _pack(values: np.ndarray) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from chunk_cache.variant import Rank, rank_of
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
@@ -38,6 +39,8 @@ class Wanted:
     key: bytes
     token_ids: array[int]
     partition: Partition
+    max_generation: int
+    """Variants above it are passed over."""
 
 
 class Outcome(NamedTuple):
@@ -96,13 +99,13 @@ class TierSearch:
 
     Args:
         tiers: in the order in which they are asked.
-        max_generation: variants above it are passed over.
+        prefers_prepared: prepared variants are read before exact ones.
     """
 
-    def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint, max_generation: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint, prefers_prepared: bool) -> None:
         self._tiers = tuple(tiers)
         self._empty = fingerprint.empty
-        self._max_generation = max_generation
+        self._prefers_prepared = prefers_prepared
 
     def find(self, chunk: Wanted, num_layers: int | None) -> Found:
         """The best variant of the first tier below the host's that has one; in a worker.
@@ -137,8 +140,8 @@ class TierSearch:
                 return Found(absent=(tier,))
             return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        for info in infos:
-            if info.generation > self._max_generation:
+        for info in sorted(infos, key=self._rank):
+            if info.generation > chunk.max_generation:
                 continue
             start = time.perf_counter()
             try:
@@ -152,6 +155,10 @@ class TierSearch:
             reads.append((tier, info, None))
             return Found(stored, tier.name, None, time.perf_counter() - start, stream, tuple(reads))
         return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
+
+    def _rank(self, info: VariantInfo) -> tuple[bool, Rank]:
+        """Smaller is read first; equal ones in the order in which the medium gives them."""
+        return not (info.is_prepared and self._prefers_prepared), rank_of(info.generation, info.is_prepared)
 
     def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:

@@ -35,7 +35,13 @@ class Tier:
         return self.name == HOST
 
     def takes(self, info: VariantInfo, max_variants_per_chunk: int) -> bool:
-        """Whether it neither has the variant nor enough others of the chunk."""
+        """Whether it neither has the variant nor enough others of the chunk; a prepared one replaces another."""
         if self.ledger.contains(info.entry_id):
             return False
+        if info.is_prepared and self.prepared_of(info.key):
+            return True
         return len(self.ledger.entries_of(info.key)) < max_variants_per_chunk
+
+    def prepared_of(self, key: bytes) -> list[VariantInfo]:
+        """The prepared variants that it has of a chunk."""
+        return [self.infos[entry_id] for entry_id in self.ledger.entries_of(key) if self.infos[entry_id].is_prepared]

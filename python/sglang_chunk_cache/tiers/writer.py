@@ -90,6 +90,8 @@ class TierWriter:
         info = stored.info
         if not tier.takes(info, self._config.max_variants_per_chunk):
             return
+        for other in tier.prepared_of(info.key) if info.is_prepared else ():
+            self.forget(tier, other)  # its neighbours are no longer the most similar
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
         gone = None if is_busy else tier.ledger.prepare_store(info.entry_id, info.payload_len)
         if gone is None:
@@ -206,6 +208,7 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
         context=variant.context,
         statistics=variant.statistics,
         payload_len=variant.length * bytes_per_token,
+        is_prepared=variant.is_prepared,
     )
 
 

@@ -3,8 +3,8 @@
     python -m sglang_chunk_cache.warm corpus.jsonl --url http://127.0.0.1:30000
 
 Promises: it can be ended at any time, and goes on where it was; a second run of a finished task only asks whether it
-is still the same server; a user's mistake is one sentence on the standard error. Exit codes: 0 all is stored, 1
-something failed or the server stayed away, 2 a mistake in the command, 130 interrupted.
+is still the same server; a dry run changes nothing; a user's mistake is one sentence on the standard error. Exit codes:
+0 all is stored, 1 something failed or the server stayed away, 2 a mistake in the command, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from typing import Any
 from tqdm import tqdm
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
+from sglang_chunk_cache.admin.body import MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
+from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER
 from sglang_chunk_cache.server_client import ServerGone, add_server_flags
+from sglang_chunk_cache.warm import neighbours
 from sglang_chunk_cache.warm.corpus import Corpus, Line, open_corpus
+from sglang_chunk_cache.warm.estimate import Estimate
+from sglang_chunk_cache.warm.neighbours import Neighbourhood
 from sglang_chunk_cache.warm.server import WarmServer
 from sglang_chunk_cache.warm.state import WarmState, load
 
 PROG = "python -m sglang_chunk_cache.warm"
 LINES_PER_REQUEST = 256
-MAX_BATCH = 64
+GIVEN = "file"
+"""Value of `--neighbours`: the lines name them."""
 MAX_WAIT_S = 10.0
 NUM_SHOWN_FAILURES = 20
 
@@ -59,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefix", default=None, metavar="TEXT", help="system prompt in front of every chunk")
     add("--extra-key", default=None, metavar="KEY", help="partition of the cache")
     add("--cache-salt", default=None, metavar="SALT", help="partition of the cache")
+    neighbours_help = f"compute each chunk behind so many similar ones; {GIVEN}: behind those that its line names"
+    add("--neighbours", default=None, metavar=f"NUM|{GIVEN}", help=neighbours_help)
+    retriever_help = "finds them: %(default)s, or the name or folder of a sentence-transformers model"
+    add("--retriever", default=DEFAULT_RETRIEVER, metavar="NAME", help=f"{retriever_help} (default: %(default)s)")
+    add("--dry-run", action="store_true", help="compute nothing, say what it would cost")
     add("--state", type=Path, default=None, metavar="FILE", help="progress (default: FILE.jsonl.warm-state)")
     add("--fresh", action="store_true", help="begin at the first line, whatever was done before")
     add("--retry-s", type=float, default=300.0, metavar="S", help="wait so long for the server (default: %(default)s)")
@@ -72,19 +83,49 @@ def _run(args: argparse.Namespace) -> int:
         corpus = open_corpus(args.corpus, args.field)
     except OSError as error:
         raise request_error(str(args.corpus), f"cannot be read ({error.strerror})", "name a file") from None
+    neighbourhood = _neighbourhood(args, corpus)
     path = args.state or args.corpus.with_name(f"{args.corpus.name}.warm-state")
     with WarmServer(args.url, args.api_key) as server:
-        task = Task(args, corpus, server, path)
+        task = Task(args, corpus, server, path, neighbourhood)
+        if args.dry_run:
+            estimate = task.estimate()
+            print(estimate)
+            return 1 if estimate.num_failed else 0
         state = task.run()
     _print_summary(args.corpus, corpus, state)
     return 1 if state.num_failed else 0
 
 
+def _neighbourhood(args: argparse.Namespace, corpus: Corpus) -> Neighbourhood | None:
+    if args.neighbours is None:
+        if args.retriever != DEFAULT_RETRIEVER:
+            raise request_error(f"--retriever {args.retriever}", "given without --neighbours", "give a number of them")
+        return None
+    if args.neighbours == GIVEN:
+        found = neighbours.read(corpus)
+    elif args.neighbours.isascii() and args.neighbours.isdigit() and 1 <= int(args.neighbours) <= MAX_NEIGHBOURS:
+        found = neighbours.find(corpus, int(args.neighbours), args.retriever)
+    else:
+        problem = f"neither a number from 1 to {MAX_NEIGHBOURS} nor {GIVEN!r}"
+        raise request_error(f"--neighbours {args.neighbours}", problem, "give one of them")
+    for number, first in sorted(found.repeated.items())[:NUM_SHOWN_FAILURES]:
+        _note(f"{args.corpus}:{number}: the same chunk as line {first}, which is prepared once")
+    return found
+
+
 class Task:
     """The work of one command."""
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, server: WarmServer, path: Path) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        corpus: Corpus,
+        server: WarmServer,
+        path: Path,
+        neighbourhood: Neighbourhood | None,
+    ) -> None:
         self._corpus = corpus
+        self._neighbourhood = neighbourhood
         self._server = server
         self._path = path
         self._is_fresh: bool = args.fresh
@@ -94,6 +135,11 @@ class Task:
         partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "prefix_text": args.prefix}
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
         self._task = {"corpus": corpus.digest, "field": corpus.field, "url": args.url, **partition}
+        self._lines_per_request = LINES_PER_REQUEST
+        if neighbourhood is not None:
+            self._task |= {"neighbours": args.neighbours, "retriever": args.retriever}
+            most = max(map(len, neighbourhood.of.values()), default=0)
+            self._lines_per_request = min(LINES_PER_REQUEST, MAX_ITEMS // (1 + most))
 
     def run(self) -> WarmState:
         """Warms what is left; returns the state at the end.
@@ -149,8 +195,8 @@ class Task:
     def _blocks(self, state: WarmState) -> Iterator[list[Line]]:
         block: list[Line] = []
         for line in self._corpus.lines(state.line, state.offset):
-            block.append(line)
-            if len(block) == LINES_PER_REQUEST:
+            block.append(line if self._neighbourhood is None else self._neighbourhood.check(line))
+            if len(block) == self._lines_per_request:
                 yield block
                 block = []
         if block:
@@ -162,7 +208,7 @@ class Task:
         bad = [line for line in block if line.text is None]
         done = before_stored = before_already = 0
         if good:
-            for progress in self._server.warm({**self._body, "texts": [line.text for line in good]}):
+            for progress in self._server.warm({**self._body, **self._texts(good)[0]}):
                 for failure in progress["failed"]:
                     state.fail(good[failure["index"]].number, failure["error"].partition(": ")[2])
                 done = progress["done"]
@@ -172,6 +218,28 @@ class Task:
                 self._advance(state, last, bad, bar, stored=stored, already=already)
         if bad:
             self._advance(state, block[-1], bad, bar)
+
+    def _texts(self, lines: list[Line]) -> tuple[dict[str, Any], list[int]]:
+        """Fields of the request that warms these good lines, and the numbers of the lines of its texts."""
+        if self._neighbourhood is not None:
+            return self._neighbourhood.body(lines)
+        return {"texts": [line.text for line in lines]}, [line.number for line in lines]
+
+    def estimate(self) -> Estimate:
+        """What is left to do, asked of the server.
+
+        Raises:
+            ChunkCacheRequestError: the server says no.
+            ServerGone: there is no server.
+        """
+        estimate = Estimate(self._corpus.num_lines)
+        for block in self._blocks(WarmState(self._task, "")):
+            good = [line for line in block if line.text is not None]
+            estimate.num_failed += len(block) - len(good)
+            if good:
+                fields, numbers = self._texts(good)
+                estimate.add(self._server.estimate({**self._body, **fields}), numbers)
+        return estimate
 
     def _advance(
         self, state: WarmState, last: Line, bad: list[Line], bar: Any, *, stored: int = 0, already: int = 0

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chunk_cache.errors import is_unicode, show
 
@@ -26,12 +27,14 @@ class Line:
         end: offset in bytes of what follows it.
         text: the chunk; None where the line is bad.
         problem: what is wrong with it; None where it is good.
+        neighbours: value of the field of this name, unchecked; None where there is none.
     """
 
     number: int
     end: int
     text: str | None
     problem: str | None = None
+    neighbours: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class Corpus:
             return Line(number, end, None, f"{self.field}: {show(text)} is not a string")
         if not is_unicode(text):
             return Line(number, end, None, f"{self.field}: half of a surrogate pair, which is no character")
-        return Line(number, end, text) if text.strip() else Line(number, end, None, f"{self.field}: the text is empty")
+        if not text.strip():
+            return Line(number, end, None, f"{self.field}: the text is empty")
+        return Line(number, end, text, neighbours=value.get("neighbours"))
 
 
 def open_corpus(path: Path, field: str) -> Corpus:

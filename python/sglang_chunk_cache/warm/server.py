@@ -1,6 +1,7 @@
 """WarmServer: a server with the chunk cache, as the command sees it.
 
-Verbs: `epoch` (which server, in which life), `warm` (some chunks, streamed). Both raise as `ServerClient.send`.
+Verbs: `epoch` (which server, in which life), `warm` (some chunks, streamed), `estimate` (what that would take). All
+raise as `ServerClient.send`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ class WarmServer(ServerClient):
 
     def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The lines of progress, without the summary."""
+        for line in self._progress(body):
+            if line.get("summary"):
+                return
+            yield line
+
+    def estimate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The summary of a dry run."""
+        return next(self._progress({**body, "dry_run": True}))
+
+    def _progress(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for text in self.lines("/chunk_cache/warm", body):
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
                 break
-            if line.get("summary"):
-                return
             if "error" in line:
                 raise self.refused(line["error"]["message"], "change what the message names")
             yield line

@@ -68,6 +68,23 @@ def test_pin_needs_a_ttl():
         ({"texts": ["a"], "prefix_text": 3}, "prefix_text: "),
         ({"texts": ["a"], "prefix_ids": [1, "a"]}, "prefix_ids[1]: "),
         ({"texts": ["a"], "prefix_ids": [1], "prefix_text": "a"}, "prefix_ids: given beside prefix_text"),
+        ({"texts": ["a"], "neighbours": 0}, "neighbours: 0 is not a legal number; give an integer from 1 to 32"),
+        ({"texts": ["a"], "neighbours": 33}, "neighbours: "),
+        ({"texts": ["a"], "neighbours": True}, "neighbours: "),
+        ({"texts": ["a"], "neighbours": "10"}, "neighbours: "),
+        ({"texts": ["a"], "neighbours": []}, "neighbours: 0 lists, and there are 1 chunks; "),
+        ({"texts": ["a"], "neighbours": [[], []]}, "neighbours: 2 lists"),
+        ({"texts": ["a", "b"], "neighbours": [[1], 0]}, "neighbours[1]: 0 is not a list of up to 32 chunks; "),
+        ({"texts": ["a", "b"], "neighbours": [[1] * 33]}, "neighbours[0]: "),
+        ({"texts": ["a", "b"], "neighbours": [[2]]}, "neighbours[0][0]: 2 is none of the 2 chunks; name one of them"),
+        ({"texts": ["a", "b"], "neighbours": [[1], [0, -1]]}, "neighbours[1][1]: -1 is none of the 2 chunks"),
+        ({"texts": ["a", "b"], "neighbours": [[True]]}, "neighbours[0][0]: "),
+        ({"texts": ["a", "b"], "neighbours": [["b"]]}, "neighbours[0][0]: "),
+        ({"texts": ["a", "b"], "neighbours": [[0]]}, "neighbours[0][0]: the chunk itself is no neighbour; remove it"),
+        ({"texts": ["a"], "retriever": "tfidf"}, "retriever: given without a number of neighbours"),
+        ({"texts": ["a", "b"], "neighbours": [[1]], "retriever": "tfidf"}, "retriever: given without"),
+        ({"texts": ["a"], "neighbours": 2, "retriever": 3}, "retriever: 3 is not a string"),
+        ({"texts": ["a"], "dry_run": 1}, "dry_run: 1 is neither true nor false; give one of them"),
     ],
 )
 def test_bad_warm_is_named(value, start):
@@ -79,6 +96,10 @@ def test_bad_warm_is_named(value, start):
 def test_warm_with_all_fields():
     warm = body.parse_warm({"input_ids": [[3], [4, 5]], "extra_key": "", "prefix_ids": [], "batch": 2})
     assert warm == body.Warm(body.Selection(input_ids=((3,), (4, 5))), None, (), 2)
+    warm = body.parse_warm({"texts": ["a", "b"], "neighbours": 3, "retriever": "some/model", "dry_run": True})
+    assert (warm.neighbours, warm.retriever, warm.dry_run) == (3, "some/model", True)
+    warm = body.parse_warm({"texts": ["a", "b", "c"], "neighbours": [[1, 2], []]})
+    assert (warm.neighbours, warm.retriever, warm.dry_run) == (((1, 2), ()), "tfidf", False)
 
 
 @pytest.mark.parametrize("value", [{"all": False}, {"all": 1}, {"all": True, "keys": [KEY]}])

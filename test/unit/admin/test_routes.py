@@ -132,6 +132,29 @@ def test_texts_need_a_tokenizer(admin, schedulers):
     assert schedulers.seen == []
 
 
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        ({"max_generation": 0}, {"neighbours": 2}, "neighbours: this server uses exact variants only"),
+        ({}, {"neighbours": 2, "retriever": "some/model"}, "retriever: a model reads text, and input_ids have none"),
+        ({}, {"neighbours": [[2]]}, "neighbours[0][0]: 2 is none of the 2 chunks"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_before_the_first_line(admin, schedulers, config, fields, message):
+    options.attach(admin.manager.server_args, ChunkCacheArgs(config=config))
+    response = ask("POST", "warm", {"input_ids": IDS, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+    assert schedulers.seen == []
+
+
+def test_a_chunk_is_prepared_where_all_replicas_say_so(admin, schedulers):
+    schedulers.results = {messages.ChunkCachePreparedReq: {"prepared": [KEY]}}
+    schedulers.num_replicas = 2
+    assert asyncio.run(admin.prepared({KEYS[0]: KEYS[1:], KEYS[1]: KEYS[:1]})) == {KEYS[0]}
+    assert schedulers.seen == [messages.ChunkCachePreparedReq(keys=KEYS, neighbours=[[KEYS[1]], [KEYS[0]]])]
+
+
 def test_ranks_that_disagree_are_a_500(admin, schedulers):
     schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": []}}
     assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}

@@ -108,12 +108,38 @@ def test_pages_are_by_id(admin):
 def test_what_a_tier_has_is_stored_as_well(admin):
     asked = []
     lens = {key(3): 12}
-    admin.tiers = SimpleNamespace(stored_lens=lambda keys: asked.append(keys) or lens)
+    admin.tiers = SimpleNamespace(stored_lens=lambda keys, max_generation: asked.append((keys, max_generation)) or lens)
     result = admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)]))
     assert result == {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
-    assert asked == [[key(3), key(4)]], "what the pool has is not looked for"
+    assert asked == [([key(3), key(4)], None)], "what the pool has is not looked for"
     admin.tiers = None
     assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3)])) == {"stored": {key(1).hex(): 10}}
+
+
+def test_exact_variants_can_be_asked_for(admin):
+    home = NodeHome(array("q", range(16)), "namespace", seen=9)
+    admin.index.add(key(4), length=10, start=0, generation=1, context=(), home=home)
+    request = messages.ChunkCacheStoredReq(keys=[key(1), key(4)], is_exact=True)
+    assert admin.answer(request) == {"stored": {key(1).hex(): 10}}
+    asked = []
+    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {})
+    admin.answer(request)
+    assert asked == [([key(4)], 0)]
+
+
+def test_a_prepared_variant_is_known_by_its_neighbours(admin):
+    home = NodeHome(array("q", range(10)), "namespace", seen=9)
+    admin.index.add(key(1), length=10, start=0, generation=1, context=(key(2), key(3)), home=home, is_prepared=True)
+    asked = [[key(2), key(3)], [key(1)]]
+    request = messages.ChunkCachePreparedReq(keys=[key(1), key(2)], neighbours=asked)
+    assert admin.answer(request) == {"prepared": [key(1).hex()]}
+    admin.tiers = SimpleNamespace(prepared_keys=lambda neighbours: set(neighbours))
+    assert admin.answer(request) == {"prepared": [key(1).hex(), key(2).hex()]}
+    admin.tiers = None
+    other = messages.ChunkCachePreparedReq(keys=[key(1)], neighbours=[[key(3), key(2)]])
+    assert admin.answer(other) == {"prepared": []}, "another order is another computation"
+    (described,) = [v for v in admin.answer(messages.ChunkCacheVariantsReq())["variants"] if v["neighbours"]]
+    assert described["neighbours"] == [key(2).hex(), key(3).hex()]
 
 
 def test_a_variant_is_described(admin):
@@ -125,6 +151,7 @@ def test_a_variant_is_described(admin):
         "length": 10,
         "start": 5,
         "generation": 0,
+        "neighbours": None,
         "num_uses": 0,
         "reuse_frequency": 0.0,
         "cci": None,

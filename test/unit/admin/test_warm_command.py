@@ -71,6 +71,12 @@ class FakeServer:
     def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         self.bodies.append(body)
         texts = body["texts"]
+        behind = body.get("neighbours")
+        if behind is not None:  # a chunk is another one behind other neighbours
+            texts = [" | ".join([texts[i], *(texts[j] for j in near)]) for i, near in enumerate(behind)]
+        if body.get("dry_run"):
+            yield self.estimate(body, texts)
+            return
         stored = already = 0
         for done, text in enumerate(texts, 1):
             self.before_line(len(self.seen))
@@ -82,6 +88,22 @@ class FakeServer:
                 self.stored.add(text)
             yield {"done": done, "total": len(texts), "stored": stored, "already": already, "failed": failed}
         yield {"summary": True}
+
+    def estimate(self, body: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+        new = [i for i, text in enumerate(texts) if text not in self.stored]
+        near = {j for i in new for j in body.get("neighbours", [[]] * len(texts))[i]}
+        cost = [{"index": i, "tokens": 10, "neighbour_tokens": 20} for i in new]
+        alone = [{"index": j, "tokens": 10, "neighbour_tokens": 0} for j in near]
+        return {
+            "summary": True,
+            "already": len(texts) - len(new),
+            "alone": alone if "neighbours" in body else cost,
+            "prepared": cost if "neighbours" in body else [],
+            "failed": [],
+            "computed_tokens": 10 * (len(near) + len(new)),
+            "kv_bytes": 1024 * 10 * (len(near) + len(new)),
+            "capacity_tokens": 500,
+        }
 
     def restart(self) -> None:
         self.life += 1
@@ -206,10 +228,96 @@ def test_more_lines_than_one_request(tmp_path, fake, monkeypatch):
     assert [len(body["texts"]) for body in fake.bodies] == [4, 4, 1]
 
 
+ABOUT = ["cats and mice", "cats and dogs", "cars and trains", "trains and ships", "dogs and cats"]
+
+
+def write_corpus(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_similar_chunks_are_named_as_neighbours(tmp_path, fake, capsys, monkeypatch):
+    monkeypatch.setattr(command, "LINES_PER_REQUEST", 2)
+    path = write_corpus(tmp_path / "c.jsonl", [{"text": text} for text in ABOUT])
+    assert run(path, fake, "--neighbours", "1") == 0
+    assert [len(body["neighbours"]) for body in fake.bodies] == [2, 2, 1]
+    assert fake.seen == [
+        "cats and mice | cats and dogs",
+        "cats and dogs | dogs and cats",
+        "cars and trains | trains and ships",
+        "trains and ships | cars and trains",
+        "dogs and cats | cats and dogs",
+    ]
+    assert "5 lines: 5 stored, 0 already there, 0 failed" in capsys.readouterr().out
+    write_corpus(path, [{"text": text} for text in [*ABOUT[:4], "planes", ABOUT[0]]])
+    assert run(path, fake, "--neighbours", "1") == 0
+    captured = capsys.readouterr()
+    assert "6 lines: 2 stored, 4 already there, 0 failed" in captured.out, "cats and dogs, and the new one"
+    assert "c.jsonl:6: the same chunk as line 1, which is prepared once" in captured.err
+
+
+def test_the_file_names_neighbours(tmp_path, fake, capsys):
+    lines = [
+        {"text": "a", "neighbours": [2, 3]},
+        {"text": "b", "neighbours": []},
+        {"text": "c", "neighbours": [1]},
+        {"text": "a", "neighbours": [2, 3]},
+        "nonsense",
+        {"text": "d", "neighbours": [99]},
+        {"text": "e", "neighbours": [1, 5]},
+        {"text": "f", "neighbours": [8]},
+        {"text": "g"},
+        {"text": "h", "neighbours": "1"},
+        {"text": "i", "neighbours": [True]},
+        {"text": "a", "neighbours": [2]},
+        {"text": " ", "neighbours": [2]},
+    ]
+    path = write_corpus(tmp_path / "c.jsonl", lines)
+    assert run(path, fake, "--neighbours", "file") == 1
+    assert fake.seen == ["a | b | c", "b", "c | a", "a | b | c"]
+    captured = capsys.readouterr()
+    assert "13 lines: 3 stored, 1 already there, 9 failed" in captured.out
+    said = [line for line in captured.err.splitlines() if "the same chunk as line 1, which is prepared" not in line]
+    for line, (number, problem) in zip(
+        said,
+        [
+            (5, "not JSON"),
+            (6, "neighbours[0]: 99 is no line of the file"),
+            (7, "neighbours[1]: 5 is a line without a chunk (not JSON"),
+            (8, "neighbours[0]: 8 has the chunk of the line itself"),
+            (9, "has no field 'neighbours'"),
+            (10, "neighbours: '1' is not a list of line numbers"),
+            (11, "neighbours[0]: True is not the number of a line"),
+            (12, "neighbours: line 1 has the same chunk and other neighbours"),
+            (13, "text: the text is empty"),
+        ],
+        strict=True,
+    ):
+        assert line.startswith(f"{path}:{number}: {problem}")
+
+
+def test_a_dry_run_counts_and_changes_nothing(tmp_path, fake, capsys, monkeypatch):
+    monkeypatch.setattr(command, "LINES_PER_REQUEST", 2)
+    path = write_corpus(tmp_path / "c.jsonl", [{"text": text} for text in ABOUT] + ["nonsense"])
+    assert run(path, fake, "--neighbours", "1", "--dry-run") == 1
+    assert fake.seen == []
+    assert list(tmp_path.iterdir()) == [path], "no state is written"
+    first, second = capsys.readouterr().out.splitlines()
+    # Cats and dogs is the neighbour of two lines, in two requests.
+    assert first == "6 lines: 4 chunks to compute alone, 5 behind their neighbours, 0 already there, 1 failed."
+    assert second.startswith("90 tokens to compute, 100 of neighbours to read; 0.1 MiB of KV; the KV pool holds 500")
+    assert run(path, fake, "--dry-run") == 1
+    assert "5 chunks to compute alone, 0 behind" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
         (("--batch", "0"), "--batch 0"),
+        (("--neighbours", "0"), "--neighbours 0: neither a number from 1 to 32 nor 'file'; give one of them"),
+        (("--neighbours", "33"), "--neighbours 33: "),
+        (("--neighbours", "lots"), "--neighbours lots: "),
+        (("--retriever", "some/model"), "--retriever some/model: given without --neighbours; "),
         (("--url", "nonsense"), "not a URL"),
         (("--state", "/nonexistent/state"), "--state"),
     ],

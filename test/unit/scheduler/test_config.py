@@ -29,6 +29,7 @@ def test_every_field_can_be_given() -> None:
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,
+        "prefer_prepared": True,
     }
     assert dataclasses.asdict(parse_config(given)) == given
     assert set(given) == {field.name for field in dataclasses.fields(Config)}

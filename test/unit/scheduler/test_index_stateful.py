@@ -41,6 +41,7 @@ class Record:
     context: tuple[bytes, ...]
     home: Home
     statistics: ChunkStatistics | None = None
+    is_prepared: bool = False
     last_use: int = 0
     num_uses: int = 0
     frequency: float = 0.0
@@ -48,6 +49,8 @@ class Record:
 
     def unit_cfo(self, context: list[bytes]) -> float:
         """By the paper's equations, one after the other."""
+        if self.is_prepared:
+            return 0.5 if context else 0.0
         if self.statistics is None:
             cci, inter = 1.0 if self.context else 0.5, np.zeros(len(self.context))
         else:
@@ -95,8 +98,9 @@ class Model:
 
     def order(self, record: Record) -> tuple[float, bool, int]:
         """Of all variants, smallest goes first."""
-        worth = record.worth if self.eviction == "frequency-reuse" else 0.0
-        return worth, record.generation == 0, record.last_use
+        if self.eviction == "frequency-reuse":
+            return record.worth, record.generation == 0, record.last_use
+        return record.generation == 0, record.is_prepared, record.last_use
 
     def evict(self, record: Record) -> None:
         self.age = max(self.age, record.worth)
@@ -115,13 +119,15 @@ class Model:
         context: tuple[bytes, ...],
         home: Home,
         statistics: ChunkStatistics | None,
+        is_prepared: bool = False,
     ) -> int | None:
         if isinstance(home, PathHome) and len(home.path) > self.max_path_tokens:
             return None
         peers = [r for r in self.records if r.chunk == chunk]
-        if generation and any(r.generation == 0 and r.context == context for r in peers):
+        others = [r for r in peers if not r.is_prepared]
+        if generation and not is_prepared and any(r.generation == 0 and r.context == context for r in others):
             return None
-        same = [r for r in peers if (r.start, r.context) == (start, context)]
+        same = [r for r in peers if (r.start, r.context, r.is_prepared) == (start, context, is_prepared)]
         if same and same[0].generation < generation:
             return None
         if same and same[0].generation == generation:
@@ -131,21 +137,24 @@ class Model:
             self.make_path_room(0)
             self.forget_unheld()
             return same[0].variant_id
-        if not same and len(peers) >= self.max_per_chunk and generation > max(r.generation for r in peers):
+        rank = generation, not is_prepared
+        replaced = [r for r in peers if is_prepared and r.is_prepared] or same
+        no_worse = [r for r in peers if (r.generation, not r.is_prepared) >= rank]
+        if not replaced and len(peers) >= self.max_per_chunk and not no_worse:
             return None
-        worse = [r for r in peers if r.generation and r.context == context]
-        self.drop(worse if generation == 0 else same)
+        worse = [r for r in others if r.generation and r.context == context]
+        self.drop(worse if generation == 0 else replaced)
         peers = [r for r in self.records if r.chunk == chunk]
         if len(peers) >= self.max_per_chunk:
             if self.eviction == "lru":
-                self.evict(min(peers, key=lambda r: (-r.generation, r.last_use)))
+                self.evict(min(peers, key=lambda r: (-r.generation, r.is_prepared, r.last_use)))
             else:
-                self.evict(min((r for r in peers if r.generation >= generation), key=self.order))
+                self.evict(min((r for r in peers if r in no_worse), key=self.order))
         if isinstance(home, PathHome) and home.path not in self.paths():
             self.make_path_room(len(home.path))
         while len(self.records) >= self.max_variants:
             self.evict(min(self.records, key=self.order))
-        record = Record(self.next_id, chunk, start, generation, context, home, statistics)
+        record = Record(self.next_id, chunk, start, generation, context, home, statistics, is_prepared)
         self.next_id += 1
         self.gone.discard(chunk)
         self.records.append(record)
@@ -159,9 +168,15 @@ class IndexMachine(RuleBasedStateMachine):
         max_per_chunk=st.integers(1, 3),
         max_path_tokens=st.sampled_from((12, 30, 200)),
         eviction=st.sampled_from(EVICTIONS),
+        prefers_prepared=st.booleans(),
     )
-    def start(self, max_variants: int, max_per_chunk: int, max_path_tokens: int, eviction: str) -> None:
-        self.index = ChunkIndex(max_variants, max_per_chunk, max_path_tokens, eviction)
+    def start(
+        self, max_variants: int, max_per_chunk: int, max_path_tokens: int, eviction: str, prefers_prepared: bool
+    ) -> None:
+        self.prefers_prepared = prefers_prepared
+        self.index = ChunkIndex(
+            max_variants, max_per_chunk, max_path_tokens, eviction, prefers_prepared=prefers_prepared
+        )
         self.model = Model(max_variants, max_per_chunk, max_path_tokens, eviction)
         self.stored: dict[PathTokens | NodeHome, int] = {}  # home -> leading tokens that are still in the store
 
@@ -179,9 +194,12 @@ class IndexMachine(RuleBasedStateMachine):
         context: tuple[bytes, ...],
         home: Home,
         inter: list[int] | None = None,
+        is_prepared: bool = False,
     ) -> bool:
         statistics = None if inter is None else some_statistics(LENS[chunk], inter[: len(context)])
-        wanted = self.index.wants(KEYS[chunk], start=start, generation=generation, context=context)
+        wanted = self.index.wants(
+            KEYS[chunk], start=start, generation=generation, context=context, is_prepared=is_prepared
+        )
         variant = self.index.add(
             KEYS[chunk],
             length=LENS[chunk],
@@ -190,8 +208,9 @@ class IndexMachine(RuleBasedStateMachine):
             context=context,
             home=home,
             statistics=statistics,
+            is_prepared=is_prepared,
         )
-        expected = self.model.add(chunk, start, generation, context, home, statistics)
+        expected = self.model.add(chunk, start, generation, context, home, statistics, is_prepared)
         assert (variant.variant_id if variant else None) == expected
         fits = not isinstance(home, PathHome) or len(home.path) <= self.index.max_path_tokens
         assert (variant is not None) == (wanted and fits)
@@ -228,6 +247,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.stored[home] = LENS[chunk]
         self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter)
 
+    @rule(chunk=CHUNKS, start=st.integers(0, 4), neighbours=st.lists(CHUNKS, min_size=1, max_size=2), inter=INTER)
+    def prepare(self, chunk: int, start: int, neighbours: list[int], inter: list[int] | None) -> None:
+        home = NodeHome(array("q", range(LENS[chunk])), "chunk")
+        self.stored[home] = LENS[chunk]
+        context = tuple(KEYS[c] for c in neighbours)
+        self.add(chunk, start, 1, context, home, inter, is_prepared=True)
+
     @rule(data=st.data())
     def store_evicts(self, data: st.DataObject) -> None:
         if self.stored:
@@ -247,6 +273,15 @@ class IndexMachine(RuleBasedStateMachine):
         cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(new), 9) for r in peers}
         peers.sort(key=lambda r: (cfo[r.variant_id], r.generation, -r.last_use))
         allowed = [r for r in peers if max_generation is None or r.generation <= max_generation]
+        is_limited = len(allowed) < len(peers)
+        is_known = bool(peers)
+        was_gone = chunk in self.model.gone
+        prepared = [r for r in allowed if r.is_prepared]
+        if prepared and not self.resolve(prepared[0]):
+            allowed.remove(prepared[0])
+            self.model.drop_gone(prepared)
+        elif prepared:
+            allowed = [r for r in allowed if r.is_prepared or (r.generation == 0 and not self.prefers_prepared)]
         covered = [self.resolve(r) for r in allowed]
         found = self.index.lookup(KEYS[chunk], self.resolve, context=new, max_generation=max_generation)
 
@@ -258,11 +293,10 @@ class IndexMachine(RuleBasedStateMachine):
             shares[i] <= cfo[allowed[num_seen].variant_id] for i in stored if i < num_seen
         ):
             num_seen += 1
-        was_gone = chunk in self.model.gone
         self.model.drop_gone([r for r in allowed[:num_seen] if self.resolve(r) == 0])
         if not any(covered):
-            reason = "generation_limit" if len(allowed) < len(peers) else "evicted"
-            if not peers:
+            reason = "generation_limit" if is_limited else "evicted"
+            if not is_known:
                 reason = "evicted" if was_gone else "not_stored"
             assert (found.variant, found.covered_len, found.reason) == (None, 0, reason)
             return

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunk_cache.config import Config
 from chunk_cache.keys import Partition
-from chunk_cache.manager import REMEMBER, ROOM_PER_REUSED, ChunkManager, ChunkPrompt, Keep
+from chunk_cache.manager import REMEMBER, ROOM_PER_REUSED, ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens
 from chunk_cache.victims import EVICTIONS
@@ -28,6 +28,7 @@ CONFIGS: Mapping[str, st.SearchStrategy[object]] = {
     "promote_uses": st.integers(0, 2),
     "alpha": st.sampled_from((None, 1.0)),
     "max_cfo": st.sampled_from((None, 0.5)),
+    "prefer_prepared": st.booleans(),
 }
 
 
@@ -50,7 +51,7 @@ class ManagerMachine(RuleBasedStateMachine):
         data=st.data(),
         chunks=CHUNKS,
         gaps=st.lists(st.integers(0, 3), max_size=2),
-        mode=st.sampled_from(("auto", "auto", "exact")),
+        mode=st.sampled_from(("auto", "auto", "exact", "prepare")),
         ratio=st.sampled_from((None, None, 0.0, 1.0)),
     )
     def send(self, data: st.DataObject, chunks: list[int], gaps: list[int], mode: str, ratio: float | None) -> None:
@@ -74,7 +75,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.store.put(path, self.cut(up_to))
         self.is_exact[path] = True
         for keep in self.manager.remember_exact(prompt, plan, in_tree=self.cut(up_to), up_to=up_to):
-            if keep.in_path:
+            if isinstance(keep, Forgo):
+                assert (mode, self.manager.config.max_generation) == ("prepare", 0)
+            elif keep.in_path:
                 self.complete(prompt, keep, PathHome(path, prompt.options.spans[keep.chunk][0]))
             elif data.draw(st.booleans(), "room to keep it"):
                 self.complete(prompt, keep, self.own_home(plan, keep, chunks))
@@ -109,7 +112,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return num_tokens // self.page_size * self.page_size
 
     def check_plan(self, plan: RecomputePlan, mode: str) -> None:
-        assert mode == "auto" or not plan.num_reused
+        assert mode != "exact" or not plan.num_reused
         for chunk, variant in self.manager.sources(plan):
             assert chunk.generation == variant.generation <= self.manager.config.max_generation
             assert chunk.src_offset + chunk.num_reused <= self.store.resolve(variant)
@@ -128,6 +131,8 @@ class ManagerMachine(RuleBasedStateMachine):
         statistics = some_statistics(prompt.length(keep.chunk), range(keep.chunk)) if keep.chunk % 2 else None
         variant = self.manager.complete(prompt, keep, home, statistics)
         assert variant is None or (variant.home, variant.generation) == (home, keep.generation)
+        assert keep.is_prepared == (prompt.options.mode == "prepare" and len(prompt.keys) > 1)
+        assert not keep.is_prepared or self.manager.has_prepared(variant.key, prompt.keys[:-1])
 
     def promote(self, data: st.DataObject, plan: RecomputePlan) -> None:
         for promotion in self.manager.promote(plan):

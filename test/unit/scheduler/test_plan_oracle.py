@@ -152,7 +152,8 @@ class Oracle:
         self.load_end = case.prefix_len
         alive = set()
         for i, lookup in enumerate(case.lookups):
-            if case.opts.mode == "auto" and lookup is not None and lookup.variant is not None and not self.is_costly(i):
+            is_reusing = case.opts.mode in ("auto", "prepare")
+            if is_reusing and lookup is not None and lookup.variant is not None and not self.is_costly(i):
                 alive.add(i)
         while True:
             wanted = {p: i for i in alive for p in self.tokens(i)}

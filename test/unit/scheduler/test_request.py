@@ -89,7 +89,7 @@ def test_options_are_frozen() -> None:
 
 
 def test_only_mode_off_remembers_nothing() -> None:
-    assert [parse_request({"mode": mode}).remembers for mode in MODES] == [True, True, False]
+    assert [parse_request({"mode": mode}).remembers for mode in MODES] == [True, True, False, True]
 
 
 def test_ratio_is_a_float_without_a_sign() -> None:
@@ -167,7 +167,7 @@ BAD = [
     ({"spans": [[5, 6], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 6 of the span before it; "),
     ({"spans": [[0, 2], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 2 of the span before it; "),
     ({"spans": [[0, 101]]}, f"{P}.spans[0][1]: 101 is outside the prompt of 100 tokens; "),
-    ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off"),
+    ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off, prepare"),
     ({"mode": None}, f"{P}.mode: unknown mode None; "),
     ({"mode": []}, f"{P}.mode: unknown mode []; "),
     ({"method": "cacheclip"}, f"{P}.method: unknown method 'cacheclip'; known methods: {', '.join(METHODS)}"),

@@ -129,7 +129,7 @@ def stream(tmp_path: Path) -> Callable[..., LayerStream]:
         if layer_s:
             medium = Throttled(medium, SIZE / LAYERS / layer_s)
         tier = Tier("disk", medium, TierLedger(None))
-        found = TierSearch([tier], FINGERPRINT, 0).find(wanted(number), num_layers)
+        found = TierSearch([tier], FINGERPRINT, False).find(wanted(number), num_layers)
         assert found.stream is not None
         return found.stream
 

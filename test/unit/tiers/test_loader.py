@@ -97,8 +97,8 @@ def test_a_variant_of_too_many_generations_is_not_used(tmp_path: Path) -> None:
     medium = DiskMedium(tmp_path, FINGERPRINT)
     medium.write(stored(variant(1, generation=2)))
     for limit, tier in ((1, ""), (2, "disk")):
-        with open_tiers({"disk": tmp_path}, max_generation=limit) as tiers:
-            (found,) = tiers.load(wanted(1))
+        with open_tiers({"disk": tmp_path}) as tiers:
+            (found,) = tiers.load(wanted(1, max_generation=limit))
             assert (found.tier, found.stored is not None) == (tier, bool(tier))
 
 

@@ -61,6 +61,31 @@ def on_disk(folder: Path) -> set[int]:
     return {info.token_ids[0] // 1000 for info in DiskMedium(folder, FINGERPRINT).scan()}
 
 
+# What was prepared.
+
+
+def test_prepared_chunks_are_known_after_a_restart(open_chunk_tiers: Callable[..., ChunkTiers], tmp_path: Path) -> None:
+    disk = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    a, b = wanted(1).key, wanted(2).key
+    disk.write(stored(variant(3, start=9, generation=1, prepared_behind=(a, b))))
+    disk.write(stored(variant(3)))
+    disk.write(stored(variant(4)))
+    tiers = open_chunk_tiers()
+    idle(tiers)
+    key = wanted(3).key
+    assert tiers.prepared_keys({key: (a, b), wanted(4).key: (a, b)}) == {key}
+    assert tiers.prepared_keys({key: (b, a)}) == set()
+    assert tiers.stored_lens([key, wanted(5).key], 0) == {key: LENGTH}
+    for prefers, expected in ((False, False), (True, True)):
+        found = TierSearch(tiers._tiers, FINGERPRINT, prefers).find(wanted(3), None)
+        assert found.stored is not None
+        assert found.stored.info.is_prepared == expected
+        assert found.stored.info.context == ((a, b) if expected else ())
+    found = TierSearch(tiers._tiers, FINGERPRINT, True).find(wanted(3, max_generation=0), None)
+    assert found.stored is not None
+    assert not found.stored.info.is_prepared
+
+
 # The ratio that hides behind loading.
 
 
@@ -77,7 +102,7 @@ def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
     """Of a chunk on its disk, of which so many layers are there."""
     (disk,) = tiers._tiers
     disk.medium.write(stored(variant(1)))
-    found = TierSearch([disk], FINGERPRINT, 0).find(wanted(1), num_layers)
+    found = TierSearch([disk], FINGERPRINT, False).find(wanted(1), num_layers)
     assert found.stream is not None
     return found.stream
 

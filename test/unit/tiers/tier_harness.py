@@ -44,17 +44,30 @@ SIZE = FINGERPRINT.payload_len(LENGTH)  # bytes of its KV
 PATIENCE_S = 20.0
 
 
-def wanted(number: int, length: int = LENGTH) -> Wanted:
+def wanted(number: int, length: int = LENGTH, max_generation: int = 3) -> Wanted:
     """A chunk; equal numbers are equal chunks."""
     tokens = array("q", [1000 * number + i for i in range(length)])
-    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION)
+    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, max_generation)
 
 
-def variant(number: int, start: int = 0, length: int = LENGTH, generation: int = 0) -> Variant:
+def variant(
+    number: int, start: int = 0, length: int = LENGTH, generation: int = 0, prepared_behind: tuple[bytes, ...] = ()
+) -> Variant:
     """One of the variants of that chunk."""
     chunk = wanted(number, length)
     path = PathTokens(array("q", [7] * start) + chunk.token_ids, PARTITION)
-    return Variant(1000 * number + start, chunk.key, length, start, generation, (), 0, path)
+    context, is_prepared = prepared_behind, bool(prepared_behind)
+    return Variant(
+        1000 * number + start,
+        chunk.key,
+        length,
+        start,
+        generation,
+        context,
+        len(context),
+        path,
+        is_prepared=is_prepared,
+    )
 
 
 def kv_of(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> HostKV:
@@ -71,7 +84,7 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
     """As a medium keeps it."""
     kv = kv_of(one, fingerprint)
     size = fingerprint.payload_len(one.length)
-    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size)
+    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size, one.is_prepared)
     return StoredVariant(info, kv.k, kv.v)
 
 
@@ -97,8 +110,8 @@ class DictPool:
             self.brought[found.info.key] = found
         return self.has_room
 
-    def has(self, key: bytes) -> bool:
-        return key in self.brought
+    def has(self, key: bytes, max_generation: int) -> bool:
+        return key in self.brought and self.brought[key].info.generation <= max_generation
 
 
 class Tiers:
@@ -119,7 +132,7 @@ class Tiers:
         slow: Mapping[str, tuple[float, float]] | None = None,
         reduce_max: Callable[[Any], Any] | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
-        max_generation: int = 3,
+        prefers_prepared: bool = False,
         **config: Any,
     ) -> None:
         limits, slow = limits or {}, slow or {}
@@ -156,7 +169,7 @@ class Tiers:
             writer=self.writer,
             pool=self.pool,
             metrics=metrics,
-            max_generation=max_generation,
+            prefers_prepared=prefers_prepared,
             fingerprint=fingerprint,
             prefill_cost=self.prefill_cost,
             ratio=0.15,

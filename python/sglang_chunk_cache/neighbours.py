@@ -1,0 +1,89 @@
+"""Neighbours: the most similar other chunks of each chunk of a corpus (FusionRAG section 4.1 takes ten).
+
+Verb: `find_neighbours`. Similarity is the cosine of TF-IDF vectors (scikit-learn), or of the embeddings of a
+sentence-transformers model. Promises: equal texts are one chunk and have equal neighbours; a chunk that has nothing in
+common with another is no neighbour of it; equal inputs give equal neighbours. Both libraries are imported when they
+are asked for. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from chunk_cache.errors import request_error, show
+
+DEFAULT_RETRIEVER = "tfidf"
+_ROWS = 512
+"""Chunks that are compared with all others at a time: a block of scores is so many rows of float32."""
+
+
+def find_neighbours(
+    texts: Sequence[str], num: int, retriever: str = DEFAULT_RETRIEVER, path: str = "retriever"
+) -> list[tuple[int, ...]]:
+    """For each text the places of up to `num` others, the most similar first, of equal ones the earlier first.
+
+    Args:
+        texts: chunks, or their token ids as words.
+        retriever: `tfidf`, or the name or folder of a sentence-transformers model.
+        path: where the retriever was named, for messages.
+
+    Raises:
+        ChunkCacheRequestError: the retriever's library is not installed, or there is no such model.
+    """
+    first_places: dict[str, int] = {}
+    for place, text in enumerate(texts):
+        first_places.setdefault(text, place)
+    distinct, places = list(first_places), list(first_places.values())
+    vectors = _tfidf(distinct, path) if retriever == DEFAULT_RETRIEVER else _embeddings(distinct, retriever, path)
+    nearest = {
+        text: tuple(places[i] for i in best) for text, best in zip(distinct, _nearest(vectors, num), strict=True)
+    }
+    return [nearest[text] for text in texts]
+
+
+def _nearest(vectors: Any, num: int) -> Iterator[list[int]]:
+    """Of each row of normalized vectors the most similar other rows, by blocks of rows."""
+    for first in range(0, vectors.shape[0], _ROWS):
+        scores = vectors[first : first + _ROWS] @ vectors.T
+        scores = np.asarray(scores if isinstance(scores, np.ndarray) else scores.toarray(), dtype=np.float32)
+        for i, row in enumerate(scores):
+            row[first + i] = 0.0
+            candidates = np.flatnonzero(row > 0.0)
+            if len(candidates) > num:
+                least = np.partition(row[candidates], -num)[-num]
+                candidates = candidates[row[candidates] >= least]
+            yield candidates[np.argsort(-row[candidates], kind="stable")][:num].tolist()
+
+
+def _tfidf(texts: Sequence[str], path: str) -> Any:
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError:
+        raise request_error(
+            path, "scikit-learn is not installed", "run `pip install 'sglang-chunk-cache[neighbours]'`, or name a model"
+        ) from None
+    try:
+        return TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\w+", dtype=np.float32).fit_transform(texts)
+    except ValueError:  # not a single word
+        return np.zeros((len(texts), 1), dtype=np.float32)
+
+
+def _embeddings(texts: Sequence[str], model: str, path: str) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise request_error(
+            path,
+            f"{show(model)} needs sentence-transformers, which is not installed",
+            f"run `pip install 'sglang-chunk-cache[embeddings]'`, or name {DEFAULT_RETRIEVER}",
+        ) from None
+    try:
+        encoder = SentenceTransformer(model)
+    except (OSError, ValueError) as error:
+        problem = f"{show(model)} cannot be loaded ({str(error).splitlines()[0][:200]})"
+        remedy = f"name {DEFAULT_RETRIEVER}, or a sentence-transformers model or its folder"
+        raise request_error(path, problem, remedy) from None
+    return np.asarray(encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False), dtype=np.float32)

@@ -1,0 +1,56 @@
+"""Estimate: what warming a corpus would cost, summed up over the requests that it takes.
+
+Verb: `Estimate.add`; prints as two lines. A neighbour that several requests name counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Estimate:
+    """Chunks that would be computed, by the number of their line.
+
+    Attributes:
+        alone: tokens of those that are computed alone, for themselves or as neighbours.
+        prepared: tokens of those that are computed behind neighbours, and of these neighbours.
+        capacity_tokens: of the KV pool.
+    """
+
+    num_lines: int
+    num_already: int = 0
+    num_failed: int = 0
+    alone: dict[int, int] = field(default_factory=dict)
+    prepared: dict[int, tuple[int, int]] = field(default_factory=dict)
+    capacity_tokens: int = 0
+    _bytes_per_token: float = 0.0
+
+    def add(self, summary: dict[str, Any], numbers: Sequence[int]) -> None:
+        """The summary of a dry run whose texts stand in these lines."""
+        self.num_already += summary["already"]
+        self.num_failed += len(summary["failed"])
+        self.alone |= {numbers[one["index"]]: one["tokens"] for one in summary["alone"]}
+        self.prepared |= {
+            numbers[one["index"]]: (one["tokens"], one["neighbour_tokens"]) for one in summary["prepared"]
+        }
+        self.capacity_tokens = summary["capacity_tokens"]
+        if summary["computed_tokens"]:
+            self._bytes_per_token = summary["kv_bytes"] / summary["computed_tokens"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed, each of which is stored."""
+        return sum(self.alone.values()) + sum(own for own, _ in self.prepared.values())
+
+    def __str__(self) -> str:
+        num_read = sum(read for _, read in self.prepared.values())
+        return (
+            f"{self.num_lines} lines: {len(self.alone)} chunks to compute alone, {len(self.prepared)} behind their "
+            f"neighbours, {self.num_already} already there, {self.num_failed} failed.\n"
+            f"{self.num_tokens} tokens to compute, {num_read} of neighbours to read; "
+            f"{self.num_tokens * self._bytes_per_token / 2**20:.1f} MiB of KV; "
+            f"the KV pool holds {self.capacity_tokens} tokens."
+        )
