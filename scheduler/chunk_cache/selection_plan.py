@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from chunk_cache.methods import METHODS, Method, Options, Rows, Stage
-from chunk_cache.methods.scored import QuestionMethod
+from chunk_cache.methods import METHODS, Method, Options, Stage
 from chunk_cache.types import Span
 
 
@@ -44,30 +41,17 @@ class Selection:
         return self._int("focus_window")
 
     @property
-    def corrects_drift(self) -> bool:
-        """Whether reused tokens that are not recomputed are changed by what recomputing changed."""
-        return bool(self._int("drift"))
+    def drift(self) -> float:
+        """How much of what recomputing changes is added to reused tokens that are not recomputed."""
+        value = METHODS[self.method].option(self.options, "drift")
+        assert isinstance(value, float)
+        return value
 
     def layer_counts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Rows of each segment that run at each layer: `[num_layers][num_segments]`."""
         method = METHODS[self.method]
         counts = [method.layer_counts(length, self.ratio, num_layers, self.options) for length in self.segment_lens]
         return tuple(zip(*counts, strict=True))
-
-    def probes(self, num_layers: int) -> Rows:
-        """Reused tokens that are computed whatever their score, by their number among all reused tokens; ascending.
-
-        In the middle of equal parts of each budget.
-        """
-        method = METHODS[self.method]
-        if not isinstance(method, QuestionMethod):
-            return np.empty(0, dtype=np.int64)
-        found, at = [], 0
-        for length, count in zip(self.segment_lens, self.layer_counts(num_layers)[0], strict=True):
-            num = method.num_probes(count, self.options)
-            found.append(at + (2 * np.arange(num, dtype=np.int64) + 1) * length // max(1, 2 * num))
-            at += length
-        return np.concatenate(found)
 
     def _int(self, name: str) -> int:
         value = METHODS[self.method].option(self.options, name)

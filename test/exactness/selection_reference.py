@@ -414,11 +414,7 @@ class _Execution:
         self.result.scores_at[BEFORE_LAYERS] = scores
         chosen: frozenset[int] = frozenset()
         for segment, budget in zip(segments, budgets, strict=True):
-            num_probes = int(budget * self._option("probe_share"))
-            ordered = sorted(segment)
-            probes = frozenset(ordered[(2 * i + 1) * len(ordered) // (2 * num_probes)] for i in range(num_probes))
-            others = {p: scores[p] for p in segment - probes}
-            chosen |= probes | self.choose(BEFORE_LAYERS, others, budget - num_probes)
+            chosen |= self.choose(BEFORE_LAYERS, {p: scores[p] for p in segment}, budget)
         self.result.selected = chosen
         self._group(BEFORE_LAYERS, chosen)
         return chosen
@@ -442,7 +438,7 @@ class _Execution:
             overall = np.mean([change[p][part] for p in here], axis=0)
             for hit in self.hits:
                 own = [change[p][part] for p in hit.positions if p in here]
-                mean = (np.sum(own, axis=0) + 8 * overall) / (len(own) + 8)
+                mean = (np.sum(own, axis=0) + 8 * overall) / (len(own) + 8) * self._option("drift")
                 for p in hit.positions:
                     if p not in here:
                         cache[layer, p] += self.model.rotate(mean[None], np.array([p]))[0] if part == 0 else mean

@@ -62,10 +62,6 @@ class Reused:
         pieces = [(a, min(b, a + (size or b))) for start, b in self.spans for a in range(start, b, size or b)]
         return self.first_of(sorted(pieces, key=lambda piece: -float(scores[slice(*piece)].mean())), num)
 
-    def probes(self, num: int) -> torch.Tensor:
-        """Tokens in the middle of equal parts."""
-        return self.start + (2 * torch.arange(num) + 1) * (self.end - self.start) // max(1, 2 * num)
-
     def first_of(self, pieces: Sequence[tuple[int, int]], num: int) -> torch.Tensor:
         taken = []
         for start, end in pieces:
@@ -73,7 +69,7 @@ class Reused:
             num -= len(taken[-1])
         return torch.cat(taken).sort().values
 
-    def drift(self, rows: torch.Tensor) -> Change:
+    def drift(self, rows: torch.Tensor, strength: float = 0.5) -> Change:
         """`sglang_chunk_cache.selection.drift` in this instrument."""
         model = self.case.model
         is_other = torch.zeros(self.case.prompt_len, dtype=torch.bool)
@@ -83,7 +79,7 @@ class Reused:
         starts = torch.tensor([start for start, _ in self.spans])
         row_chunk, other_chunk = (torch.bucketize(positions, starts, right=True) - 1 for positions in (rows, others))
         is_of = row_chunk[None] == torch.arange(len(starts))[:, None]
-        weights = (is_of + PRIOR / len(rows)) / (is_of.sum(1, keepdim=True) + PRIOR)
+        weights = (is_of + PRIOR / len(rows)) / (is_of.sum(1, keepdim=True) + PRIOR) * strength
 
         def change(layer: int, cache: KV, k: torch.Tensor, v: torch.Tensor) -> None:
             num = len(rows)
@@ -108,11 +104,10 @@ def choices(case: Case, supporting: Sequence[int], ratio: float) -> Iterator[tup
     yield "fusionrag", {"rows": reused.best_tokens(reused.question_mass[-1], num)}
     tokens = reused.best_tokens(asked, num)
     yield "question, all layers", {"rows": tokens}
-    yield "question, all layers, drift", {"rows": tokens, "change": reused.drift(tokens)}
+    yield "question, all layers, whole drift", {"rows": tokens, "change": reused.drift(tokens, strength=1.0)}
     yield "question, blocks of 16", {"rows": reused.best_pieces(asked, num, BLOCK)}
     yield "question, whole passages", {"rows": reused.best_pieces(asked, num)}
-    mixed = reused.best_tokens(asked.index_fill(0, reused.probes(num // 2), float("inf")), num)
-    yield "question-drift", {"rows": mixed, "change": reused.drift(mixed)}
+    yield "question-drift", {"rows": tokens, "change": reused.drift(tokens)}
     gradient = reused.gradient
     oracle = reused.best_tokens(gradient, num)
     yield "oracle: tokens by gradient", {"rows": oracle}

@@ -5,9 +5,10 @@ with its neighbours, because all of them lack the same context. The tokens that 
 
     d_t = K_new(t) - K_old(t), turned back to position 0;  V_new(t) - V_old(t) likewise
     d_c = (sum of d_t over the R_c rows of chunk c + PRIOR x mean of d_t over all rows) / (R_c + PRIOR)
-    K(u) += d_c turned to the position of u,  V(u) += d_c      for every token u of chunk c that is not recomputed
+    K(u) += s d_c turned to the position of u,  V(u) += s d_c  for every token u of chunk c that is not recomputed
 
-layer by layer, before the attention of the layer reads them. docs/quality.md says what that is worth.
+layer by layer, before the attention of the layer reads them; s is the option `drift`. docs/quality.md says what it is
+worth.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Sides(NamedTuple):
     """Who shows a drift and who gets it, while the rows stay the same; N reused tokens, R of them rows, C chunks."""
 
     rows: torch.Tensor  # [R] int64, into all rows of the request
-    weights: torch.Tensor  # [C, R] fp32: d_c as a weighted sum of d_t
+    weights: torch.Tensor  # [C, R] fp32: s d_c as a weighted sum of d_t
     back: tuple[torch.Tensor, torch.Tensor]  # cos and sin [R, 1, rotary_dim / 2] that turn to position 0
     others: torch.Tensor  # [N - R] int64, prompt positions
     chunk: torch.Tensor  # [N - R] int64
@@ -43,10 +44,13 @@ class DriftCorrection:
         rotary: of the model's keys, on the device.
         positions: `[N]` int64 prompt positions of all reused tokens, ascending.
         chunk: `[N]` int64, which reused chunk each lies in, from 0.
+        strength: s in (0, 1].
     """
 
-    def __init__(self, rotary: RotarySpec, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int) -> None:
-        self._rotary = rotary
+    def __init__(
+        self, rotary: RotarySpec, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int, strength: float
+    ) -> None:
+        self._rotary, self._strength = rotary, strength
         self._positions, self._chunk, self._num_chunks = positions, chunk, num_chunks
         self._row_positions: torch.Tensor | None = None
         self._sides: _Sides | None = None
@@ -89,7 +93,7 @@ class DriftCorrection:
         others = self._positions[kept]
         # A product and not a sum by index, whose order a GPU does not promise.
         is_of = row_chunk[recomputed][None, :] == torch.arange(self._num_chunks, device=device)[:, None]
-        weights = (is_of + PRIOR / num_recomputed) / (is_of.sum(1, keepdim=True) + PRIOR)
+        weights = (is_of + PRIOR / num_recomputed) / (is_of.sum(1, keepdim=True) + PRIOR) * self._strength
         return _Sides(
             recomputed,
             weights.float(),

@@ -139,10 +139,12 @@ class RequestProgress:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, device)
             self._bounds = torch.tensor([(chunk.start, chunk.end) for chunk in plan.chunks], device=device)
             self._ordinals = torch.tensor([i for i, c in enumerate(plan.chunks) if c.num_reused], device=device)
-        if selection.corrects_drift:
+        if selection.drift:
             assert rotary is not None
             reused = self._reused_positions()
-            self._drift = DriftCorrection(rotary, reused, chunk_of(reused, self._starts, self._ends), len(self._hits))
+            self._drift = DriftCorrection(
+                rotary, reused, chunk_of(reused, self._starts, self._ends), len(self._hits), selection.drift
+            )
         if not self.asks_first:
             self._begin(positions)
 
@@ -175,9 +177,7 @@ class RequestProgress:
         assert self._question_scores is not None, "no layer of the first pass was scored"
         reused = self._reused_positions()
         scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
-        probes = torch.from_numpy(self._selection.probes(len(self._counts))).to(reused.device)
-        wanted = scores.index_fill(0, probes, float("inf"))
-        late = reused[keep_best(wanted, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
+        late = reused[keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
         if self.report is not None:
             self.report.record_scores(scores, torch.isin(reused, late), layer_id=None)
         self._begin(torch.cat([self.positions, late]).sort().values)

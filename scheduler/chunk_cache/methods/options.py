@@ -141,8 +141,8 @@ FOCUS_WINDOW = IntOption("focus_window", default=0, minimum=0, maximum=1024)
 """Layers over which Cache-Craft's focused chunks must agree before rows of others are dropped (paper: 3); 0 = off."""
 SHIFT = IntOption("shift", default=1, minimum=0, maximum=1)
 """0 leaves K at the rotary phase it was computed with: a diagnostic that shows what the shift is worth."""
-DRIFT = IntOption("drift", default=0, minimum=0, maximum=1)
-"""1 adds the mean change of the recomputed tokens to the reused ones that are not recomputed (docs/methods.md)."""
+DRIFT = FloatOption("drift", default=0.0, minimum=0.0, maximum=1.0)
+"""How much of the recomputed tokens' mean change is added to the reused ones that are not recomputed; 0 = none."""
 COMMON_OPTIONS: tuple[Option, ...] = (GROUP_SIZE, GROUP_THRESHOLD, FOCUS_WINDOW, DRIFT, SHIFT)
 
 

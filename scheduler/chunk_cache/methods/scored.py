@@ -26,9 +26,6 @@ from chunk_cache.methods.options import (
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
 """The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
 
-PROBE_SHARE = FloatOption("probe_share", default=0.0, minimum=0.0, maximum=1.0)
-"""The share of a budget that goes to tokens at equal distances, which show how reused KV differs on the whole."""
-
 
 class LayerMethod(Method):
     """Scores all rows at `check_layer` and keeps the best ceil(ratio n) from then on.
@@ -63,19 +60,13 @@ class QuestionMethod(Method):
     """
 
     stage = Stage.QUESTION
-    own_options: ClassVar[tuple[Option, ...]] = (LayersOption("layers"), TOP_K, PROBE_SHARE)
+    own_options: ClassVar[tuple[Option, ...]] = (LayersOption("layers"), TOP_K)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
         return (num_rows_at(ratio, num_tokens),) * num_layers
-
-    def num_probes(self, num_rows: int, options: Options) -> int:
-        """How many of the rows of one budget are spread evenly, whatever their score."""
-        share = self.option(options, PROBE_SHARE.name)
-        assert isinstance(share, float)
-        return int(share * num_rows)
 
     def scored_layers(self, options: Options, num_layers: int) -> tuple[int, ...]:
         """The layers whose attention is scored in the first pass."""
@@ -88,18 +79,12 @@ class QuestionMethod(Method):
 
 
 class QuestionDrift(QuestionMethod):
-    """Ours: what the question attends to at any layer is computed, and what that changes is added to the rest.
+    """Ours: what the question attends to at any layer is computed, and half of what that changes is added to the rest.
 
-    Half of the rows are spread evenly, because the change of those that the question attends to is not that of the
-    rest. docs/quality.md has the experiments.
+    Half, because tokens that the question attends to change by more than others. docs/quality.md has the experiments.
     """
 
-    own_options = (
-        LayersOption("layers", default="all"),
-        TOP_K,
-        replace(PROBE_SHARE, default=0.5),
-        replace(DRIFT, default=1),
-    )
+    own_options = (LayersOption("layers", default="all"), TOP_K, replace(DRIFT, default=0.5))
 
 
 class CacheBlend(LayerMethod):

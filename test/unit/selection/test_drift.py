@@ -37,10 +37,10 @@ def make(rows: list[int], change_k: torch.Tensor, change_v: torch.Tensor, seed: 
     return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, k_buffer, v_buffer, 1.0, 0.0, 1)
 
 
-def correct(given: RowsAtLayer, rows: list[int]) -> None:
+def correct(given: RowsAtLayer, rows: list[int], strength: float = 1.0) -> None:
     chunk_of = dict(zip(REUSED, CHUNK, strict=True))
     row_chunk = torch.tensor([chunk_of.get(p, -1) for p in [*rows, *QUESTION]])
-    drift = DriftCorrection(SPEC, torch.tensor(REUSED), torch.tensor(CHUNK), 2)
+    drift = DriftCorrection(SPEC, torch.tensor(REUSED), torch.tensor(CHUNK), 2, strength)
     drift.apply(given, given.positions, row_chunk, len(rows))
 
 
@@ -56,6 +56,9 @@ def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
     slots = given.kv_slots[others]
     torch.testing.assert_close(given.k_buffer[slots], before_k[slots] + turned(change_k[others], others))
     torch.testing.assert_close(given.v_buffer[slots], before_v[slots] + change_v[others])
+    half = make(rows, change_k, change_v)
+    correct(half, rows, strength=0.5)
+    torch.testing.assert_close(half.v_buffer[slots], before_v[slots] + change_v[others] / 2)
     untouched = torch.ones(NUM_SLOTS, dtype=torch.bool)
     untouched[slots] = False
     assert torch.equal(given.k_buffer[untouched], before_k[untouched])
