@@ -14,10 +14,11 @@ from chunk_cache.methods.fixed import Epic, Full, FullReuse, Random
 from chunk_cache.methods.options import Options, OptionValue
 from chunk_cache.methods.ranked import H2O, CacheCraft
 from chunk_cache.methods.scored import CacheBlend, LayerMethod, QuestionMethod
+from chunk_cache.methods.selected import STAND_IN, CacheClip
 
 __all__ = [
     "METHODS",
-    "NOT_BUILT",
+    "STAND_IN",
     "Method",
     "OptionValue",
     "Options",
@@ -37,21 +38,19 @@ _ALL: tuple[Method, ...] = (
     CacheBlend("cacheblend"),
     LayerMethod("a3"),
     QuestionMethod("fusionrag"),
+    CacheClip(),
     Full(),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 """The methods that are built, by the name a request uses."""
 
-NOT_BUILT = frozenset({"cacheclip"})
-"""Names the contract reserves; refused like an unknown one until they are built."""
-
 
 def find_method(name: object, path: str) -> Method:
     """The method of that name.
 
     Raises:
-        ChunkCacheRequestError: unknown, or not built yet; the message lists the known ones.
+        ChunkCacheRequestError: unknown; the message lists the known ones.
     """
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:

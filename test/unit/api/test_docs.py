@@ -10,7 +10,7 @@ import prometheus_client
 import pytest
 
 from chunk_cache.config import STATISTICS_LAYERS, Config
-from chunk_cache.methods import METHODS, NOT_BUILT
+from chunk_cache.methods import METHODS
 from chunk_cache.request_options import KEYS, MODES
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
@@ -52,7 +52,7 @@ def test_links_lead_somewhere() -> None:
 def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
     keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__)
-    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *NOT_BUILT, *Status)
+    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     assert not told((*keys, *choices, *options, *REASONS, *tier_reasons))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.methods import METHODS, NOT_BUILT, find_method, num_rows_at
+from chunk_cache.methods import METHODS, find_method, num_rows_at
 from unit.scheduler.method_suite import KEYS, LENS, RATIOS, MethodSuite, shared
 
 # A statistic as it is stored: many ties, some tokens without one, and nothing else that is special.
@@ -45,17 +45,16 @@ def test_ratio_outside_its_range_is_an_assertion(ratio: float) -> None:
 # The registry.
 
 
-@pytest.mark.parametrize("name", [*sorted(NOT_BUILT), "", "Epic", None, 3, True, ["epic"]])
-def test_unknown_and_unbuilt_methods_are_refused_alike(name: object) -> None:
+@pytest.mark.parametrize("name", ["best", "", "Epic", None, 3, True, ["epic"]])
+def test_unknown_methods_are_refused_alike(name: object) -> None:
     with pytest.raises(ChunkCacheRequestError) as caught:
         find_method(name, "p.method")
     assert str(caught.value) == f"p.method: unknown method {name!r}; known methods: {', '.join(METHODS)}"
 
 
-def test_built_and_reserved_names_are_those_of_the_contract() -> None:
+def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() | NOT_BUILT == contract | {"full"}
-    assert not METHODS.keys() & NOT_BUILT
+    assert METHODS.keys() == contract | {"full"}
 
 
 def test_methods_are_found_by_their_name() -> None:
