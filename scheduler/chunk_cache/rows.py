@@ -134,9 +134,13 @@ class _Choice:
 
     def best_of_all(self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float) -> list[Rows]:
         """Offsets in the reused part of each chunk, by one budget for all of them."""
-        parts = [_reused_part(ranking, chunk) for chunk, _, ranking, _ in hits if ranking is not None]
-        starts = np.cumsum([0, *(chunk.num_reused for chunk, *_ in hits)])
-        ranking = np.concatenate(parts) if parts and len(parts) == len(hits) else None
+        unknown = [np.full(chunk.num_reused, np.nan, dtype=np.float32) for chunk, *_ in hits]
+        parts = [
+            instead if ranking is None else _reused_part(ranking, chunk)
+            for (chunk, _, ranking, _), instead in zip(hits, unknown, strict=True)
+        ]
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        ranking = np.concatenate(parts) if parts else None
         rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking)
         cuts = np.searchsorted(rows, starts)
         return [rows[cuts[i] : cuts[i + 1]] - starts[i] for i in range(len(hits))]

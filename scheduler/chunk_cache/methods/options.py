@@ -163,7 +163,7 @@ def check_options(options: Mapping[str, object], schema: Sequence[Option], path:
 
 
 def _check_grouping(checked: Mapping[str, OptionValue], known: Mapping[str, Option], path: str) -> None:
-    size, threshold = (checked.get(o.name, known[o.name].default) for o in (GROUP_SIZE, GROUP_THRESHOLD))
+    size, threshold = (checked.get(o.name, known.get(o.name, o).default) for o in (GROUP_SIZE, GROUP_THRESHOLD))
     assert isinstance(size, int)
     assert isinstance(threshold, int)
     if size == 0 and GROUP_THRESHOLD.name in checked:

@@ -177,3 +177,18 @@ class TestH2O(RankedSuite):
 class TestCacheCraft(RankedSuite):
     method = METHODS["cache-craft"]
     statistic = "outside"
+
+
+# Methods that rank by the selector's scores.
+
+
+class TestCacheClip(MethodSuite):
+    method = METHODS["cacheclip"]
+
+    def test_windows_of_eight_are_its_default(self) -> None:
+        assert [self.method.option((), name) for name in ("group_size", "group_threshold")] == [8, 5]
+        assert METHODS["epic"].option((), "group_size") == 0
+
+    def test_it_takes_the_largest_scores(self) -> None:
+        ranking = np.array([0.1, 0.5, 0.2, 0.5, 0.0], dtype=np.float32)
+        assert self.method.rows_for_chunk(0, 5, 0.4, ranking=ranking).tolist() == [1, 3]
