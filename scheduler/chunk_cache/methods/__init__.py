@@ -18,6 +18,7 @@ from chunk_cache.methods.selected import STAND_IN, CacheClip
 
 __all__ = [
     "METHODS",
+    "METHODS_OF_ANY_SERVER",
     "STAND_IN",
     "Method",
     "OptionValue",
@@ -43,7 +44,10 @@ _ALL: tuple[Method, ...] = (
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
-"""The methods that are built, by the name a request uses."""
+"""The methods, by the name a request uses."""
+
+METHODS_OF_ANY_SERVER = tuple(name for name, method in METHODS.items() if not method.asks_selector)
+"""Names of those that need no selector."""
 
 
 def find_method(name: object, path: str) -> Method:

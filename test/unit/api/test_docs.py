@@ -12,11 +12,13 @@ import pytest
 from chunk_cache.config import STATISTICS_LAYERS, Config
 from chunk_cache.methods import METHODS
 from chunk_cache.request_options import KEYS, MODES
+from chunk_cache.selector_config import SelectorConfig
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.selector.metrics import SelectorMetrics
 from sglang_chunk_cache.tiers.base import TIER_REASONS
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.verify.__main__ import main as verify
@@ -51,7 +53,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
-    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__)
+    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__, *SelectorConfig.__dataclass_fields__)
     choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     assert not told((*keys, *choices, *options, *REASONS, *tier_reasons))
@@ -68,6 +70,7 @@ def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus_client, kind, lambda name, *_, **__: names.append(name))
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
+    SelectorMetrics(enabled=True)
     assert len(names) > 15
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
 
