@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoTokenizer
 
 _ATTENTION = "chunk_cache_selector"
@@ -75,7 +76,8 @@ class _Pass:
             if not is_last:
                 self.values.append(v[0].to(STORED))
         outputs = []
-        for row, past in enumerate(self.pasts):
+        for row, texts in enumerate(self.pasts):
+            past = [text for text in texts if text.num_tokens]
             keys = torch.cat([*(one.keys[layer].to(k.dtype) for one in past), k[row]], dim=1)
             if is_last:
                 if self.scored is not None:
@@ -152,7 +154,7 @@ class AuxiliaryModel:
         check_selector_model(path)
         try:
             model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=_ATTENTION)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise SelectorModelError(f"its weights cannot be loaded ({_one_line(error)})") from error
         auxiliary = cls(model.eval().to(device), AutoTokenizer.from_pretrained(path))
         with torch.no_grad():  # a class that does not work like a decoder shows it here
