@@ -95,6 +95,7 @@ def _main_tokenizer(settings: Settings) -> object:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="[%(asctime)s selector] %(message)s")
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         serve(msgspec.json.decode(sys.argv[1], type=Settings))
     except SelectorModelError as error:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoTokenizer
 
-_ATTENTION = "chunk_cache_selector"
+ATTENTION = "chunk_cache_selector"
 STORED = torch.bfloat16
 """Of keys and values that are kept: half the memory, and a ranking hardly sees it."""
 
@@ -125,8 +125,8 @@ def _attention(
     return chunk_cache_pass.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(_ATTENTION, _attention)
-AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
 class AuxiliaryModel:
@@ -153,7 +153,7 @@ class AuxiliaryModel:
         """
         check_selector_model(path)
         try:
-            model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=_ATTENTION)
+            model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise SelectorModelError(f"its weights cannot be loaded ({_one_line(error)})") from error
         auxiliary = cls(model.eval().to(device), AutoTokenizer.from_pretrained(path))

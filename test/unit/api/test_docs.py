@@ -19,6 +19,7 @@ from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.selector.metrics import SelectorMetrics
+from sglang_chunk_cache.selector.train import main as train
 from sglang_chunk_cache.tiers.base import TIER_REASONS
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.verify.__main__ import main as verify
@@ -75,7 +76,7 @@ def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
 
 
-@pytest.mark.parametrize("command", [explain, warm, verify])
+@pytest.mark.parametrize("command", [explain, warm, verify, train])
 def test_flags_of_commands_are_told(command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(["--help"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +23,12 @@ def other_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     core.train_from_iterator([TEXT] * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Several wait for each other where cores are shared, which costs tiny models most of their time."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

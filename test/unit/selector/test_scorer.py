@@ -158,7 +158,7 @@ def test_a_tokenizer_of_another_model(auxiliary_dir: Path, tmp_path: Path) -> No
         (folder / name).unlink()
     other = make_model("llama", tmp_path / "big", vocab=512)
     AutoTokenizer.from_pretrained(other).save_pretrained(folder)
-    with pytest.raises(SelectorModelError, match="has 51[0-9] tokens and its model 400: they do not belong together"):
+    with pytest.raises(SelectorModelError, match=r"has 51[0-9] tokens and its model 400: they do not belong together"):
         AuxiliaryModel.load(str(folder))
 
 
