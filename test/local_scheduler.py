@@ -171,7 +171,7 @@ class LocalScheduler:
         from sglang_chunk_cache.host.selector import scores_message
 
         assert request.chunk_cache is not None
-        scores = np.sin(np.array(request.ids, dtype=np.float32) * 12.9898).astype(np.float32)
+        scores = selector_scores(request.ids)
         rankings = tuple(scores[start:end] for start, end in request.chunk_cache["spans"])
         return scores_message(request.rid, SelectorAnswer(None if reason else rankings, reason, 0.0))
 
@@ -257,6 +257,11 @@ class LocalScheduler:
             if output.finished_reasons[i] is not None:
                 reply.finish = output.finished_reasons[i]
                 self._unfinished.discard(rid)
+
+
+def selector_scores(ids: Sequence[int]) -> np.ndarray:
+    """`[len(ids)]` what a selector might say of these tokens; it follows from ids and positions."""
+    return np.sin(np.array(ids, dtype=np.float32) * 12.9898 + np.arange(len(ids)) * 0.618).astype(np.float32)
 
 
 def _through_the_socket(message: Any) -> Any:
