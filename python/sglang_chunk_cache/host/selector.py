@@ -10,6 +10,7 @@ Promise: importing this module makes the message known to SGLang's decoder in th
 
 from __future__ import annotations
 
+import atexit
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -70,6 +71,7 @@ def create_client(manager: Any, args: ChunkCacheArgs) -> SelectorClient | None:
         client.start()
     except SelectorStartError as error:
         refuse(f"--chunk-cache-selector {args.selector}: {error}.")
+    atexit.register(client.close)
     return client
 
 

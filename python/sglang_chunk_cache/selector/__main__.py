@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ class _Heart:
         self._parent = os.getppid()
         self._context = context
         self._endpoint = settings.replies
+        self._folder = os.path.dirname(settings.replies.removeprefix("ipc://"))
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
     def _beat(self) -> None:
@@ -47,8 +49,11 @@ class _Heart:
         socket.connect(self._endpoint)
         while True:
             began = self.step_began
-            if os.getppid() != self._parent or (began is not None and time.monotonic() - began > STEP_LIMIT_S):
+            if os.getppid() != self._parent:
+                shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
                 os._exit(3)
+            if began is not None and time.monotonic() - began > STEP_LIMIT_S:
+                os._exit(4)
             with contextlib.suppress(zmq.Again):  # nobody listens just now
                 socket.send(dumps(Alive(self.is_ready)), zmq.NOBLOCK)
             time.sleep(BEAT_S)
