@@ -254,7 +254,7 @@ class _Execution:
         stage = self.method.stage
         if stage is Stage.BEFORE:
             rows = self.result.selected = self._ranked()
-            is_filtering = bool(rows) and any(self._budget(hit) < 1.0 for hit in self.hits)
+            is_filtering = 0 < len(rows) < len(self.reused)  # a budget below 1 may be rounded up to everything
         else:
             rows = self.reused if sum(budgets) else frozenset()
             is_filtering = 0 < sum(budgets) < len(self.reused)
