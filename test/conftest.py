@@ -24,7 +24,7 @@ _STATUS = pytest.StashKey[int]()
 # The others share the servers of server/conftest.py.
 OWN_SERVER = (
     *("test_verify_engine.py", "test_admin_server.py"),
-    *("test_tiers_server.py", "test_tier_faults_server.py"),
+    *("test_tiers_server.py", "test_tier_faults_server.py", "test_selector_server.py"),
 )
 TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py")  # share the server of a trained model
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own

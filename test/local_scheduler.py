@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 @dataclass
 class Request:
@@ -115,6 +117,7 @@ class LocalScheduler:
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
         """Runs all requests, submitted together, and returns their replies in order."""
         batch = [self.prepare(request) for request in requests]
+        batch += [self.answer(request) for request in requests if self.asks_selector(request)]
         return self.run(lambda step: batch if step == 0 else None)
 
     def prepare(self, request: Request) -> Any:
@@ -151,6 +154,26 @@ class LocalScheduler:
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
+
+    def asks_selector(self, request: Request) -> bool:
+        """Whether SGLang's tokenizer process would ask the selector, so that the request may wait for an answer."""
+        if request.chunk_cache is None:
+            return False
+        from chunk_cache.request_options import parse_request
+        from chunk_cache.selector_answer import asks_selector
+
+        chunks = self.cache.chunks
+        return asks_selector(parse_request(request.chunk_cache), chunks.method, chunks.ratio)
+
+    def answer(self, request: Request, reason: str | None = None) -> Any:
+        """The message of that process, once the selector has answered: scores that follow from the ids, or a reason."""
+        from chunk_cache.selector_answer import SelectorAnswer
+        from sglang_chunk_cache.host.selector import scores_message
+
+        assert request.chunk_cache is not None
+        scores = selector_scores(request.ids)
+        rankings = tuple(scores[start:end] for start, end in request.chunk_cache["spans"])
+        return scores_message(request.rid, SelectorAnswer(None if reason else rankings, reason, 0.0))
 
     def run(self, on_step: Callable[[int], Sequence[Any] | None], *, max_steps: int = 100_000) -> list[Reply]:
         """Runs the event loop until `on_step` has nothing more to submit and every request has finished.
@@ -234,6 +257,11 @@ class LocalScheduler:
             if output.finished_reasons[i] is not None:
                 reply.finish = output.finished_reasons[i]
                 self._unfinished.discard(rid)
+
+
+def selector_scores(ids: Sequence[int]) -> np.ndarray:
+    """`[len(ids)]` what a selector might say of these tokens; it follows from ids and positions."""
+    return np.sin(np.array(ids, dtype=np.float32) * 12.9898 + np.arange(len(ids)) * 0.618).astype(np.float32)
 
 
 def _through_the_socket(message: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmark.quality.question import DataError
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.methods import METHODS, Options, OptionValue, find_method
+from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER, Options, OptionValue, find_method
 from chunk_cache.methods.options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_of
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -95,15 +95,15 @@ def parse_method(text: str) -> MethodSpec:
         raise DataError(f"{error}.") from error
 
 
-def built_methods() -> list[MethodSpec]:
-    """Every method of the registry with its defaults, and reuse without the position shift."""
-    specs = [MethodSpec(name) for name in METHODS]
+def built_methods(*, has_selector: bool = False) -> list[MethodSpec]:
+    """Every method that the server has with its defaults, and reuse without the position shift."""
+    specs = [MethodSpec(name) for name in (METHODS if has_selector else METHODS_OF_ANY_SERVER)]
     return [NO_SHIFT, *specs] if has_no_shift() else specs
 
 
 def composed_methods() -> list[MethodSpec]:
     """Every method that selects rows, with early termination and with grouping."""
-    selecting = [name for name, method in METHODS.items() if method.effective_ratio(0.5, 0.5) == 0.5]
+    selecting = [name for name in METHODS_OF_ANY_SERVER if METHODS[name].effective_ratio(0.5, 0.5) == 0.5]
     return [MethodSpec(name, options) for name in selecting for options in (FOCUS_OPTIONS, GROUP_OPTIONS)]
 
 

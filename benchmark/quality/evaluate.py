@@ -5,6 +5,8 @@
     python benchmark/quality/evaluate.py --model DIR --tasks ruler --chat --num 50
     python benchmark/quality/evaluate.py --model DIR --tasks longbench:hotpotqa.jsonl jsonl:own.jsonl
     python benchmark/quality/evaluate.py --resume --methods epic cacheblend:focus_window=3 --ratios 0.15
+    python benchmark/quality/evaluate.py --model DIR --methods cacheclip \
+        --server-flags '--chunk-cache-selector DIR2 --chunk-cache-config {"selector":{"timeout_s":600}}'
 
 One server per model. Each chunk is computed once behind the system prompt; then every prompt is asked under every
 method and ratio, and compared with a full prefill by stock SGLang (`"mode": "off"` on the same server). Replies are
@@ -69,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="default: all, also with early termination, grouping",
+        help="default: all, also with early termination, grouping; cacheclip where --server-flags name a selector",
     )
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help="default: " + " ".join(map(str, RATIOS)))
     add("--num", type=int, default=defaults.num, help="prompts per family (default: %(default)s)")
@@ -151,7 +153,8 @@ def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
     if args.methods:
         return conditions_of([parse_method(text) for text in args.methods], args.ratios)
     ratios = [ratio for ratio in args.ratios if ratio in COMPOSED_RATIOS]
-    return [*conditions_of(built_methods(), args.ratios), *conditions_of(composed_methods(), ratios)]
+    built = built_methods(has_selector="--chunk-cache-selector" in args.server_flags)
+    return [*conditions_of(built, args.ratios), *conditions_of(composed_methods(), ratios)]
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

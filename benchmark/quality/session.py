@@ -345,7 +345,8 @@ def _check_reuse(prompt: Prompt, chunk_cache: Mapping[str, Any], condition: Cond
     method, ratio = chunk_cache["method"], chunk_cache["ratio"]
     if method != condition.method.method or condition.ratio not in (None, ratio):
         raise SetupError(
-            f"Prompt {prompt.key} was asked with {condition.request} and answered with {method}, ratio {ratio}."
+            f"Prompt {prompt.key} was asked with {condition.request} and answered with {method}, ratio {ratio} "
+            f"({chunk_cache['fallback_reason']}); where the selector was late, give it a longer timeout_s."
         )
     label = condition.label if condition.ratio is None else f"{condition.label}, ratio {condition.ratio:g}"
     if condition.ratio is None:

@@ -76,6 +76,7 @@ def engine(
     chunk_cache_method: str = DEFAULT_METHOD,
     chunk_cache_ratio: float = DEFAULT_RATIO,
     chunk_cache_separator: str = DEFAULT_SEPARATOR,
+    chunk_cache_selector: str | None = None,
     chunk_cache_config: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Engine:
@@ -85,6 +86,7 @@ def engine(
         chunk_cache_method: default method of a request.
         chunk_cache_ratio: default recompute ratio, in [0, 1].
         chunk_cache_separator: marks chunks in text prompts.
+        chunk_cache_selector: Hugging Face folder or name of a small model that selects for the method cacheclip.
         chunk_cache_config: all other
         **engine_args: what `sglang.Engine` takes.
 
@@ -102,7 +104,13 @@ def engine(
     load_plugins()
     engine_args.setdefault("log_level", "error")
     try:
-        args = ChunkCacheArgs(chunk_cache_method, chunk_cache_ratio, chunk_cache_separator, chunk_cache_config or {})
+        args = ChunkCacheArgs(
+            method=chunk_cache_method,
+            ratio=chunk_cache_ratio,
+            separator=chunk_cache_separator,
+            config=chunk_cache_config or {},
+            selector=chunk_cache_selector,
+        )
         server_args = ServerArgs(**engine_args)
         enable(server_args, args)
         return Engine(server_args=server_args)

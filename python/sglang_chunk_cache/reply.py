@@ -18,6 +18,8 @@ def reply_of(state: DocChunkRequest) -> dict[str, Any] | None:
             if chunk["status"] == "hit":  # where its KV was when the request came
                 outcome = state.tiers.get(key)
                 chunk["tier"] = (outcome.tier if outcome is not None else "") or "pool"
+    if state.prompt.answer is not None:
+        reply["selector_seconds"] = state.prompt.answer.seconds
     if state.selection_report is not None:
         reply["selection"], per_chunk = state.selection_report.complete()
         for chunk, found in zip(reply["chunks"], per_chunk, strict=True):

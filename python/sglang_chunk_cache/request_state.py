@@ -82,6 +82,11 @@ class DocChunkRequest:
         return self.prompt.keys
 
     @property
+    def may_await_scores(self) -> bool:
+        """Whether it was not admitted yet and has no answer of the selector."""
+        return self.prompt.answer is None and self.reported is None and not self.unsupported
+
+    @property
     def missing_reasons(self) -> dict[bytes, str]:
         """Why chunks could not be brought up from the tiers, by key."""
         return {key: found.reason for key, found in (self.tiers or {}).items() if found.reason is not None}

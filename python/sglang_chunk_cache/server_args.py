@@ -33,7 +33,7 @@ DEFAULT_RATIO = 0.15
 DEFAULT_SEPARATOR = "<|chunk|>"
 
 _ATTACHED = "_chunk_cache"
-_VALUE_FLAGS = ("method", "ratio", "separator", "config")
+_VALUE_FLAGS = ("method", "ratio", "separator", "selector", "config")
 
 
 class StartRefused(SystemExit):
@@ -60,12 +60,14 @@ class ChunkCacheArgs:
         ratio: the default recompute ratio, in [0, 1].
         separator: the string that marks chunks in text prompts; never empty.
         config: the object of `--chunk-cache-config`, checked by `chunk_cache.config.parse_config`.
+        selector: Hugging Face folder or name of the auxiliary model that selects; None = there is none.
     """
 
     method: str = DEFAULT_METHOD
     ratio: float = DEFAULT_RATIO
     separator: str = DEFAULT_SEPARATOR
     config: Mapping[str, Any] = field(default_factory=dict)
+    selector: str | None = None
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -74,6 +76,7 @@ class ChunkCacheArgs:
         if not isinstance(self.separator, str) or not self.separator.strip():
             refuse("--chunk-cache-separator must be a string with at least one visible character.")
         _check_config(self.config)
+        _check_selector(self)
 
     @functools.cached_property
     def parsed_config(self) -> Config:
@@ -84,8 +87,8 @@ class ChunkCacheArgs:
 
     def dumps(self) -> str:
         """These options as one line of JSON."""
-        values = {"method": self.method, "ratio": self.ratio, "separator": self.separator, "config": dict(self.config)}
-        return json.dumps(values, ensure_ascii=True)
+        values = {name: getattr(self, name) for name in _VALUE_FLAGS}
+        return json.dumps({**values, "config": dict(self.config)}, ensure_ascii=True)
 
     @classmethod
     def loads(cls, text: str) -> ChunkCacheArgs:
@@ -98,6 +101,18 @@ def _check_method(method: object) -> None:
 
     if method not in METHODS:
         refuse(f"--chunk-cache-method {method!r} is not known; choose one of {', '.join(METHODS)}.")
+
+
+def _check_selector(args: ChunkCacheArgs) -> None:
+    from chunk_cache.methods import METHODS
+
+    if args.selector is None:
+        if METHODS[args.method].asks_selector:
+            refuse(f"--chunk-cache-method {args.method} needs a small model that selects; add --chunk-cache-selector.")
+        if "selector" in args.config:
+            refuse("--chunk-cache-config: selector is given without a model; add --chunk-cache-selector.")
+    elif not isinstance(args.selector, str) or not args.selector.strip():
+        refuse(f"--chunk-cache-selector must be a Hugging Face folder or name, not {args.selector!r}.")
 
 
 def _check_config(config: object) -> None:
@@ -143,6 +158,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="TEXT",
         help=f"String that marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
+    )
+    group.add_argument(
+        "--chunk-cache-selector",
+        default=None,
+        metavar="MODEL",
+        help="Hugging Face folder or name of a small model that selects for the method cacheclip, on the CPU.",
     )
     group.add_argument(
         "--chunk-cache-config",

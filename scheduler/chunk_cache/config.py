@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, show, user_error
 from chunk_cache.methods.options import ALPHA, layer_numbers
+from chunk_cache.selector_config import SelectorConfig, parse_selector
 from chunk_cache.tier_config import TierConfig, parse_tiers, shown_url
 from chunk_cache.victims import AGEING, EVICTIONS
 
@@ -49,6 +50,8 @@ class Config:
     """Kernels that serve fused batches: one of `KERNELS`."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    """How the model of `--chunk-cache-selector` runs, where there is one."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
 
@@ -95,7 +98,7 @@ def parse_config(value: object) -> Config:
     """
     if not isinstance(value, Mapping):
         raise user_error(ChunkCacheConfigError, FLAG, f"{show(value)} is not an object", "give a JSON object")
-    known = [field.name for field in fields(Config)]
+    known = [each.name for each in fields(Config)]
     for key in value:
         if key not in known:
             problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
@@ -124,6 +127,8 @@ def _check(key: str, value: object) -> object:
         return value
     if key == "tiers":
         return parse_tiers(value, path)
+    if key == "selector":
+        return parse_selector(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:

@@ -144,6 +144,10 @@ class ChunkIndex:
     def get(self, variant_id: int) -> Variant | None:
         return self._order.get(variant_id)
 
+    def has(self, key: bytes) -> bool:
+        """Whether a variant of a chunk is remembered; that it is still in the store is not looked at."""
+        return key in self._by_key
+
     def variants_of(self, key: bytes) -> list[Variant]:
         """The variants of one chunk, in the order in which they were stored; counts no lookup and forgets nothing."""
         return list(self._by_key.get(key, ()))

@@ -27,6 +27,7 @@ from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
+from chunk_cache.selector_answer import NO_ANSWER, SelectorAnswer
 from chunk_cache.variant import Home, PathTokens, Variant
 
 ROOM_PER_REUSED = 4
@@ -90,6 +91,8 @@ class ChunkPrompt:
     options: RequestOptions
     keys: tuple[bytes, ...]
     """One per span of the options."""
+    answer: SelectorAnswer | None = None
+    """What the selector found, for a method that asks it; None = nothing has come."""
     _lookups: dict[int, Lookup] = field(default_factory=dict)
     _version: _Version = (-1, -1)
     _plan: RecomputePlan | None = None
@@ -194,7 +197,7 @@ class ChunkManager:
             ratio: in the place of the server's.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
         """
-        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, ratio, reasons
+        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, ratio, reasons, prompt.answer
         if prompt._plan is not None and prompt._plan_of == (self._version, asked):
             return prompt._plan
         opts = prompt.options
@@ -213,7 +216,8 @@ class ChunkManager:
             lookups=lookups,
             min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
-            rankings=self._rankings(opts, lookups),
+            rankings=self._rankings(prompt, lookups),
+            selector_reason=self._selector_reason(prompt),
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
@@ -226,9 +230,18 @@ class ChunkManager:
         reason = None if found.variant is not None else reasons.get(prompt.keys[chunk])
         return found if reason is None else Lookup(None, 0, reason)
 
-    def _rankings(self, opts: RequestOptions, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:
-        """The statistic that the method ranks by, of each variant that was found."""
-        statistic = METHODS[opts.method or self._method].statistic
+    def _selector_reason(self, prompt: ChunkPrompt) -> str | None:
+        """Why a method that asks the selector has no scores; None where it has, and for all others."""
+        if not METHODS[prompt.options.method or self._method].asks_selector:
+            return None
+        return NO_ANSWER if prompt.answer is None else prompt.answer.reason
+
+    def _rankings(self, prompt: ChunkPrompt, lookups: Sequence[Lookup | None]) -> Sequence[Ranking | None] | None:
+        """What the method ranks by: the selector's scores, or a statistic of each variant that was found."""
+        method = METHODS[prompt.options.method or self._method]
+        if method.asks_selector:
+            return None if prompt.answer is None else prompt.answer.rankings
+        statistic = method.statistic
         if statistic is None:
             return None
         variants = [None if lookup is None else lookup.variant for lookup in lookups]

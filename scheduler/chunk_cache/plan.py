@@ -26,7 +26,7 @@ from typing import TypeAlias
 import numpy as np
 
 from chunk_cache.index import Lookup
-from chunk_cache.methods import METHODS, Ranking, Rows, Stage
+from chunk_cache.methods import METHODS, STAND_IN, Method, Ranking, Rows, Stage
 from chunk_cache.methods.options import SHIFT
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import share_to_fix
@@ -223,6 +223,7 @@ def make_plan(
     limit_reason: str = "prompt_end",
     alpha: float | None = None,
     max_cfo: float | None = None,
+    selector_reason: str | None = None,
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -237,12 +238,13 @@ def make_plan(
         min_reuse_len: a chunk that would bring in fewer tokens is skipped; like `max_cfo` not where the request names
             a method or a ratio, which is then what it gets.
         chunk_keys: one per span.
-        rankings: one per span, the method's statistic of the variant that was found, `[chunk length]`; None = no
-            statistics.
+        rankings: one per span, what the method ranks by, `[chunk length]`: its statistic of the variant that was
+            found, or the selector's scores; None = there are none.
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
         alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
             the option. None = by ratio.
         max_cfo: a chunk whose CFO is above it is computed instead.
+        selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -251,6 +253,10 @@ def make_plan(
     assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
     limit = min(max_prefix_len, prompt_len - 1)
     method = METHODS[opts.method or default_method]
+    ratio = method.effective_ratio(opts.ratio, default_ratio)
+    stood_in_for = None
+    if selector_reason is not None and 0.0 < ratio < 1.0:
+        stood_in_for, method, opts = selector_reason, *_stand_in(opts)
     budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
     scale = next((a for a in (budget_alpha, alpha) if a is not None), 1.0)
     if opts.names_method:
@@ -275,7 +281,6 @@ def make_plan(
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
-    ratio = method.effective_ratio(opts.ratio, default_ratio)
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
     chosen = choose_rows(
@@ -304,10 +309,17 @@ def make_plan(
         row_positions=chosen.row_positions,
         num_recomputed=chosen.num_recomputed,
         num_reused=num_reused,
-        fallback_reason=_fallback_reason(opts.mode, chunks, num_reused),
+        fallback_reason=_fallback_reason(opts.mode, chunks, num_reused) or (stood_in_for if num_reused else None),
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
     )
+
+
+def _stand_in(opts: RequestOptions) -> tuple[Method, RequestOptions]:
+    """What serves a request without the selector: options that the stand-in does not have mean nothing then."""
+    method = METHODS[STAND_IN]
+    known = {option.name for option in method.options_schema}
+    return method, replace(opts, options=tuple((name, value) for name, value in opts.options if name in known))
 
 
 def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) -> str | None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
+from chunk_cache.methods.base import TOP_K
 from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.options import GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.request_options import RequestOptions
@@ -67,12 +68,13 @@ def choose_rows(
     is_row = is_missing.copy()
     budgets = [ratio] * len(chunks) if budgets is None else budgets
     how = _Choice.of(method, opts)
+    hits = [hit for hit in zip(chunks, keys, rankings, budgets, strict=True) if hit[0].num_reused]
+    chosen = how.best_of_all(hits, ratio) if how.is_global else [how.best_of(*hit) for hit in hits]
     num_recomputed = 0
-    for chunk, key, ranking, budget in zip(chunks, keys, rankings, budgets, strict=True):
-        if chunk.num_reused:
-            rows = how.rows(chunk, key, ranking, budget)
-            is_row[rows + (chunk.dst_start - load_start)] = True
-            num_recomputed += len(rows)
+    for (chunk, _, _, budget), rows in zip(hits, chosen, strict=True):
+        rows = rows if budget == 1.0 else how.group(chunk, rows)
+        is_row[rows + (chunk.dst_start - load_start)] = True
+        num_recomputed += len(rows)
     # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
     is_partial = 0 < num_recomputed < sum(chunk.num_reused for chunk in chunks)
     is_dropping = is_partial and is_selecting(method, opts.options)
@@ -110,6 +112,8 @@ class _Choice:
     seed: int
     group_size: int
     group_threshold: int
+    is_global: bool
+    """Whether all chunks share one budget."""
 
     @classmethod
     def of(cls, method: Method, opts: RequestOptions) -> _Choice:
@@ -118,20 +122,42 @@ class _Choice:
         assert isinstance(seed, int)
         assert isinstance(size, int)
         assert isinstance(threshold, int)
-        return cls(method, seed, size, threshold)
+        is_global = TOP_K in method.own_options and method.option(opts.options, TOP_K.name) == "global"
+        return cls(method, seed, size, threshold, is_global)
 
-    def rows(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
-        """Offsets in the reused part of one chunk."""
-        first, num = chunk.src_offset, chunk.num_reused
-        if ranking is not None:
-            ranking = ranking[first : first + num]
-        rows = self.method.rows_for_chunk(first, num, budget, seed=self.seed, chunk_key=key, ranking=ranking)
-        if budget == 1.0 or not self.group_size:
-            return rows
-        chunk_len = chunk.end - chunk.start
-        return group_rows(
-            rows, offset_len=first, chunk_len=chunk_len, size=self.group_size, threshold=self.group_threshold
+    def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
+        """Offsets in the reused part of one chunk, by a budget of its own."""
+        ranking = None if ranking is None else _reused_part(ranking, chunk)
+        return self.method.rows_for_chunk(
+            chunk.src_offset, chunk.num_reused, budget, seed=self.seed, chunk_key=key, ranking=ranking
         )
+
+    def best_of_all(self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float) -> list[Rows]:
+        """Offsets in the reused part of each chunk, by one budget for all of them."""
+        unknown = [np.full(chunk.num_reused, np.nan, dtype=np.float32) for chunk, *_ in hits]
+        parts = [
+            instead if ranking is None else _reused_part(ranking, chunk)
+            for (chunk, _, ranking, _), instead in zip(hits, unknown, strict=True)
+        ]
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        ranking = np.concatenate(parts) if parts else None
+        rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking)
+        cuts = np.searchsorted(rows, starts)
+        return [rows[cuts[i] : cuts[i + 1]] - starts[i] for i in range(len(hits))]
+
+    def group(self, chunk: ChunkPlan, rows: Rows) -> Rows:
+        """The part of `rows` that lies in windows of which enough was chosen."""
+        return group_rows(
+            rows,
+            offset_len=chunk.src_offset,
+            chunk_len=chunk.end - chunk.start,
+            size=self.group_size,
+            threshold=self.group_threshold,
+        )
+
+
+def _reused_part(ranking: Ranking, chunk: ChunkPlan) -> Ranking:
+    return ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
 
 
 def _positions(is_row: npt.NDArray[np.bool_], load_start: int) -> Rows:

@@ -48,6 +48,10 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "tier_full": "The store below the KV pool had no room.",
         "tier_ranks": "Not all tensor-parallel ranks found the same variant below the KV pool.",
         "unsupported": "The request uses a feature that chunk reuse does not support.",
+        "selector_timeout": "The selector did not answer in time; epic chose.",
+        "selector_unavailable": "The selector's process has ended and is being started again; epic chose.",
+        "selector_failed": "The selector could not score this prompt, the log says why; epic chose.",
+        "selector_too_long": "A chunk and its question are longer than the selector's model can read; epic chose.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",
         "prompt_end": "The chunk lies behind the last reusable position of the prompt.",
     }

@@ -65,6 +65,12 @@ RECIPES = [
     recipe("h2o", None, alpha=0.6, **GROUPING),
     recipe("epic", None, alpha=0.8),
     recipe("random", None, alpha=0.8),
+    recipe("cacheclip", 0.2),
+    recipe("cacheclip", 0.5),
+    recipe("cacheclip", 0.9),
+    recipe("cacheclip", 0.3, group_size=0),
+    recipe("cacheclip", 0.3, group_size=0, top_k="chunk"),
+    recipe("cacheclip", 0.5, focus_window=1, **GROUPING),
     recipe("cacheblend", 0.15),
     recipe("cacheblend", 0.5),
     recipe("cacheblend", 0.95),
@@ -106,7 +112,7 @@ RECIPES = [
 ]
 """For models of at least four layers."""
 
-SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift"]
+SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheclip", "cacheblend", "a3", "fusionrag", "question-drift"]
 
 
 def _options(prompt: Prompt, one: Recipe | None, answer_tokens: int = 0) -> dict[str, Any] | None:
@@ -177,7 +183,9 @@ def case_many_prompts(s: Session) -> list[Run]:
     recorder.prime(20)
     rng = s.rng
     for _ in range(120):
-        method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"])
+        method = rng.choice(
+            ["h2o", "cache-craft", "cacheclip", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"]
+        )
         prompt = recorder.prompt(has_misses=True)
         answer = rng.randrange(len(prompt.ids) - prompt.spans[-1][1] + 1) if rng.random() < 0.3 else 0
         recorder.send((prompt, random_recipe(rng, method, s.local)), answer_tokens=answer)
@@ -243,7 +251,7 @@ def random_recipe(rng: Any, method: str, local: Any) -> Recipe:
         )
     if rng.random() < 0.3:
         options["focus_window"] = rng.choice([1, 2, 3])
-    if method in ("cacheblend", "a3", "fusionrag") and rng.random() < 0.3:
+    if method in ("cacheclip", "cacheblend", "a3", "fusionrag") and rng.random() < 0.3:
         options["top_k"] = "chunk"
     if method in ("cacheblend", "a3") and rng.random() < 0.4:
         # At layer 0 nothing deviates, so CacheBlend would choose by rounding.

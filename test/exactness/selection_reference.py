@@ -19,6 +19,7 @@ import numpy as np
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.methods import METHODS, Stage, num_rows_at
 from exactness.numpy_decoder import Array, Decoder, Forward
+from local_scheduler import selector_scores
 
 Scores: TypeAlias = dict[int, float]
 """Score of each candidate by its prompt position."""
@@ -253,7 +254,7 @@ class _Execution:
         stage = self.method.stage
         if stage is Stage.BEFORE:
             rows = self.result.selected = self._ranked()
-            is_filtering = bool(rows) and any(self._budget(hit) < 1.0 for hit in self.hits)
+            is_filtering = 0 < len(rows) < len(self.reused)  # a budget below 1 may be rounded up to everything
         else:
             rows = self.reused if sum(budgets) else frozenset()
             is_filtering = 0 < sum(budgets) < len(self.reused)
@@ -326,6 +327,13 @@ class _Execution:
 
     def _ranked(self) -> frozenset[int]:
         selected: frozenset[int] = frozenset()
+        if self.method.name == "cacheclip" and self._option("top_k") == "global":
+            scores = {p: one for hit in self.hits for p, one in zip(hit.positions, self._ranking(hit), strict=True)}
+            chosen = self.choose(BEFORE_LAYERS, scores, num_rows_at(self.ratio, len(scores))) if scores else selected
+            for hit in self.hits:
+                inside = chosen & frozenset(hit.positions)
+                selected |= inside if self.ratio == 1.0 else inside - self._lonely(hit, inside)
+            return selected
         for hit in self.hits:
             count = num_rows_at(self._budget(hit), len(hit.positions))
             ranking = self._ranking(hit)
@@ -348,6 +356,8 @@ class _Execution:
             return _ranks(self._stored(hit).received[part])
         if self.method.name == "cache-craft":
             return _ranks(self._stored(hit).outside[part])
+        if self.method.name == "cacheclip":
+            return [float(one) for one in selector_scores(self.ids)[hit.dst_start : hit.dst_end]]
         if self.method.name == "random":
             key = chunk_key(Partition(), self.ids[hit.start : hit.end])
             drawn = self.method.rows_for_chunk(

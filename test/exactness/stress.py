@@ -23,6 +23,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.request_options import MODES, parse_request
+from chunk_cache.types import REASONS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
@@ -31,6 +32,7 @@ NUM_LAYERS = 4
 RATIOS = (0, 0.05, 0.15, 0.5, 0.9, 1.0)
 SERVER_RATIO = 0.15
 TOLERANCE = 1e-4  # log-probabilities, fp32
+SELECTOR_REASONS = (None, None, *(reason for reason in REASONS if reason.startswith("selector_")))
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,12 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
     requests = random_requests(s, total)
     by_rid = {request.rid: request for request in requests}
     live: list[str] = []
+    asking: list[Request] = []  # of the selector, which answers sooner or later, or not
     counts: Counter[str] = Counter()
 
     def on_step(step: int) -> list[Any] | None:
         s.local.cache.chunks.check_integrity()
-        if counts["sent"] == total:
+        if counts["sent"] == total and not asking:
             return None
         messages: list[Any] = []
         while counts["sent"] < total and s.rng.random() < 0.35:
@@ -181,6 +184,11 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
             messages.append(s.local.prepare(request))
             live.append(request.rid)
             counts["sent"] += 1
+            if s.local.asks_selector(request):
+                asking.append(request)
+        for request in [request for request in asking if s.rng.random() < 0.1]:
+            asking.remove(request)
+            messages.append(s.local.answer(request, s.rng.choice(SELECTOR_REASONS)))
         if live and s.rng.random() < 0.03:
             newest = range(len(live))[-10:]  # older ones have finished
             messages.append(s.local.abort(live.pop(s.rng.choice(newest))))

@@ -9,7 +9,7 @@ import pytest
 
 from chunk_cache.methods import METHODS
 from exactness.runner import Config
-from exactness.stress import PRESSURE, check_random_requests, run_case
+from exactness.stress import PRESSURE, SELECTOR_REASONS, check_random_requests, run_case
 
 # Without tiers, on a smaller model.
 RETRACTION = [replace(config, loading="", layers=2) for config in PRESSURE[:3]]
@@ -37,6 +37,7 @@ def check(seed: int, num: int) -> None:
     assert counts["equal to stock"] > num / 5
     assert counts["preparing"] > num / 50
     assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)
+    assert num < 1000 or all(counts[f"fallback {reason}"] for reason in SELECTOR_REASONS if reason)
 
 
 def seeds(first: int, last: int) -> Any:

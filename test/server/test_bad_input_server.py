@@ -64,7 +64,7 @@ BAD_OPTIONS: dict[str, tuple[Any, str]] = {
     "ratio-null": ({"ratio": None}, ".ratio"),
     "ratio-list": ({"ratio": [0.5]}, ".ratio"),
     "method-unknown": ({"method": "best"}, ".method"),
-    "method-not-built": ({"method": "cacheclip"}, ".method"),
+    "method-without-selector": ({"method": "cacheclip"}, ".method"),
     "layer-outside": ({"method": "cacheblend", "options": {"check_layer": 99}}, ".check_layer"),
     "method-case": ({"method": "EPIC"}, ".method"),
     "method-null": ({"method": None}, ".method"),

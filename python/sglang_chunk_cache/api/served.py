@@ -27,6 +27,9 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
     method = opts.method or args.method
     num_layers = manager.model_config.num_hidden_layers
     has_lora = bool(manager.server_args.enable_lora)
+    if METHODS[method].asks_selector and args.selector is None:
+        problem = f"{method!r} needs a small model that selects, which this server does not have"
+        raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
     _check(method, opts.options, num_layers, args.parsed_config, has_lora, path)
 
 

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"may be given several times; {', '.join(METHODS)} (default: all of them)",
+        help=f"may be given several times; {', '.join(METHODS)} (default: all but those that need a selector)",
     )
     add("--ratio", type=float, help="recompute ratio, 0 to 1 (default: the server's)")
     add("--options", default="{}", metavar="JSON", help="options for all methods that know them")

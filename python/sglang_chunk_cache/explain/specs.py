@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunk_cache.errors import request_error, show
-from chunk_cache.methods import METHODS, find_method
+from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER, find_method
 from chunk_cache.methods.options import value_of
 
 RATIO = "ratio"
@@ -51,7 +51,7 @@ class MethodSpec:
 
 
 def make_specs(texts: Sequence[str], ratio: float | None, options: Mapping[str, Any]) -> list[MethodSpec]:
-    """One spec per text, or one per known method where there is no text.
+    """One spec per text, or one per method that any server has where there is no text.
 
     Args:
         ratio: of the methods that name none.
@@ -61,7 +61,7 @@ def make_specs(texts: Sequence[str], ratio: float | None, options: Mapping[str, 
         ChunkCacheRequestError: a text is malformed, a method or an option is unknown, or a value is out of range.
     """
     _check_ratio(ratio, "--ratio")
-    specs = [parse_spec(text, ratio, options) for text in texts or METHODS]
+    specs = [parse_spec(text, ratio, options) for text in texts or METHODS_OF_ANY_SERVER]
     for name in options:
         if not any(name in _known_options(spec.name) for spec in specs):
             known = sorted({option for spec in specs for option in _known_options(spec.name)})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunk_cache.config import Config
 from sglang_chunk_cache.api.served import check_default
-from sglang_chunk_cache.server_args import attached, refuse
+from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
 if TYPE_CHECKING:
     from chunk_cache.config import Config
@@ -194,10 +194,22 @@ def check_resolved(server_args: Any) -> None:
     if kernel == "flashinfer":
         check_flashinfer(model_config)
     if args is not None:
+        _check_selector(args)
         _check_layers(args.parsed_config, model_config.num_hidden_layers)
         check_default(args, model_config.num_hidden_layers, bool(resolution_result(server_args, "enable_lora")))
     if resolution_result(server_args, "kv_cache_dtype") == "auto" and quantizes_kv_cache(model_config.hf_quant_config):
         refuse("the checkpoint asks for an FP8 KV cache, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
+
+
+def _check_selector(args: ChunkCacheArgs) -> None:
+    if args.selector is None:
+        return
+    from sglang_chunk_cache.selector.auxiliary import SelectorModelError, check_selector_model
+
+    try:
+        check_selector_model(args.selector)
+    except SelectorModelError as error:
+        refuse(f"--chunk-cache-selector: {error}; name a small causal language model with a fast tokenizer.")
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

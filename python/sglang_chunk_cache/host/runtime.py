@@ -12,6 +12,8 @@ import torch
 from chunk_cache.config import Config, describe
 from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.selector_answer import asks_selector
 from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.kv.assembler import KVAssembler
@@ -37,7 +39,7 @@ class ChunkRuntime:
     """The parts, each the only one of its process.
 
     Attributes:
-        ratio: the server's.
+        method, ratio: the server's.
         manager: decides.
         store, assembler, pool, keeper: find, move, bring in and keep KV.
         tiers, landings: below the KV pool; None = there are none.
@@ -46,6 +48,7 @@ class ChunkRuntime:
     """
 
     config: Config
+    method: str
     ratio: float
     manager: ChunkManager
     store: VariantStore
@@ -59,6 +62,10 @@ class ChunkRuntime:
     metrics: ChunkMetrics
     kernel: str
     statistics_layers: tuple[int, ...]
+
+    def awaits_scores(self, options: RequestOptions) -> bool:
+        """Whether the process that tokenizes asks the selector for a request with these options."""
+        return asks_selector(options, self.method, self.ratio)
 
     def check_integrity(self) -> None:
         """Recomputes index and pins from scratch.
@@ -135,6 +142,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     )
     return ChunkRuntime(
         config=config,
+        method=args.method,
         ratio=args.ratio,
         manager=manager,
         store=store,

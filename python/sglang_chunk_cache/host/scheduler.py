@@ -1,4 +1,5 @@
-"""ChunkScheduler: SGLang's scheduler, in which a request waits for its chunks in the queue, and nobody else with it.
+"""ChunkScheduler: SGLang's scheduler, in which a request waits in the queue for its chunks and for the scores of the
+selector, and nobody else with it.
 
 Promises: a request that waits keeps its place in the queue; a step costs a look at each request of the queue. A refresh
 starts only when the scheduler is idle, one at a time.
@@ -7,6 +8,7 @@ starts only when the scheduler is idle, one at a time.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler import Scheduler
@@ -16,6 +18,7 @@ from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.host.selector import add_selector_answers
 from sglang_chunk_cache.request_state import state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.002
-"""How long a step with nothing else to do waits for a load: the workers need the interpreter too."""
+"""How long a step with nothing else to do waits: the workers need the interpreter, the selector the cores."""
 
 
 class ChunkScheduler(Scheduler):
@@ -43,6 +46,7 @@ class ChunkScheduler(Scheduler):
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
         add_admin_requests(self)
+        add_selector_answers(self)
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
         super()._add_request_to_queue(req, *args, **kwargs)
@@ -57,18 +61,17 @@ class ChunkScheduler(Scheduler):
         )
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
-        tiers, landings = self._chunks.tiers, self._chunks.landings
-        if tiers is None:
-            return super()._get_new_batch_prefill_raw(*args, **kwargs)
-        assert landings is not None
         if self.grammar_manager.has_waiting_grammars():
             # As the original begins; here, so that their loads are known before anybody is admitted.
             for req in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(req)
+        tiers, landings = self._chunks.tiers, self._chunks.landings
         queue = self.waiting_queue
-        tiers.poll([req.rid for req in queue])
-        landings.poll()
-        held = {id(req) for req in queue if tiers.is_held(req.rid)}
+        if tiers is not None:
+            assert landings is not None
+            tiers.poll([req.rid for req in queue])
+            landings.poll()
+        held = {id(req) for req in queue if self._is_held(req)}
         if not held:
             return super()._get_new_batch_prefill_raw(*args, **kwargs)
         self.waiting_queue = [req for req in queue if id(req) not in held]
@@ -78,8 +81,22 @@ class ChunkScheduler(Scheduler):
         finally:
             self.waiting_queue = merge(queue, self.waiting_queue, held)
         if is_alone and new_batch is None and running_batch.is_empty():
-            tiers.wait(IDLE_WAIT_S)
+            if tiers is None:
+                time.sleep(IDLE_WAIT_S)
+            else:
+                tiers.wait(IDLE_WAIT_S)
         return new_batch, running_batch
+
+    def _is_held(self, req: Req) -> bool:
+        """Whether a request waits for loads, or for scores that decide what is recomputed of chunks that are there."""
+        chunks = self._chunks
+        if chunks.tiers is not None and chunks.tiers.is_held(req.rid):
+            return True
+        state = state_of(req)
+        if state is None or not state.may_await_scores or not chunks.awaits_scores(state.options):
+            return False
+        is_loaded = chunks.tiers is not None and chunks.tiers.has_found(req.rid)
+        return is_loaded or any(chunks.manager.index.has(key) for key in state.keys)
 
     def on_idle(self) -> None:
         super().on_idle()

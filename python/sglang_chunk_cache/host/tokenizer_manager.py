@@ -2,25 +2,28 @@
 
 All routes and `Engine.generate` come by `generate_request`; there a request is checked, and marked text tokenized. On
 the way back the scheduler's reply, one JSON string in `customized_info`, becomes one object in `meta_info`, and stays
-in every later output of a stream. It also owns the administration of the server (`admin`).
+in every later output of a stream. It also owns the administration of the server (`admin`), and asks the selector.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
-from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager, print_exception_wrapper
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_chunk_cache.admin.client import Admin
 from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
 from sglang_chunk_cache.api.prepare import KEY, has_options, prepare
+from sglang_chunk_cache.host.selector import ask, create_client
 from sglang_chunk_cache.host.sglext import collect
+from sglang_chunk_cache.selector.client import SelectorClient
 from sglang_chunk_cache.server_args import attached
 
 _REPLY = "chunk_cache_reply"
@@ -30,9 +33,14 @@ class ChunkTokenizerManager(TokenizerManager):
     """See the head of this file."""
 
     chunk_cache_admin: Admin
+    chunk_cache_selector: SelectorClient | None = None
+    _is_selector_watched = False
 
     def init_communicators(self) -> None:
         super().init_communicators()
+        args = attached(self.server_args)
+        if args is not None:
+            self.chunk_cache_selector = create_client(self, args)
         communicator = FanOutCommunicator(self._dispatch_to_scheduler, get_parallel().num_dp_ranks)
         self._result_dispatcher += TypeBasedDispatcher([(ChunkCacheAdminReply, communicator.handle_recv)])
         self.chunk_cache_admin = Admin(self, communicator)
@@ -43,6 +51,26 @@ class ChunkTokenizerManager(TokenizerManager):
         if args is not None and isinstance(obj, GenerateReqInput):
             prepare(obj, self, args)
         return collect(super().generate_request(obj, request), obj)
+
+    async def _send_one_request(self, tokenized_obj: Any) -> None:
+        await super()._send_one_request(tokenized_obj)
+        self._ask_selector([tokenized_obj])
+
+    async def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+        await super()._send_batch_request(tokenized_objs)
+        self._ask_selector(tokenized_objs)
+
+    def _ask_selector(self, requests: list[Any]) -> None:
+        """Once a request is on its way: its chunks are loaded meanwhile."""
+        args, selector = attached(self.server_args), self.chunk_cache_selector
+        if args is None or selector is None:
+            return
+        if not self._is_selector_watched:
+            self._is_selector_watched = True
+            self.asyncio_tasks.add(asyncio.get_running_loop().create_task(print_exception_wrapper(selector.watch)))
+        for request in requests:
+            if isinstance(request, TokenizedGenerateReqInput):
+                ask(selector, args, request)
 
     async def compute_prompt(self, **fields: Any) -> None:
         """Serves a request of our own; `fields` are those of a `GenerateReqInput`."""

@@ -165,6 +165,11 @@ class TierLoader:
     def is_held(self, rid: str) -> bool:
         return rid in self._queue
 
+    def has_found(self, rid: str) -> bool:
+        """Whether the loads of a request have ended and brought a chunk, which `bring_in` puts into the pool."""
+        waiting = self._waiting.get(rid)
+        return waiting is not None and any(found.stored is not None for found in (waiting.outcome or {}).values())
+
     @property
     def num_held(self) -> int:
         return len(self._queue)

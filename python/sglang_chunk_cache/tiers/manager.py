@@ -128,6 +128,10 @@ class ChunkTiers:
         """Whether a request waits for its loads, so that it must not be admitted."""
         return self._loader.is_held(rid)
 
+    def has_found(self, rid: str) -> bool:
+        """See `TierLoader.has_found`."""
+        return self._loader.has_found(rid)
+
     def bring_in(self, rid: str) -> dict[bytes, Outcome]:
         """See `TierLoader.bring_in`; without the KV, which the request must not keep alive."""
         return {key: found.without_kv() for key, found in self._loader.bring_in(rid).items()}

@@ -14,10 +14,12 @@ from chunk_cache.methods.fixed import Epic, Full, FullReuse, Random
 from chunk_cache.methods.options import Options, OptionValue
 from chunk_cache.methods.ranked import H2O, CacheCraft
 from chunk_cache.methods.scored import CacheBlend, LayerMethod, QuestionDrift, QuestionMethod
+from chunk_cache.methods.selected import STAND_IN, CacheClip
 
 __all__ = [
     "METHODS",
-    "NOT_BUILT",
+    "METHODS_OF_ANY_SERVER",
+    "STAND_IN",
     "Method",
     "OptionValue",
     "Options",
@@ -38,21 +40,22 @@ _ALL: tuple[Method, ...] = (
     LayerMethod("a3"),
     QuestionMethod("fusionrag"),
     QuestionDrift("question-drift"),
+    CacheClip(),
     Full(),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
-"""The methods that are built, by the name a request uses."""
+"""The methods, by the name a request uses."""
 
-NOT_BUILT = frozenset({"cacheclip"})
-"""Names the contract reserves; refused like an unknown one until they are built."""
+METHODS_OF_ANY_SERVER = tuple(name for name, method in METHODS.items() if not method.asks_selector)
+"""Names of those that need no selector."""
 
 
 def find_method(name: object, path: str) -> Method:
     """The method of that name.
 
     Raises:
-        ChunkCacheRequestError: unknown, or not built yet; the message lists the known ones.
+        ChunkCacheRequestError: unknown; the message lists the known ones.
     """
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:

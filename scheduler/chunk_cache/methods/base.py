@@ -55,6 +55,8 @@ class Method:
     own_options: ClassVar[tuple[Option, ...]] = ()
     statistic: ClassVar[str | None] = None
     """The statistic of a stored chunk that it ranks by; one of `chunk_cache.chunk_statistics.STATISTICS`."""
+    asks_selector: ClassVar[bool] = False
+    """Whether it ranks by scores of an auxiliary model, for which a request waits (`chunk_cache.selector_answer`)."""
 
     @property
     def options_schema(self) -> tuple[Option, ...]:
@@ -84,7 +86,7 @@ class Method:
             ratio: the effective ratio; 1.0 selects all rows whatever the method.
             seed: the request's ``options.seed``, for methods that draw lots.
             chunk_key: the chunk's key, so that different chunks draw differently.
-            ranking: [num_reused] the statistic of each reused token, NaN where it was not taken; None = none was.
+            ranking: [num_reused] the statistic or score of each reused token, NaN where it has none; None = none has.
 
         Returns:
             Sorted offsets in ``[0, num_reused)``, counted from the first reused token; shape [num_selected].

@@ -134,7 +134,7 @@ ALPHA = FloatOption("alpha", default=0.0, minimum=0.0, maximum=1000.0)
 
 # Common to all methods. Off by default, because no table of ours shows a gain (docs/quality.md).
 GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
-"""Tokens per window of CacheClip's grouping (its paper: 8); 0 = no grouping."""
+"""Tokens per window of CacheClip's grouping (its paper, and the default of its method: 8); 0 = no grouping."""
 GROUP_THRESHOLD = IntOption("group_threshold", default=5, minimum=0, maximum=4095)
 """A window keeps its selected tokens only where more than this many were selected (paper: 5 of 8)."""
 FOCUS_WINDOW = IntOption("focus_window", default=0, minimum=0, maximum=1024)
@@ -160,13 +160,12 @@ def check_options(options: Mapping[str, object], schema: Sequence[Option], path:
         if name not in known:
             raise request_error(path, f"unknown key {show(name)} for {owner}", f"known keys: {', '.join(known)}")
     checked = {name: known[name].check(value, f"{path}.{name}") for name, value in options.items()}
-    _check_grouping(checked, path)
+    _check_grouping(checked, known, path)
     return tuple(sorted(checked.items()))
 
 
-def _check_grouping(checked: Mapping[str, OptionValue], path: str) -> None:
-    size = checked.get(GROUP_SIZE.name, GROUP_SIZE.default)
-    threshold = checked.get(GROUP_THRESHOLD.name, GROUP_THRESHOLD.default)
+def _check_grouping(checked: Mapping[str, OptionValue], known: Mapping[str, Option], path: str) -> None:
+    size, threshold = (checked.get(o.name, known.get(o.name, o).default) for o in (GROUP_SIZE, GROUP_THRESHOLD))
     assert isinstance(size, int)
     assert isinstance(threshold, int)
     if size == 0 and GROUP_THRESHOLD.name in checked:

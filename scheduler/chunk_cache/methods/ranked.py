@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from chunk_cache.methods.base import Method, Ranking, Rows
-from chunk_cache.methods.options import ALPHA
+from chunk_cache.methods.options import ALPHA, Option
 
 
 class RankedMethod(Method):
     """The ceil(ratio n) tokens of each chunk with the largest statistic; ties, and tokens without one, by position."""
 
-    own_options = (ALPHA,)
+    own_options: ClassVar[tuple[Option, ...]] = (ALPHA,)
 
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         if ranking is None:

@@ -10,13 +10,16 @@ import prometheus_client
 import pytest
 
 from chunk_cache.config import STATISTICS_LAYERS, Config
-from chunk_cache.methods import METHODS, NOT_BUILT
+from chunk_cache.methods import METHODS
 from chunk_cache.request_options import KEYS, MODES
+from chunk_cache.selector_config import SelectorConfig
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.selector.metrics import SelectorMetrics
+from sglang_chunk_cache.selector.train import main as train
 from sglang_chunk_cache.tiers.base import TIER_REASONS
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.verify.__main__ import main as verify
@@ -51,8 +54,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
-    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__)
-    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *NOT_BUILT, *Status)
+    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__, *SelectorConfig.__dataclass_fields__)
+    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     assert not told((*keys, *choices, *options, *REASONS, *tier_reasons))
 
@@ -68,11 +71,12 @@ def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus_client, kind, lambda name, *_, **__: names.append(name))
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
+    SelectorMetrics(enabled=True)
     assert len(names) > 15
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
 
 
-@pytest.mark.parametrize("command", [explain, warm, verify])
+@pytest.mark.parametrize("command", [explain, warm, verify, train])
 def test_flags_of_commands_are_told(command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(["--help"])

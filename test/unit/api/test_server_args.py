@@ -33,9 +33,9 @@ def test_all_flags(tmp_path):
     config.write_text("{}")
     args = parse(
         "--chunk-cache", "--chunk-cache-method", "random", "--chunk-cache-ratio", "1", "--chunk-cache-separator", "##",
-        "--chunk-cache-config", f"@{config}",
+        "--chunk-cache-config", f"@{config}", "--chunk-cache-selector", "small/model",
     )  # fmt: skip
-    assert args == ChunkCacheArgs("random", 1.0, "##", {})
+    assert args == ChunkCacheArgs("random", 1.0, "##", {}, "small/model")
     assert ChunkCacheArgs.loads(args.dumps()) == args
 
 
@@ -44,7 +44,7 @@ def test_flags_stand_in_a_group_of_their_own():
     options.add_flags(parser)
     text = parser.format_help()
     group = text[text.index("chunk cache:") :]
-    for flag in ("", "-method", "-ratio", "-separator", "-config"):
+    for flag in ("", "-method", "-ratio", "-separator", "-selector", "-config"):
         assert f"--chunk-cache{flag}" in group
 
 
@@ -64,6 +64,13 @@ def test_flags_stand_in_a_group_of_their_own():
         (
             ["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'],
             "--chunk-cache-config: no_such_key: unknown key",
+        ),
+        (["--chunk-cache-selector", "DIR"], "--chunk-cache-selector is given without --chunk-cache"),
+        (["--chunk-cache", "--chunk-cache-selector", " "], "--chunk-cache-selector must be a Hugging Face folder or"),
+        (["--chunk-cache", "--chunk-cache-method", "cacheclip"], "--chunk-cache-method cacheclip needs a small model"),
+        (
+            ["--chunk-cache", "--chunk-cache-config", '{"selector": {"timeout_s": 1}}'],
+            "--chunk-cache-config: selector is given without a model; add --chunk-cache-selector",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from benchmark.quality.conditions import (
 from benchmark.quality.question import DataError
 from benchmark.quality.replies import Forced, Reply, ReplyLog
 
-from chunk_cache.methods import METHODS
+from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
 
 SETTINGS = {"model": "abc", "asking": {"max_new_tokens": 4, "stop": ()}}
 EPIC = Condition(MethodSpec("epic"), 0.3)
@@ -131,7 +131,8 @@ def test_a_wrong_method_is_refused(text: str, problem: str) -> None:
 
 
 def test_every_built_method_is_asked_at_every_ratio_once() -> None:
-    assert {spec.method for spec in built_methods()} == set(METHODS)
+    assert {spec.method for spec in built_methods()} == set(METHODS_OF_ANY_SERVER)
+    assert {spec.method for spec in built_methods(has_selector=True)} == set(METHODS)
     conditions = conditions_of([parse_method(name) for name in ("epic", "full-reuse", "full")], [0.0, 0.3, 1.0])
     assert [(c.label, c.ratio) for c in conditions] == [
         ("epic", 0.0),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.methods import METHODS, NOT_BUILT, find_method, num_rows_at
+from chunk_cache.methods import METHODS, find_method, num_rows_at
 from unit.scheduler.method_suite import KEYS, LENS, RATIOS, MethodSuite, shared
 
 # A statistic as it is stored: many ties, some tokens without one, and nothing else that is special.
@@ -45,17 +45,16 @@ def test_ratio_outside_its_range_is_an_assertion(ratio: float) -> None:
 # The registry.
 
 
-@pytest.mark.parametrize("name", [*sorted(NOT_BUILT), "", "Epic", None, 3, True, ["epic"]])
-def test_unknown_and_unbuilt_methods_are_refused_alike(name: object) -> None:
+@pytest.mark.parametrize("name", ["best", "", "Epic", None, 3, True, ["epic"]])
+def test_unknown_methods_are_refused_alike(name: object) -> None:
     with pytest.raises(ChunkCacheRequestError) as caught:
         find_method(name, "p.method")
     assert str(caught.value) == f"p.method: unknown method {name!r}; known methods: {', '.join(METHODS)}"
 
 
-def test_built_and_reserved_names_are_those_of_the_contract() -> None:
+def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() | NOT_BUILT == contract | {"full", "question-drift"}
-    assert not METHODS.keys() & NOT_BUILT
+    assert METHODS.keys() == contract | {"full", "question-drift"}
 
 
 def test_methods_are_found_by_their_name() -> None:
@@ -178,3 +177,18 @@ class TestH2O(RankedSuite):
 class TestCacheCraft(RankedSuite):
     method = METHODS["cache-craft"]
     statistic = "outside"
+
+
+# Methods that rank by the selector's scores.
+
+
+class TestCacheClip(MethodSuite):
+    method = METHODS["cacheclip"]
+
+    def test_windows_of_eight_are_its_default(self) -> None:
+        assert [self.method.option((), name) for name in ("group_size", "group_threshold")] == [8, 5]
+        assert METHODS["epic"].option((), "group_size") == 0
+
+    def test_it_takes_the_largest_scores(self) -> None:
+        ranking = np.array([0.1, 0.5, 0.2, 0.5, 0.0], dtype=np.float32)
+        assert self.method.rows_for_chunk(0, 5, 0.4, ranking=ranking).tolist() == [1, 3]

@@ -161,3 +161,13 @@ def test_methods_that_choose_before_the_forward_serve_any_model(name: str) -> No
 
 def test_layers_of() -> None:
     assert [layers_of(value, 4) for value in ("last", "all", (1, 3))] == [(3,), (0, 1, 2, 3), (1, 3)]
+
+
+class TestQuestionDrift(MethodSuite):
+    method = METHODS["question-drift"]
+
+    def test_all_layers_and_half_of_the_drift_by_default(self) -> None:
+        assert self.method.stage is Stage.QUESTION
+        assert self.method.scored_layers((), 4) == (0, 1, 2, 3)
+        assert self.method.option((), "drift") == 0.5
+        assert METHODS["fusionrag"].option((), "drift") == 0

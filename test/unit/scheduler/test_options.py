@@ -161,6 +161,14 @@ def test_options_of_a_method(name: str, options: dict[str, object], message: str
     assert str(caught.value).startswith(message)
 
 
+def test_a_threshold_needs_windows() -> None:
+    with pytest.raises(ChunkCacheRequestError, match=r"p\.group_threshold: given without group_size; give group_size"):
+        METHODS["epic"].check_options({"group_threshold": 5}, "p")
+    assert METHODS["cacheclip"].check_options({"group_threshold": 5}, "p") == (("group_threshold", 5),)
+    with pytest.raises(ChunkCacheRequestError, match="no window of 8 tokens has more than 8 of them"):
+        METHODS["cacheclip"].check_options({"group_threshold": 8}, "p")
+
+
 EVERY_METHOD = pytest.mark.parametrize("name", METHODS)
 
 
@@ -171,7 +179,6 @@ EVERY_METHOD = pytest.mark.parametrize("name", METHODS)
         ({"group_size": -1}, "p.group_size: -1 is not an integer in [0, 4096]; "),
         ({"group_size": 4097}, "p.group_size: 4097 is not an integer in [0, 4096]; "),
         ({"group_size": 8.0}, "p.group_size: 8.0 is not an integer"),
-        ({"group_threshold": 5}, "p.group_threshold: given without group_size; give group_size too"),
         ({"group_size": 0, "group_threshold": 5}, "p.group_threshold: given without group_size; give group_size too"),
         (
             {"group_size": 8, "group_threshold": 8},

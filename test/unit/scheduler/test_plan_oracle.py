@@ -223,7 +223,10 @@ class RowsOracle:
         """The rows of chunk i, one token at a time."""
         case, positions = self.case, self.positions(i)
         num_rows = num_rows_at(case.budget(i), len(positions))
-        if case.method.statistic is not None:
+        if case.method.asks_selector and case.option("top_k") == "global":
+            order = sorted(self.brought_in, key=lambda p: (-self.worth(self.brought_in[p], p), p))
+            chosen = [p for p in order[: num_rows_at(case.ratio, len(order))] if self.brought_in[p] == i]
+        elif case.method.statistic is not None or case.method.asks_selector:
             chosen = sorted(positions, key=lambda p: (-self.worth(i, p), p))[:num_rows]
         elif case.method.name == "random":
             seed = dict(case.opts.options).get("seed", 0)

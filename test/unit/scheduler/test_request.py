@@ -170,7 +170,7 @@ BAD = [
     ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off, prepare"),
     ({"mode": None}, f"{P}.mode: unknown mode None; "),
     ({"mode": []}, f"{P}.mode: unknown mode []; "),
-    ({"method": "cacheclip"}, f"{P}.method: unknown method 'cacheclip'; known methods: {', '.join(METHODS)}"),
+    ({"method": "best"}, f"{P}.method: unknown method 'best'; known methods: {', '.join(METHODS)}"),
     ({"method": "cache_blend"}, f"{P}.method: unknown method 'cache_blend'; known methods: full-reuse, "),
     ({"method": None}, f"{P}.method: unknown method None; "),
     ({"ratio": 1.01}, f"{P}.ratio: 1.01 is not a number in [0, 1]; "),

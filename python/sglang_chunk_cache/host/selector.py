@@ -1,0 +1,103 @@
+"""Scores of the selector on their way from the process that tokenizes to the schedulers.
+
+Verbs: `create_client` (starts the selector), `ask` (for a request that was just sent), `take_answer` (in a scheduler).
+
+An answer follows its request through SGLang's own sockets, so every tensor-parallel rank gets the same one at the same
+step, and needs no vote. A scheduler that has not the request any more, or never had it, drops the answer.
+
+Promise: importing this module makes the message known to SGLang's decoder in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+from sglang.utils import TypeBasedDispatcher
+
+from chunk_cache.keys import Partition
+from chunk_cache.request_options import loads
+from chunk_cache.selector_answer import SelectorAnswer, asks_selector
+from sglang_chunk_cache.request_state import PARAM_NAME, state_of
+from sglang_chunk_cache.selector.client import SelectorClient, SelectorStartError
+from sglang_chunk_cache.selector.messages import SCORES
+from sglang_chunk_cache.selector.metrics import SelectorMetrics
+from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+
+
+class ChunkCacheScores(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec.Struct
+    """A `SelectorAnswer` for the request `rid`; rankings as bytes."""
+
+    rankings: list[bytes] | None
+    reason: str | None
+    seconds: float
+
+
+hook_custom_types(ChunkCacheScores)
+
+
+def scores_message(rid: str, answer: SelectorAnswer) -> ChunkCacheScores:
+    """What is sent to the schedulers."""
+    rankings = None if answer.rankings is None else [one.tobytes() for one in answer.rankings]
+    return ChunkCacheScores(rid=rid, rankings=rankings, reason=answer.reason, seconds=answer.seconds)
+
+
+def create_client(manager: Any, args: ChunkCacheArgs) -> SelectorClient | None:
+    """The selector of a server, ready; None where it has none.
+
+    Args:
+        manager: the tokenizer manager, which sends the answers.
+
+    Raises:
+        StartRefused: the selector did not start.
+    """
+    if args.selector is None:
+        return None
+    server_args = manager.server_args
+    client = SelectorClient(
+        args.selector,
+        args.parsed_config.selector,
+        tokenizer=server_args.tokenizer_path or server_args.model_path,
+        trust_remote_code=server_args.trust_remote_code,
+        revision=server_args.revision,
+        answer=lambda rid, answer: manager._dispatch_to_scheduler(scores_message(rid, answer)),
+        metrics=SelectorMetrics(enabled=bool(manager.enable_metrics)),
+    )
+    try:
+        client.start()
+    except SelectorStartError as error:
+        refuse(f"--chunk-cache-selector {args.selector}: {error}.")
+    atexit.register(client.close)
+    return client
+
+
+def ask(client: SelectorClient, args: ChunkCacheArgs, request: Any) -> None:
+    """Asks for the scores of a tokenized request, where its method wants some."""
+    params = getattr(request.sampling_params, "custom_params", None)
+    text = params.get(PARAM_NAME) if isinstance(params, dict) else None
+    if text is None or request.input_ids is None:
+        return
+    opts = loads(text)
+    fits = all(end <= len(request.input_ids) for _, end in opts.spans)
+    if fits and asks_selector(opts, args.method, args.ratio):
+        client.ask(request.rid, opts, request.input_ids, Partition(request.extra_key, request.cache_salt))
+
+
+def add_selector_answers(scheduler: Any) -> None:
+    """Lets a scheduler take answers; called once its dispatcher is there."""
+    scheduler._request_dispatcher += TypeBasedDispatcher([(ChunkCacheScores, partial(take_answer, scheduler))])
+
+
+def take_answer(scheduler: Any, message: ChunkCacheScores) -> None:
+    """The request that waits for it, if it still does, waits no longer."""
+    waiting = chain(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
+    req = next((req for req in waiting if req.rid == message.rid), None)
+    state = None if req is None else state_of(req)
+    if state is not None:
+        found = message.rankings
+        rankings = None if found is None else tuple(np.frombuffer(one, dtype=SCORES) for one in found)
+        state.prompt.answer = SelectorAnswer(rankings, message.reason, message.seconds)

@@ -1,0 +1,84 @@
+"""What the process that tokenizes and the selector say to each other, as msgpack.
+
+Token ids and scores travel as bytes of numpy arrays (`IDS`, `SCORES`), in the byte order of their machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+IDS = np.dtype(np.int32)
+SCORES = np.dtype(np.float32)
+
+
+class Text(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of the main model; `key` is equal for equal tokens behind equal ones, of one tenant."""
+
+    key: bytes
+    ids: bytes
+
+
+class Question(msgspec.Struct, tag="question", array_like=True, frozen=True):
+    """Score the chunks of a prompt: `prefix` stands in front of them, `question` (ids) behind; `number` is its name."""
+
+    number: int
+    timeout_s: float
+    prefix: Text
+    chunks: list[Text]
+    question: bytes
+
+
+class Scores(msgspec.Struct, tag="scores", array_like=True, frozen=True):
+    """Per chunk one score for each of its tokens, or the reason why there are none."""
+
+    number: int
+    rankings: list[bytes] | None
+    reason: str | None = None
+
+
+class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
+    """The process runs; `is_ready`: its model is loaded."""
+
+    is_ready: bool
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How the process is started; its one argument, as JSON.
+
+    Attributes:
+        model: Hugging Face folder or name of the auxiliary model.
+        tokenizer: of the main model, with what SGLang was told about it.
+        questions, replies: where the sockets are.
+    """
+
+    model: str
+    tokenizer: str
+    trust_remote_code: bool
+    revision: str | None
+    max_bytes: int
+    num_threads: int
+    questions: str
+    replies: str
+
+
+def dumps(message: Question | Scores | Alive) -> bytes:
+    """One message."""
+    return msgspec.msgpack.encode(message)
+
+
+_QUESTION = msgspec.msgpack.Decoder(Question)
+_REPLY: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Scores | Alive)
+
+
+def loads_question(data: bytes) -> Question:
+    """What the selector receives."""
+    return _QUESTION.decode(data)
+
+
+def loads_reply(data: bytes) -> Scores | Alive:
+    """What it sends."""
+    reply: Scores | Alive = _REPLY.decode(data)
+    return reply

@@ -1,0 +1,31 @@
+"""Methods whose scores come from outside the model: a small auxiliary one looks at the text while the request waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chunk_cache.methods.base import TOP_K
+from chunk_cache.methods.options import GROUP_SIZE, Option
+from chunk_cache.methods.ranked import RankedMethod
+
+
+class CacheClip(RankedMethod):
+    """CacheClip section 3.3: the reused tokens that the question attends to most in the auxiliary model's last layer.
+
+    The best ceil(ratio n) of all reused tokens of the prompt, then windows of 8 that keep their tokens where more than
+    5 were selected. Where the paper is silent: windows are counted in the main model's tokens, from a chunk's first
+    one; a ratio counts reused tokens; `top_k` makes the budget one for each chunk.
+    """
+
+    name = "cacheclip"
+    own_options = (TOP_K,)
+    asks_selector = True
+
+    @property
+    def options_schema(self) -> tuple[Option, ...]:
+        grouping = replace(GROUP_SIZE, default=8)
+        return tuple(grouping if option is GROUP_SIZE else option for option in super().options_schema)
+
+
+STAND_IN = "epic"
+"""The method that serves a request whose selector gave no scores."""

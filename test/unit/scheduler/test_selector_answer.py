@@ -1,0 +1,145 @@
+"""cacheclip: who asks the selector, what a plan makes of its answer, and what serves a request without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunk_cache.config import Config, parse_config
+from chunk_cache.errors import ChunkCacheConfigError
+from chunk_cache.manager import ChunkManager
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
+from unit.scheduler.dict_store import TOKENS, DictStore, new_node, prompt_of
+from unit.scheduler.plans import NOT_STORED, hit, plan_of
+
+SPANS = [(10, 26), (30, 46)]
+UNGROUPED = (("group_size", 0),)
+
+
+def scores(*best: int) -> np.ndarray:
+    """Of a chunk of 16 tokens: these are the best, in falling order."""
+    found = np.zeros(16, dtype=np.float32)
+    for rank, at in enumerate(best):
+        found[at] = 1.0 - 0.01 * rank
+    return found
+
+
+def clip_plan(**given: Any) -> Any:
+    return plan_of(SPANS, [hit(16), hit(16)], method="cacheclip", **given)
+
+
+def recomputed(plan: Any) -> list[int]:
+    return [position for chunk in plan.reply(explain=True)["chunks"] for position in chunk["recomputed_positions"]]
+
+
+def test_one_budget_for_all_chunks_unless_asked_otherwise() -> None:
+    rankings = [scores(3, 4, 5, 6), 0.5 * scores(0, 1)]
+    plan = clip_plan(rankings=rankings, ratio=0.125, options=UNGROUPED)
+    assert recomputed(plan) == [13, 14, 15, 16]
+    plan = clip_plan(rankings=rankings, ratio=0.125, options=(*UNGROUPED, ("top_k", "chunk")))
+    assert recomputed(plan) == [13, 14, 30, 31]
+    assert (plan.method, plan.fallback_reason, plan.selection) == ("cacheclip", None, None)
+
+
+def test_windows_keep_their_tokens_where_most_were_selected() -> None:
+    rankings = [scores(*range(6), 9), scores(2, 3, 4)]
+    plan = clip_plan(rankings=rankings, ratio=10 / 32)
+    assert recomputed(plan) == [10, 11, 12, 13, 14, 15]  # six of the first window; 9 and the others are too few
+    assert plan.num_recomputed == 6
+
+
+def test_only_the_reused_part_is_ranked() -> None:
+    rankings = [scores(0, 1, 12), scores(15, 7)]
+    plan = plan_of(
+        SPANS, [hit(16), hit(16)], method="cacheclip", prefix_len=20, rankings=rankings, ratio=3 / 22, options=UNGROUPED
+    )
+    assert recomputed(plan) == [22, 37, 45]
+    plan = plan_of(SPANS, [NOT_STORED, hit(16)], method="cacheclip", rankings=rankings, ratio=2 / 16, options=UNGROUPED)
+    assert recomputed(plan) == [37, 45]
+
+
+@pytest.mark.parametrize("reason", ["selector_timeout", "selector_unavailable", "selector_failed", "selector_too_long"])
+def test_epic_stands_in_and_the_reply_says_so(reason: str) -> None:
+    given = {"ratio": 0.25, "options": (("shift", 0), ("top_k", "chunk"))}
+    plan = clip_plan(selector_reason=reason, **given)
+    assert (plan.method, plan.ratio, plan.fallback_reason) == ("epic", 0.25, reason)
+    assert recomputed(plan) == [10, 11, 12, 13, 30, 31, 32, 33]
+    assert {chunk.shift for chunk in plan.chunks} == {0}  # an option that both have
+
+
+def test_what_the_scores_could_not_change_needs_none() -> None:
+    for ratio in (0.0, 1.0):
+        plan = clip_plan(selector_reason="selector_timeout", ratio=ratio)
+        assert (plan.method, plan.fallback_reason, plan.num_recomputed) == ("cacheclip", None, 32 * ratio)
+    plan = plan_of(SPANS, [NOT_STORED] * 2, method="cacheclip", selector_reason="selector_timeout", ratio=0.5)
+    assert plan.fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    ("opts", "method", "ratio", "expected"),
+    [
+        ({"method": "cacheclip"}, "epic", 0.15, True),
+        ({}, "cacheclip", 0.15, True),
+        ({"method": "epic"}, "cacheclip", 0.15, False),
+        ({"method": "cacheclip", "ratio": 0.0}, "epic", 0.15, False),
+        ({"method": "cacheclip", "ratio": 1.0}, "epic", 0.15, False),
+        ({"method": "cacheclip", "ratio": 0.3}, "epic", 1.0, True),
+        ({"method": "cacheclip"}, "epic", 1.0, False),
+        ({"method": "cacheclip", "mode": "exact"}, "epic", 0.15, False),
+        ({"method": "cacheclip", "mode": "off"}, "epic", 0.15, False),
+        ({"method": "cacheclip", "spans": ()}, "epic", 0.15, False),
+    ],
+)
+def test_who_asks(opts: dict[str, Any], method: str, ratio: float, expected: bool) -> None:
+    assert asks_selector(RequestOptions(**{"spans": ((0, 4),), **opts}), method, ratio) == expected
+
+
+def test_an_answer_is_scores_or_a_known_reason() -> None:
+    with pytest.raises(AssertionError, match="'tired'"):
+        SelectorAnswer(None, "tired", 0.0)
+    with pytest.raises(AssertionError):
+        SelectorAnswer((scores(1),), "selector_timeout", 0.0)
+
+
+def test_the_manager_plans_anew_when_the_answer_comes() -> None:
+    store = DictStore()
+    manager = ChunkManager(Config(), store, method="cacheclip", ratio=0.5)
+    prompt, tokens = prompt_of([0, 1])
+    for keep in list(manager.remember_exact(prompt, None, in_tree=0, up_to=len(tokens))):
+        home = new_node(TOKENS[keep.chunk])
+        store.put(home, len(TOKENS[keep.chunk]))
+        manager.complete(prompt, keep, home)
+    where = {"prompt_len": len(tokens) + 3, "prefix_len": 0, "max_prefix_len": len(tokens) + 2}
+    before = manager.plan(prompt, **where)
+    assert (before.method, before.fallback_reason) == ("epic", NO_ANSWER)
+    rankings = tuple(np.arange(end - start, dtype=np.float32) for start, end in prompt.options.spans)
+    prompt.answer = SelectorAnswer(rankings, None, 0.1)
+    after = manager.plan(prompt, **where)
+    assert (after.method, after.fallback_reason) == ("cacheclip", None)
+    assert manager.plan(prompt, **where) is after
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "--chunk-cache-config: selector: 7 is not an object; give an object with some of timeout_s, "),
+        ({"model": "x"}, "--chunk-cache-config: selector.model: unknown key 'model'; known keys: timeout_s, "),
+        ({"timeout_s": 0}, "--chunk-cache-config: selector.timeout_s: 0 is not a number of at least 0.001; "),
+        ({"timeout_s": True}, "--chunk-cache-config: selector.timeout_s: True is not a number"),
+        ({"max_bytes": "much"}, "--chunk-cache-config: selector.max_bytes: 'much' is not a number of bytes; "),
+        ({"num_threads": -1}, "--chunk-cache-config: selector.num_threads: -1 is not an integer in [0, 1024]; "),
+        ({"num_threads": 1.0}, "--chunk-cache-config: selector.num_threads: 1.0 is not an integer"),
+    ],
+)
+def test_bad_keys_of_the_selector(value: object, message: str) -> None:
+    with pytest.raises(ChunkCacheConfigError) as caught:
+        parse_config({"selector": value})
+    assert str(caught.value).startswith(message)
+
+
+def test_keys_of_the_selector() -> None:
+    config = parse_config({"selector": {"timeout_s": 2, "max_bytes": "1GB", "num_threads": 3}}).selector
+    assert (config.timeout_s, config.max_bytes, config.num_threads) == (2.0, 10**9, 3)
