@@ -318,7 +318,7 @@ def _reference_reply(prompt: Prompt, out: Mapping[str, Any]) -> Reply:
     if meta["chunk_cache"]["reused_tokens"]:
         raise SetupError(f"The reference of prompt {prompt.key} reused chunks; this is a bug.")
     top = tuple((token, _finite(logprob)) for logprob, token, _ in meta["output_top_logprobs"][0])
-    return Reply(**_common(prompt, REFERENCE, out), kl=None, top=top, ids=tuple(out.get("output_ids", ())))
+    return Reply(**_common(prompt, REFERENCE, out), kl=None, top=top, ids=_answer_ids(out))
 
 
 def _reply(
@@ -329,6 +329,13 @@ def _reply(
     found = {token: _finite(logprob) for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
     kl = first_token_kl([p for _, p in reference.top], [found[token] for token, _ in reference.top])
     return Reply(**_common(prompt, condition, out), kl=kl)
+
+
+def _answer_ids(out: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens of the answer, without the one that ended it: the text has none for it either."""
+    ids = tuple(out.get("output_ids", ()))
+    reason = out["meta_info"].get("finish_reason") or {}
+    return ids[:-1] if ids and reason.get("matched") == ids[-1] else ids
 
 
 def _forced(out: Mapping[str, Any], prompt_len: int) -> Forced:

@@ -27,7 +27,7 @@ def findings_of(losses: dict[str, float], num: int = 60, target: float = 0.05) -
         method, _, ratio = name.partition("@")
         values = loss + 0.002 * np.linspace(-1, 1, num)
         condition = Condition(parse_method(method), float(ratio) if ratio else None)
-        measured.append(Measured(condition, values, values, values[:0], 0.9, float(ratio or 0.4)))
+        measured.append(Measured(condition, values, values, values[:0], 0.9, 0.05 + float(ratio or 0.4)))
     judged = judge(measured, target)
     return Findings({"model": "m"}, FITS, target, judged, recommend(judged, target))
 
@@ -95,7 +95,7 @@ def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:
 
 def test_a_recommendation_is_written_with_its_flags(tmp_path: Path) -> None:
     findings = findings_of({"full-reuse@0": 0.8, "epic@0.15": 0.2, "epic@0.3": 0.01, "epic@0.5": 0.0})
-    assert sentences(findings)[0].startswith("Reuse: epic at ratio 0.3. It computes 30 % of the rows")
+    assert sentences(findings)[0].startswith("Reuse: epic at ratio 0.3. It computes 35 % of the rows")
     write_results(tmp_path, findings)
     draw(tmp_path / "verify.png", findings)
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -140,9 +140,9 @@ def test_luck_is_told() -> None:
 
 def test_alpha_is_served_by_the_configuration() -> None:
     condition = Condition(MethodSpec("cache-craft", (("alpha", 1.5),)))
-    assert (
-        flags_of(condition) == "--chunk-cache --chunk-cache-method cache-craft --chunk-cache-config '{\"alpha\": 1.5}'"
-    )
+    config = '{"alpha": 1.5}'
+    served = f"--chunk-cache --chunk-cache-method cache-craft --chunk-cache-config '{config}'"
+    assert flags_of(condition) == served
     assert parse_config(json.loads(json.dumps(config_of(condition)))).alpha == 1.5
     assert request_of(condition) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def read(tmp_path: Path, tokenizer: Any, *values: Any, **options: Any) -> Worklo
 def pieces(prompt: TokenPrompt, tokenizer: Any) -> list[str]:
     """What stands before, in and behind the chunks."""
     ends = [0, *(place for span in prompt.spans for place in span), len(prompt.ids)]
-    found = [prompt.ids[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    found = [prompt.ids[a:b] for a, b in pairwise(ends)]
     return [tokenizer.decode(list(ids)) for ids in found if ids]
 
 
@@ -137,7 +138,7 @@ def test_a_template_that_is_missing_or_changes_chunks_is_told(tmp_path: Path) ->
 
 
 def test_a_file_without_marks_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="marks no chunk .* or name the server's separator by --separator"):
+    with pytest.raises(DataError, match=r"marks no chunk .* or name the server's separator by --separator"):
         read(tmp_path, tokenizer, {"text": "no marks"})
 
 
