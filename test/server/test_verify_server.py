@@ -64,7 +64,7 @@ def test_a_server_of_its_own_ends_with_flags_and_its_replies_are_kept(needles: P
     (out / "server.log").unlink()
     again = call(str(MODEL), str(needles), *grid, "--target", "1e-9", "--", "--max-total-tokens", "16384")
     assert again.returncode == 1, again.stdout + again.stderr
-    assert "Do not reuse here" in again.stdout
+    assert "Serve with" not in again.stdout
     assert not (out / "server.log").exists()
     assert not (out / "flags.txt").exists()
 

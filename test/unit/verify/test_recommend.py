@@ -144,8 +144,12 @@ def test_one_bad_prompt_among_many_leaves_the_mean_open() -> None:
 
 
 def test_bounds_hold_what_they_promise_where_a_few_prompts_lose_a_lot() -> None:
-    """A tenth of the prompts loses about a nat: the true mean is above a 5 % bound in about 5 % of the samples."""
+    """A tenth of the prompts loses about a nat: the mean is above a 5 % bound in about 5 % of the samples.
+
+    It is far more often above that of the usual percentile bootstrap.
+    """
     draw = np.random.default_rng(2)
-    samples = (draw.exponential(1.0, 200) * (draw.random(200) < 0.1) for _ in range(100))
+    samples = [draw.exponential(1.0, 100) * (draw.random(100) < 0.1) for _ in range(200)]
     missed = sum(bounds_of(sample, 0.05)[1] < 0.1 for sample in samples)
-    assert missed <= 11
+    usual = sum(np.quantile(draw.choice(sample, (1000, 100)).mean(axis=1), 0.95) < 0.1 for sample in samples)
+    assert missed <= 15 < usual
