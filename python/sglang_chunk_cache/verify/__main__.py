@@ -200,10 +200,11 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         asked = [(p, c) for c in (REFERENCE, *conditions) for p in prompts if log.find(p.key, c) is None]
         checks: list[Check] = []
         if asked or not prompts:
+            salt = uuid.uuid4().hex[:8]  # a running server has others to serve, so it is not flushed
             with reached(args, flags) as client:
-                checks = _check(args, client, model, prompts)
+                checks = _check(args, client, model, prompts, salt)
                 if all(check.holds for check in checks) and prompts:
-                    _ask(Session(client, asking, args.stored, uuid.uuid4().hex[:8]), prompts, conditions, log)
+                    _ask(Session(client, asking, args.stored, salt if args.is_url else ""), prompts, conditions, log)
         if not all(check.holds for check in checks):
             print("Do not use this model: the implementation does not fit it, whatever the ratio; please report it.")
             return 1
@@ -214,12 +215,12 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _check(
-    args: argparse.Namespace, client: ServerClient, model: Model, prompts: Sequence[TokenPrompt]
+    args: argparse.Namespace, client: ServerClient, model: Model, prompts: Sequence[TokenPrompt], salt: str
 ) -> Sequence[Check]:
     own = [prompt for prompt in prompts if len(prompt.spans) > 1][:NUM_FIT]
     tolerance = tolerance_of(client) if args.tolerance is None else args.tolerance
     used = own or generate_prompts(NUM_FIT, len(model.tokenizer))
-    checks = check_fit(client, used, uuid.uuid4().hex[:8], tolerance)
+    checks = check_fit(client, used, salt, tolerance)
     print("\n".join(check_lines(checks)), flush=True)
     return checks
 

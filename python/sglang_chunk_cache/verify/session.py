@@ -8,9 +8,10 @@
             ask_reference               prime                 ask                        ask
 
 A reference prompt enters the exact cache, where the same prompt would later find all of itself; so references come
-first and the cache is emptied behind them. Fused prompts leave nothing behind. Every reply must say that each chunk
-was taken from the store (`hit`), or lay in the exact prefix (`prefix`); anything else is a `SetupError`, because the
-numbers would not mean what they are said to.
+first and the cache is emptied behind them. On a server that others use too (`salt`) nothing is emptied: references lie
+in partitions of their own, and what is oldest is evicted first. Fused prompts leave nothing behind. Every reply must
+say that each chunk was taken from the store (`hit`), or lay in the exact prefix (`prefix`); anything else is a
+`SetupError`, because the numbers would not mean what they are said to.
 
 What `prime` stores decides what Cache-Craft's alpha means, for CFO compares the context of a chunk with the one it had
 when it was stored:
