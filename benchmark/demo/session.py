@@ -90,13 +90,14 @@ def time_warm(
 ) -> list[Clocked]:
     """Every prompt under stock and every condition, after each passage was computed behind the system prompt.
 
-    Stock gets the same preparation, so its prefix cache finds the first passage of every prompt; what it has answered
-    stays in its cache, as it would.
+    Stock is prepared as far as it can be: its prefix cache finds the system prompt and the first passage of every
+    prompt; what it has answered stays in its cache, as it would.
     """
-    for text in dict.fromkeys(body.content for prompt in prompts for body in prompt.priming()):
-        assert isinstance(text, str), "prompts of the demo are texts"
-        for side, request in (("warm-stock", REFERENCE.request), ("warm-reuse", {})):
-            server.generate(text, max_new_tokens=0, chunk_cache=request, extra_key=side)
+    primed = [prompt.priming() for prompt in prompts]
+    for body in dict.fromkeys(body for bodies in primed for body in bodies):
+        server.generate(str(body.content), max_new_tokens=0, chunk_cache={}, extra_key="warm-reuse")
+    for body in dict.fromkeys(bodies[0] for bodies in primed):
+        server.generate(str(body.content), max_new_tokens=0, chunk_cache=REFERENCE.request, extra_key="warm-stock")
     clocked = []
     order = [REFERENCE, *conditions]
     for prompt in prompts:
