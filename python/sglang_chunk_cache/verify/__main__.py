@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--chat", action="store_true", help="put lines with chunks and a question through the model's chat template")
     add("--separator", default=DEFAULT_SEPARATOR, metavar="TEXT", help="in the prompts (default: %(default)s)")
     add("--tokenizer", metavar="DIR", help="of the server's model, where its own path is not known here")
-    add("--api-key", metavar="KEY", help=f"of the server at a URL (default: ${KEY_ENV})")
+    key = os.environ.get(KEY_ENV)
+    add("--api-key", default=key, metavar="KEY", help=f"of the server at a URL (default: ${KEY_ENV})")
     add("--tolerance", type=float, help="of log-probabilities at ratio 1.0 (default: by number format)")
     add("--out", type=Path, default=Path("chunk-cache-verify"), metavar="DIR", help="default: %(default)s")
     add("--fresh", action="store_true", help="forget the replies that an earlier run has left in --out")
