@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -157,14 +158,14 @@ def draw_plot(
         time.text(first, place, f" {sooner(clocked, condition):.1f}x", va="center", fontsize=8)
     time.set_yticks(places, names, fontsize=8)
     time.set_xlabel("every passage known: time to first token, ms")
-    time.set_title(about[0], fontsize=8, loc="left")
+    time.set_title(textwrap.fill(about[0], 66), fontsize=8, loc="left")
     losses = [0.0, *(qualities[condition].loss for condition in REUSED)]
     quality.barh(places, losses, color=ORANGE)
     for place, loss in zip(places, losses, strict=True):
         quality.text(max(0.0, loss), place, f" {_small(loss)}", va="center", fontsize=8)
     quality.set_yticks(places, [""] * len(places))
     quality.set_xlabel("nats lost per token of full prefill's own answer")
-    quality.set_title(about[1], fontsize=8, loc="left")
+    quality.set_title(textwrap.fill(about[1], 66), fontsize=8, loc="left")
     for axis in (time, quality):
         axis.invert_yaxis()
     numbers = range(1, len(exchanges) + 1)
@@ -174,6 +175,7 @@ def draw_plot(
         below.bar([number + shift for number in numbers], times, width=0.4, color=color, label=label)
     below.set_xlabel("an empty cache: question")
     below.set_ylabel("time to first token, ms")
+    below.xaxis.get_major_locator().set_params(integer=True)
     below.set_xlim(0.3, len(exchanges) + 0.7)
     below.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     for axis in (time, quality, below):
