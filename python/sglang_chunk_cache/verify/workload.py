@@ -126,13 +126,27 @@ def generate_prompts(
 
 
 def _requests(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, what was asked) of every line; `answers` of the line go along."""
+    """(`file:line`, what was asked) of every prompt; `answers` of the line go along."""
     for where, value in read_jsonl(path):
         if value.get("event", RECEIVED) != RECEIVED:
             continue
         wrapper = next((name for name in WRAPPERS if isinstance(value.get(name), dict)), None)
         beside = {"answers": value["answers"]} if "answers" in value else {}
-        yield where, value if wrapper is None else {**value[wrapper], **beside}
+        for one in _each(value if wrapper is None else value[wrapper]):
+            yield where, {**one, **beside}
+
+
+def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The prompts of a request, one by one, each with its own sampling parameters."""
+    for kind, item in (("text", str), ("prompt", str), ("input_ids", list)):
+        prompts = value.get(kind)
+        if isinstance(prompts, list) and prompts and all(isinstance(prompt, item) for prompt in prompts):
+            params = value.get("sampling_params")
+            own = params if isinstance(params, list) and len(params) == len(prompts) else [params] * len(prompts)
+            for prompt, param in zip(prompts, own, strict=True):
+                yield {**value, kind: prompt, "sampling_params": param}
+            return
+    yield value
 
 
 @dataclass(frozen=True)

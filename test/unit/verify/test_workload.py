@@ -102,6 +102,25 @@ def test_a_log_of_the_server_is_read_and_the_rest_of_it_passed_over(tmp_path: Pa
     assert work.prompts[1].gold
 
 
+def test_what_a_server_printed_is_read_by_its_events(tmp_path: Path, tokenizer: Any) -> None:
+    """The time stands in front of every line, requests come as batches, and other lines are between them."""
+    params = [{"custom_params": {"chunk_cache": json.dumps({"spans": spans})}} for spans in ([[1, 3]], [[2, 5]])]
+    batch = {"input_ids": [list(range(10, 18)), list(range(20, 28))], "text": None, "sampling_params": params}
+    event = json.dumps({"timestamp": "t", "event": "request.received", "rid": ["a", "b"], "obj": batch})
+    finished = json.dumps({"timestamp": "t", "event": "request.finished", "obj": batch})
+    lines = [
+        "warnings.warn(",
+        "[2026-01-01 00:00:00] Prefill batch",
+        f"[2026-01-01 00:00:00] {event}",
+        f"[x] {finished}",
+    ]
+    work = read(tmp_path, tokenizer, *lines)
+    assert work.prompts == (
+        TokenPrompt(tuple(range(10, 18)), ((1, 3),)),
+        TokenPrompt(tuple(range(20, 28)), ((2, 5),)),
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -111,7 +130,8 @@ def test_a_log_of_the_server_is_read_and_the_rest_of_it_passed_over(tmp_path: Pa
         ({"chunks": ["a", 3]}, "chunks: not a list of strings"),
         ({"chunks": ["a", " "]}, "chunks[1]: empty; leave it out"),
         ({"chunks": ["a", "b"], "question": 7}, "question: not a string"),
-        ({"text": ["a", "b"]}, "text: not a string; give one prompt per line"),
+        ({"text": 3}, "text: not a string; give one prompt per line"),
+        ({"text": ["a", 3]}, "text: not a string; give one prompt per line"),
         ({"text": "one<|chunk|>separator"}, "text: only one separator"),
         ({"messages": "hello"}, "messages: not a list of messages"),
         ({"input_ids": [1, "x"]}, "input_ids: not a list of token ids"),
