@@ -1,5 +1,5 @@
 # make install   the environment in .venv (uv; nothing outside this folder but the package cache)
-# make demo      install, then the demonstration: a real server, 30 questions, a table and a plot
+# make demo      install, then the demonstration: speed and quality of reuse side by side (MODEL=FOLDER: of a model of yours)
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml .ci/install
 	.ci/install $(STAMP)
 
 demo: $(STAMP)
-	$(PY) benchmark/demo/demo.py
+	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: $(STAMP)
 	$(PY) -m pytest $(SHARED) -m "not server and not slow and not all" test

@@ -23,10 +23,11 @@ sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
 # The others share the servers of server/conftest.py.
 OWN_SERVER = (
-    *("test_verify_engine.py", "test_admin_server.py"),
-    *("test_tiers_server.py", "test_tier_faults_server.py", "test_selector_server.py"),
+    *("test_admin_server.py", "test_tiers_server.py"),
+    *("test_tier_faults_server.py", "test_selector_server.py"),
 )
-TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py")  # share the server of a trained model
+# These share the server of a trained model.
+TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py", "test_verify_server.py")
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,26 +1,28 @@
-"""The second part of the demo: a trained model answers, and one sees which answers reuse keeps.
+"""What reuse does to answers: the same questions to stock SGLang and under a few methods and ratios.
 
-- `ask_all` puts the same questions to one server, to stock SGLang and under a few methods and ratios.
-- `build_answer_table` shows how many were right, `show_examples` a few answers word by word.
+- `ask_all` asks one server; `qualities_of` compares with full prefill, condition by condition.
+- `make_notes` are questions to the trained model of this repository, and `count_right` its right answers by kind.
 
-The model (`benchmark/quality/models/`) has a million parameters and knows one thing: notes in a made-up language of
-some 180 words. It is right on what it was trained for, so a wrong answer is the doing of reuse.
+The trained model (`benchmark/quality/models/`) has a million parameters and knows one thing: notes in a made-up
+language of some 180 words. It is right on what it was trained for, so a wrong answer is the doing of reuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from benchmark.common.machine import ROOT
-from benchmark.common.server import Server
-from benchmark.quality.conditions import REFERENCE, Condition, parse_method
-from benchmark.quality.prompts import VERBATIM, build_prompt
+from benchmark.quality.prompts import VERBATIM, Prompt, build_prompt
 from benchmark.quality.question import Question
-from benchmark.quality.session import Asking, Session
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+
+from sglang_chunk_cache.server_args import DEFAULT_METHOD, DEFAULT_RATIO
+from sglang_chunk_cache.server_client import ServerClient
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
+from sglang_chunk_cache.verify.reply_log import Reply
+from sglang_chunk_cache.verify.session import Asking, Session
 
 MODEL_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"
 FAMILIES = {
@@ -28,85 +30,80 @@ FAMILIES = {
     "multi": "values from several passages, in order",
     "carry": "a fact that only an earlier passage explains",
 }
-CONDITIONS = (
-    REFERENCE,
-    Condition(parse_method("full-reuse:shift=0"), 0.0),
-    Condition(parse_method("full-reuse"), 0.0),
-    *(Condition(parse_method("epic"), ratio) for ratio in (0.15, 0.5)),
-    *(Condition(parse_method("fusionrag"), ratio) for ratio in (0.15, 0.5)),
-    Condition(parse_method("fusionrag"), 1.0),
+DEFAULT = Condition(MethodSpec(DEFAULT_METHOD), DEFAULT_RATIO)
+REUSED = (
+    Condition(MethodSpec("full-reuse"), 0.0),
+    DEFAULT,
+    Condition(MethodSpec("fusionrag"), 0.15),
+    Condition(MethodSpec("epic"), 0.5),
+    Condition(MethodSpec("epic"), 1.0),
 )
-ASKING = Asking(max_new_tokens=6)
+Replies = Mapping[Condition, Sequence[Reply]]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one question got under one condition."""
+class Quality:
+    """Answers under one condition beside those of full prefill.
 
-    question: Question
-    condition: Condition
-    text: str
+    Attributes:
+        num_same: answers that are full prefill's, word by word.
+        kl: mean KL of the first token's distribution to full prefill's, nats.
+        loss: nats per token by which full prefill's own answers became less likely, mean.
+    """
 
-    @property
-    def is_right(self) -> bool:
-        return self.text.split() == self.question.answers[0].split()
-
-
-def make_all_questions(num: int) -> list[Question]:
-    """`num` questions of each family, none of them used in training."""
-    return [q for family in FAMILIES for q in make_questions(family, num=num, seed=HELD_OUT_SEEDS[0])]
+    num: int
+    num_same: int
+    kl: float
+    loss: float
 
 
-def ask_all(server: Server, questions: Sequence[Question]) -> list[Answer]:
-    """All questions under all conditions; passages are computed alone first, then reused."""
-    session = Session(server, ASKING)
-    prompts = [build_prompt(question, VERBATIM) for question in questions]
-    by_key = {prompt.key: question for prompt, question in zip(prompts, questions, strict=True)}
-    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
-    answers = [Answer(by_key[key], REFERENCE, reply.text) for key, reply in references.items()]
-    lengths = {key: reply.prompt_len for key, reply in references.items()}
-    for block in session.blocks(prompts, lengths):
+def make_notes(num: int) -> tuple[list[Question], list[Prompt]]:
+    """`num` questions of each family, none of them used in training, with their prompts."""
+    questions = [q for family in FAMILIES for q in make_questions(family, num=num, seed=HELD_OUT_SEEDS[0])]
+    return questions, [build_prompt(question, VERBATIM) for question in questions]
+
+
+def ask_all(client: ServerClient, prompts: Sequence[Prompt], max_new_tokens: int) -> Replies:
+    """All prompts under all conditions; passages are computed alone first, then reused. Replies in the prompts' order.
+
+    Raises:
+        SetupError: a passage was not reused.
+    """
+    session = Session(client, Asking(max_new_tokens, likelihood=True), salt="answers-")
+    asked = [replace(prompt, answer="") for prompt in prompts]  # full prefill's own answer is enough
+    full = {reply.prompt: reply for replies in session.ask_reference(asked) for reply in replies}
+    found: dict[Condition, dict[str, Reply]] = {REFERENCE: full, **{condition: {} for condition in REUSED}}
+    for block in session.blocks(asked, {key: reply.prompt_len for key, reply in full.items()}):
         session.prime(block)
-        for condition in CONDITIONS[1:]:
-            for replies in session.ask([(prompt, condition) for prompt in block], references):
-                answers += [Answer(by_key[reply.prompt], condition, reply.text) for reply in replies]
-    return answers
+        for condition in REUSED:
+            for replies in session.ask([(prompt, condition) for prompt in block], full):
+                found[condition] |= {reply.prompt: reply for reply in replies}
+    return {condition: [replies[prompt.key] for prompt in prompts] for condition, replies in found.items()}
 
 
-def build_answer_table(answers: Sequence[Answer]) -> Table:
-    """Right answers by condition and family."""
-    table = Table(title="Right answers of a small trained model", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("method")
-    table.add_column("ratio", justify="right")
-    for family, what in FAMILIES.items():
-        table.add_column(f"{family}: {what}", justify="right", max_width=24)
-    for condition in CONDITIONS:
-        cells = []
+def qualities_of(replies: Replies) -> dict[Condition, Quality]:
+    """By condition, without the reference."""
+    return {condition: _quality(replies[REFERENCE], replies[condition]) for condition in REUSED}
+
+
+def _quality(full: Sequence[Reply], mine: Sequence[Reply]) -> Quality:
+    pairs = list(zip(full, mine, strict=True))
+    losses = [a.own.logprob - b.own.logprob for a, b in pairs if a.own is not None and b.own is not None]
+    return Quality(
+        num=len(pairs),
+        num_same=sum(a.text == b.text for a, b in pairs),
+        kl=float(np.mean([b.kl for _, b in pairs])),
+        loss=float(np.mean(losses)),
+    )
+
+
+def count_right(questions: Sequence[Question], replies: Replies) -> dict[Condition, dict[str, tuple[int, int]]]:
+    """(right, all) by condition and family."""
+    found: dict[Condition, dict[str, tuple[int, int]]] = {}
+    for condition, mine in replies.items():
+        found[condition] = {}
         for family in FAMILIES:
-            own = [a.is_right for a in answers if a.condition == condition and a.question.family == family]
-            cells.append(f"{sum(own)} of {len(own)}")
-        ratio = "" if condition.ratio is None else f"{condition.ratio:g}"
-        table.add_row(name_of(condition), ratio, *cells)
-    return table
-
-
-def name_of(condition: Condition) -> str:
-    if condition == REFERENCE:
-        return "stock, full prefill"
-    return "reuse without position shift" if condition.label == "full-reuse:shift=0" else condition.label
-
-
-def show_examples(answers: Sequence[Answer]) -> list[str]:
-    """One question of each family with its answers under three conditions."""
-    lines = []
-    shown = (REFERENCE, CONDITIONS[2], CONDITIONS[-2])
-    for family in FAMILIES:
-        question = next(a.question for a in answers if a.question.family == family)
-        texts = [
-            f"{name_of(a.condition)}{'' if a.condition.ratio is None else f' {a.condition.ratio:g}'}: {a.text.strip()}"
-            for condition in shown
-            for a in answers
-            if a.question is question and a.condition == condition
-        ]
-        lines.append(f'{family}: "{question.question}" ({question.answers[0]}) -> ' + "; ".join(texts))
-    return lines
+            pairs = [(q, r) for q, r in zip(questions, mine, strict=True) if q.family == family]
+            right = sum(reply.text.split() == question.answers[0].split() for question, reply in pairs)
+            found[condition][family] = right, len(pairs)
+    return found

@@ -1,141 +1,205 @@
-"""What the demo shows at its end: `build_table`, `summarize`, `draw_plot`, `write_json`."""
+"""What the demo shows: tables (`warm_table`, `cold_table`, `kinds_table`), `summarize`, `draw_plot`, `write_json`."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmark.demo.session import Exchange
+from benchmark.demo.answers import DEFAULT, FAMILIES, REUSED, Quality
+from benchmark.demo.session import Clocked, Exchange
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-LEGEND = (
-    "Tokens of a prompt = exact + reused + computed. exact: prefix that SGLang reuses anyway (in brackets: stock). "
-    "reused: from passages seen before, wherever they stood; recomputed: the part of it that was computed again. "
-    "computed: the question, and passages seen for the first time (new), which are always a miss."
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
+
+GROUP = 10  # questions in one row of the cold table
+LEGEND_WARM = (
+    "first token, whole answer: median of what a user waits. same answer: word by word that of full prefill, which is "
+    "stock SGLang computing the whole prompt. KL: how far the probabilities of the first word moved; 0 is not at all. "
+    "nats lost: how much less likely full prefill's own answer became, per token; 0.1 is 10 %, 0.7 is half."
 )
+LEGEND_COLD = (
+    "Nothing is stored when the first question comes. new: passages seen for the first time, which everybody must "
+    "compute; reused: tokens of passages seen before, wherever they stood."
+)
+GREY, BLUE, ORANGE = "#9a9a9a", "#0072B2", "#D55E00"
 
 
-def build_table(exchanges: Sequence[Exchange]) -> Table:
-    """One row per question, then totals and medians."""
-    table = Table(
-        title="Time to first token, stock SGLang (prefix cache on) against chunk reuse",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for name in ("#", "passages (new)", "prompt", "exact (stock)", "reused", "recomputed", "computed"):
-        table.add_column(name, justify="right")
-    for name in ("stock ms", "reuse ms", "ratio"):
-        table.add_column(name, justify="right", style="bold")
-    for number, exchange in enumerate(exchanges, 1):
-        table.add_row(str(number), *_cells(exchange), end_section=number == len(exchanges))
-    table.add_row("sum", *_sums(exchanges))
-    table.add_row("median", *[""] * 6, *_medians(exchanges))
+def name_of(condition: Condition) -> str:
+    """What a newcomer understands."""
+    if condition == REFERENCE:
+        return "stock SGLang, full prefill"
+    if condition.ratio == 0:
+        return "reuse as stored"
+    if condition.ratio == 1:
+        return "reuse, everything recomputed"
+    assert condition.ratio is not None
+    default = " (default)" if condition == DEFAULT else ""
+    return f"reuse, {condition.ratio:.0%} recomputed by {condition.label}{default}"
+
+
+def warm_table(clocked: Sequence[Clocked], qualities: Mapping[Condition, Quality]) -> Table:
+    """One row per condition: time, and what it does to answers."""
+    table = Table(title="1. Every passage is known: speed and quality", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("first token, ms", "whole answer, ms", "sooner", "same answer", "KL", "nats lost"):
+        table.add_column(name, justify="right", style="bold" if name in ("sooner", "nats lost") else "")
+    for condition in (REFERENCE, *REUSED):
+        first_s, total_s = medians(clocked, condition)
+        cells = [f"{1e3 * first_s:.0f}", f"{1e3 * total_s:.0f}", f"{sooner(clocked, condition):.1f}x"]
+        if condition == REFERENCE:
+            cells += ["", "", ""]
+        else:
+            quality = qualities[condition]
+            cells += [f"{quality.num_same} of {quality.num}", _small(quality.kl), _small(quality.loss)]
+        table.add_row(name_of(condition), *cells)
     return table
 
 
-def _cells(exchange: Exchange) -> list[str]:
-    reuse = exchange.reuse
+def medians(clocked: Sequence[Clocked], condition: Condition) -> tuple[float, float]:
+    """Seconds to the first and to the last token."""
+    own = [one for one in clocked if one.condition == condition]
+    return statistics.median(one.first_s for one in own), statistics.median(one.total_s for one in own)
+
+
+def sooner(clocked: Sequence[Clocked], condition: Condition) -> float:
+    """How many times sooner than stock the first token comes, median over the prompts."""
+    stock = [one.first_s for one in clocked if one.condition == REFERENCE]
+    own = [one.first_s for one in clocked if one.condition == condition]
+    return statistics.median(a / b for a, b in zip(stock, own, strict=True))
+
+
+def cold_table(exchanges: Sequence[Exchange]) -> Table:
+    """One row per ten questions, then all."""
+    title = f"2. An empty cache: the first {len(exchanges)} questions, default method"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("questions", "passages (new)", "prompt tokens", "reused", "recomputed", "stock ms", "reuse ms"):
+        table.add_column(name, justify="right")
+    table.add_column("sooner", justify="right", style="bold")
+    starts = range(0, len(exchanges), GROUP)
+    for start in starts:
+        group = exchanges[start : start + GROUP]
+        table.add_row(f"{start + 1}-{start + len(group)}", *_cold_cells(group), end_section=start == starts[-1])
+    table.add_row("all", *_cold_cells(exchanges))
+    return table
+
+
+def _cold_cells(group: Sequence[Exchange]) -> list[str]:
+    prompt_len = sum(one.prompt_len for one in group)
+    reused, recomputed = (sum(one.reuse[f"{name}_tokens"] for one in group) for name in ("reused", "recomputed"))
     return [
-        f"{exchange.num_passages} ({exchange.num_missed})",
-        str(exchange.prompt_len),
-        f"{reuse['prefix_tokens']} ({exchange.stock['prefix_tokens']})",
-        *(str(reuse[name]) for name in ("reused_tokens", "recomputed_tokens", "computed_tokens")),
-        f"{1e3 * exchange.stock_s:.0f}",
-        f"{1e3 * exchange.reuse_s:.0f}",
-        f"{exchange.speedup:.1f}x",
+        f"{sum(one.num_passages for one in group)} ({sum(one.num_missed for one in group)})",
+        str(prompt_len),
+        f"{reused / prompt_len:.0%}",
+        f"{recomputed / prompt_len:.0%}",
+        f"{1e3 * statistics.median(one.stock_s for one in group):.0f}",
+        f"{1e3 * statistics.median(one.reuse_s for one in group):.0f}",
+        f"{statistics.median(one.speedup for one in group):.1f}x",
     ]
 
 
-def _sums(exchanges: Sequence[Exchange]) -> list[str]:
-    def total(name: str) -> int:
-        return sum(exchange.reuse[name] for exchange in exchanges)
-
-    stock_s, reuse_s = sum(e.stock_s for e in exchanges), sum(e.reuse_s for e in exchanges)
-    return [
-        f"{sum(e.num_passages for e in exchanges)} ({sum(e.num_missed for e in exchanges)})",
-        str(sum(e.prompt_len for e in exchanges)),
-        f"{total('prefix_tokens')} ({sum(e.stock['prefix_tokens'] for e in exchanges)})",
-        *(str(total(name)) for name in ("reused_tokens", "recomputed_tokens", "computed_tokens")),
-        f"{1e3 * stock_s:.0f}",
-        f"{1e3 * reuse_s:.0f}",
-        f"{stock_s / reuse_s:.1f}x",
-    ]
+def kinds_table(right: Mapping[Condition, Mapping[str, tuple[int, int]]]) -> Table:
+    """Right answers of the trained model by condition and kind of question."""
+    title = "3. Which questions suffer: right answers of the trained model"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for family, what in FAMILIES.items():
+        table.add_column(f"{family}: {what}", justify="right", max_width=24)
+    for condition, kinds in right.items():
+        table.add_row(name_of(condition), *(f"{num} of {total}" for num, total in kinds.values()))
+    return table
 
 
-def _medians(exchanges: Sequence[Exchange]) -> list[str]:
-    return [
-        f"{1e3 * statistics.median(e.stock_s for e in exchanges):.0f}",
-        f"{1e3 * statistics.median(e.reuse_s for e in exchanges):.0f}",
-        f"{statistics.median(e.speedup for e in exchanges):.1f}x",
-    ]
-
-
-def summarize(exchanges: Sequence[Exchange]) -> list[str]:
+def summarize(
+    clocked: Sequence[Clocked], qualities: Mapping[Condition, Quality], exchanges: Sequence[Exchange]
+) -> list[str]:
     """Sentences with the figures that matter."""
-    reused = sum(e.reuse["reused_tokens"] for e in exchanges)
-    prompt = sum(e.prompt_len for e in exchanges)
-    lines = [f"{reused / prompt:.0%} of all prompt tokens came from passages seen before, in another order."]
-    known = [e.speedup for e in exchanges if not e.num_missed]
-    if known:
-        lines.append(
-            f"First token {statistics.median(known):.1f}x sooner: median of the {len(known)} questions whose passages "
-            "were all stored;"
-        )
-    lines.append(
-        f"{statistics.median(e.speedup for e in exchanges):.1f}x over all questions, first occurrences included."
-    )
-    return lines
+    quality = qualities[DEFAULT]
+    cold = statistics.median(one.speedup for one in exchanges)
+    return [
+        f"With the defaults the first token comes {sooner(clocked, DEFAULT):.1f}x sooner where every passage is known, "
+        f"and {cold:.1f}x over the first {len(exchanges)} questions to an empty cache.",
+        f"That is not free: {quality.num - quality.num_same} of {quality.num} answers are no longer those of full "
+        f"prefill, and {_small(quality.loss)} nats per token are lost. That depends on the model and the questions,",
+        "so ask yours: python -m sglang_chunk_cache.verify MODEL PROMPTS.jsonl",
+    ]
 
 
-def draw_plot(exchanges: Sequence[Exchange], path: Path, subtitle: str) -> None:
-    """A PNG: above, time to first token of both sides; below, where the tokens of each prompt came from."""
+def draw_plot(
+    clocked: Sequence[Clocked],
+    qualities: Mapping[Condition, Quality],
+    exchanges: Sequence[Exchange],
+    path: Path,
+    about: tuple[str, str],
+) -> None:
+    """A PNG: above, time and quality of every row of the first table; below, both sides of every cold question.
+
+    Args:
+        about: what time and quality were measured on.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    figure = plt.figure(figsize=(11, 8), layout="constrained")
+    grid = figure.add_gridspec(2, 2)
+    time, quality, below = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
+    conditions = (REFERENCE, *REUSED)
+    names, places = [name_of(condition) for condition in conditions], range(len(conditions))
+    firsts = [1e3 * medians(clocked, condition)[0] for condition in conditions]
+    time.barh(places, firsts, color=[GREY, *[BLUE] * len(REUSED)])
+    for place, condition, first in zip(places, conditions, firsts, strict=True):
+        time.text(first, place, f" {sooner(clocked, condition):.1f}x", va="center", fontsize=8)
+    time.set_yticks(places, names, fontsize=8)
+    time.set_xlabel("every passage known: time to first token, ms")
+    time.set_title(textwrap.fill(about[0], 66), fontsize=8, loc="left")
+    losses = [0.0, *(qualities[condition].loss for condition in REUSED)]
+    quality.barh(places, losses, color=ORANGE)
+    for place, loss in zip(places, losses, strict=True):
+        quality.text(max(0.0, loss), place, f" {_small(loss)}", va="center", fontsize=8)
+    quality.set_yticks(places, [""] * len(places))
+    quality.set_xlabel("nats lost per token of full prefill's own answer")
+    quality.set_title(textwrap.fill(about[1], 66), fontsize=8, loc="left")
+    for axis in (time, quality):
+        axis.invert_yaxis()
     numbers = range(1, len(exchanges) + 1)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7.5), sharex=True, constrained_layout=True)
-    for side, color, shift in (("stock", "#9a9a9a", -0.2), ("reuse", "#1f77b4", 0.2)):
-        label = "stock SGLang, prefix cache on" if side == "stock" else "chunk reuse"
-        times = [1e3 * getattr(e, f"{side}_s") for e in exchanges]
-        above.bar([n + shift for n in numbers], times, width=0.4, color=color, label=label)
-    above.set_ylabel("time to first token, ms")
-    above.set_title(subtitle, fontsize=10, loc="left")
-    above.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    bottom = [0] * len(exchanges)
-    for label, color, values in _token_layers(exchanges):
-        below.bar(numbers, values, bottom=bottom, color=color, width=0.8, label=label)
-        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-    below.set_ylabel("prompt tokens (reuse side)")
-    below.set_xlabel("question")
+    for side, color, shift in (("stock", GREY, -0.2), ("reuse", BLUE, 0.2)):
+        label = "stock SGLang, prefix cache on" if side == "stock" else "reuse, default"
+        times = [1e3 * getattr(one, f"{side}_s") for one in exchanges]
+        below.bar([number + shift for number in numbers], times, width=0.4, color=color, label=label)
+    below.set_xlabel("an empty cache: question")
+    below.set_ylabel("time to first token, ms")
+    below.xaxis.get_major_locator().set_params(integer=True)
     below.set_xlim(0.3, len(exchanges) + 0.7)
-    below.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    for axis in (above, below):
+    below.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    for axis in (time, quality, below):
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _token_layers(exchanges: Sequence[Exchange]) -> list[tuple[str, str, list[int]]]:
-    replies = [e.reuse for e in exchanges]
-    kept = [reply["reused_tokens"] - reply["recomputed_tokens"] for reply in replies]
-    return [
-        ("exact prefix", "#2ca02c", [reply["prefix_tokens"] for reply in replies]),
-        ("reused", "#1f77b4", kept),
-        ("reused, recomputed", "#ff9f40", [reply["recomputed_tokens"] for reply in replies]),
-        ("computed", "#d62728", [reply["computed_tokens"] for reply in replies]),
-    ]
-
-
-def write_json(exchanges: Sequence[Exchange], path: Path, about: dict[str, Any]) -> None:
+def write_json(
+    clocked: Sequence[Clocked],
+    qualities: Mapping[Condition, Quality],
+    exchanges: Sequence[Exchange],
+    path: Path,
+    about: Mapping[str, Any],
+) -> None:
     """Everything that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{**asdict(e), "speedup": round(e.speedup, 3)} for e in exchanges]
-    path.write_text(json.dumps({**about, "questions": rows}, indent=2) + "\n", encoding="utf-8")
+    warm = [{"condition": name_of(c.condition), "first_s": c.first_s, "total_s": c.total_s} for c in clocked]
+    quality = {name_of(condition): asdict(one) for condition, one in qualities.items()}
+    cold = [{**asdict(one), "speedup": round(one.speedup, 3)} for one in exchanges]
+    report = {**about, "warm": warm, "quality": quality, "cold": cold}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _small(value: float) -> str:
+    return "0" if abs(value) < 5e-4 else f"{value:.2g}" if abs(value) < 0.1 else f"{value:.2f}"

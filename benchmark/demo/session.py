@@ -1,25 +1,27 @@
-"""Asking the questions: `ask_both` sends one prompt twice, to stock SGLang and with reuse, and keeps both clocks.
+"""Asking with a clock: `time_warm` (every passage is stored before), `ask_both` (nothing is, when the first one comes).
 
-Both sides are the same server. Stock is `"mode": "off"`: SGLang's own prefix cache works, nothing else. The sides live
-in two partitions (`extra_key`), in which neither finds what the other has left; the one that goes first changes with
+All sides are the same server. Stock is `"mode": "off"`: SGLang's own prefix cache works, nothing else. The sides live
+in partitions (`extra_key`), in which neither finds what the other has left; the one that goes first changes with
 every question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmark.common.server import Server, Timed
 from benchmark.demo.corpus import Passage, Question
-from benchmark.quality.prompts import SEPARATOR
+from benchmark.quality.prompts import SEPARATOR, Prompt
+
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
 
 SYSTEM = (
     "You answer questions about a software project. Use only the passages below, which were taken from its "
     "documentation. Name the passage that you used. If none of them holds the answer, say so in one sentence.\n\n"
 )
-OUTPUT_LEN = 4
+OUTPUT_LEN = 8
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,19 @@ class Exchange:
         return sum(chunk["status"] == "miss" for chunk in self.reuse["chunks"])
 
 
-def build_prompt(passages: Sequence[Passage], question: Question) -> str:
-    """System prompt, the passages marked with separators, the question."""
-    return SEPARATOR.join(unmarked(piece) for piece in (SYSTEM, *(passage.text for passage in passages), question.text))
+@dataclass(frozen=True)
+class Clocked:
+    """One prompt under one condition, with every passage stored before: seconds to the first token, and to the last."""
+
+    condition: Condition
+    first_s: float
+    total_s: float
+
+
+def make_prompt(passages: Sequence[Passage], question: Question) -> Prompt:
+    """System prompt, the passages, the question."""
+    head, *chunks, tail = map(unmarked, (SYSTEM, *(passage.text for passage in passages), question.text))
+    return Prompt(head, tuple(chunks), tail)
 
 
 def unmarked(text: str) -> str:
@@ -68,18 +80,44 @@ def warm_up(server: Server) -> None:
     """One short request of each side in partitions of their own, so that first-time costs are nobody's."""
     prompt = SEPARATOR.join(["Warm up.", " One passage.", " Another passage.", " Done?"])
     for _ in range(2):
-        server.stream(prompt, max_new_tokens=2, chunk_cache={"mode": "off"}, extra_key="warm-stock")
-        server.stream(prompt, max_new_tokens=2, chunk_cache={}, extra_key="warm-reuse")
+        server.stream(prompt, max_new_tokens=2, chunk_cache={"mode": "off"}, extra_key="up-stock")
+        server.stream(prompt, max_new_tokens=2, chunk_cache={}, extra_key="up-reuse")
         prompt = SEPARATOR.join(["Warm up.", " Another passage.", " One passage.", " Done?"])
 
 
+def time_warm(
+    server: Server, prompts: Sequence[Prompt], conditions: Sequence[Condition], tick: Callable[[], None]
+) -> list[Clocked]:
+    """Every prompt under stock and every condition, after each passage was computed behind the system prompt.
+
+    Stock is prepared as far as it can be: its prefix cache finds the system prompt and the first passage of every
+    prompt; what it has answered stays in its cache, as it would.
+    """
+    primed = [prompt.priming() for prompt in prompts]
+    for body in dict.fromkeys(body for bodies in primed for body in bodies):
+        server.generate(str(body.content), max_new_tokens=0, chunk_cache={}, extra_key="warm-reuse")
+    for body in dict.fromkeys(bodies[0] for bodies in primed):
+        server.generate(str(body.content), max_new_tokens=0, chunk_cache=REFERENCE.request, extra_key="warm-stock")
+    clocked = []
+    order = [REFERENCE, *conditions]
+    for prompt in prompts:
+        for condition in order:
+            side = "warm-stock" if condition == REFERENCE else "warm-reuse"
+            timed = server.stream(prompt.text, max_new_tokens=OUTPUT_LEN, chunk_cache=condition.request, extra_key=side)
+            clocked.append(Clocked(condition, timed.first_s, timed.total_s))
+            tick()
+        order = [*order[1:], order[0]]
+    return clocked
+
+
 def ask_both(
-    server: Server, prompt: str, question: Question, num_passages: int, options: dict[str, Any], stock_first: bool
+    server: Server, prompt: Prompt, question: Question, options: dict[str, Any], stock_first: bool
 ) -> Exchange:
     """Sends `prompt` to both sides, one after the other."""
     timed: dict[str, Timed] = {}
     for side in ("stock", "reuse") if stock_first else ("reuse", "stock"):
-        chunk_cache = {"mode": "off"} if side == "stock" else options
-        timed[side] = server.stream(prompt, max_new_tokens=OUTPUT_LEN, chunk_cache=chunk_cache, extra_key=side)
+        request = REFERENCE.request if side == "stock" else options
+        timed[side] = server.stream(prompt.text, max_new_tokens=1, chunk_cache=request, extra_key=f"cold-{side}")
     stock, reuse = timed["stock"], timed["reuse"]
-    return Exchange(question.text, num_passages, stock.chunk_cache, reuse.chunk_cache, stock.first_s, reuse.first_s)
+    num = len(prompt.chunks)
+    return Exchange(question.text, num, stock.chunk_cache, reuse.chunk_cache, stock.first_s, reuse.first_s)

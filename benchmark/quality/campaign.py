@@ -18,14 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmark.common.server import Server, offline_env
-from benchmark.quality.conditions import Condition
-from benchmark.quality.experiment import Experiment, fingerprint
+from benchmark.quality.experiment import Experiment
 from benchmark.quality.prompts import Prompt, PromptFormat, build_chat_prompt, build_prompt
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.replies import ReplyLog
 from benchmark.quality.table import Row
 from benchmark.quality.tasks import Task
 from rich.progress import Progress, TaskID
+
+from sglang_chunk_cache.verify.conditions import Condition
+from sglang_chunk_cache.verify.reply_log import ReplyLog, fingerprint
 
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 

@@ -35,24 +35,23 @@ from benchmark.quality.checks import check_rows
 from benchmark.quality.conditions import (
     COMPOSED_RATIOS,
     RATIOS,
-    Condition,
     built_methods,
     composed_methods,
     conditions_of,
-    parse_method,
 )
-from benchmark.quality.experiment import fingerprint
 from benchmark.quality.loaders.ruler import Size
 from benchmark.quality.metrics import METRICS
 from benchmark.quality.prompts import read_format
 from benchmark.quality.question import DataError
 from benchmark.quality.report import write_report
-from benchmark.quality.session import SetupError
 from benchmark.quality.tasks import KINDS, Task, TaskOptions, load_tasks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_chunk_cache.server_client import ServerGone, ServerRefused
+from sglang_chunk_cache.verify.conditions import Condition, parse_method
+from sglang_chunk_cache.verify.reply_log import fingerprint
+from sglang_chunk_cache.verify.session import SetupError
 
 MODELS_DIR = ROOT / "benchmark" / "quality" / "models"
 WORK_DIR = ROOT / ".cache" / "quality"

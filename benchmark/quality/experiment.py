@@ -3,26 +3,23 @@
 - `Experiment.ask` asks what is missing in the reply log, the reference first.
 - `Experiment.num_missing` says how much that is, `Experiment.reply` finds one, `Experiment.rows` tabulates what is
   complete.
-- `fingerprint` tells one model from another for the reply log.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmark.common.server import Server
-from benchmark.quality.conditions import REFERENCE, Condition, parse_method
 from benchmark.quality.neighbourhood import Neighbours
+from benchmark.quality.prepared_session import PreparedSession
 from benchmark.quality.prompts import Prompt
-from benchmark.quality.replies import Reply, ReplyLog
-from benchmark.quality.session import ALONE, Session
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
 
-HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, parse_method
+from sglang_chunk_cache.verify.reply_log import Reply, ReplyLog
+from sglang_chunk_cache.verify.session import ALONE, Session
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,10 @@ class Experiment:
         Raises:
             SetupError: a reply was not computed as wanted.
         """
-        session = Session(server, self.task.asking, self.stored, self.neighbours)
+        if self.neighbours is None:
+            session = Session(server.client, self.task.asking, self.stored)
+        else:
+            session = PreparedSession(server.client, self.task.asking, self.neighbours)
         missing = [prompt for prompt in self._distinct() if self.log.find(prompt.key, REFERENCE) is None]
         if missing:
             for replies in session.ask_reference(missing):
@@ -92,15 +92,3 @@ class Experiment:
     def _keep(self, replies: list[Reply], tick: Callable[[int], None]) -> None:
         self.log.append(replies)
         tick(len(replies))
-
-
-def fingerprint(model: str | Path) -> str:
-    """Differs when the weights or the configuration of a local model do; the name of one that is not local."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return str(model)
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(HASHED_BYTES))
-    return digest.hexdigest()

@@ -27,19 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark.common.machine import ROOT
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
-from benchmark.quality.calibration.asking import answers_of
 from benchmark.quality.campaign import PATIENCE_S, prompt_builder
-from benchmark.quality.conditions import REFERENCE, Condition, conditions_of, parse_method
+from benchmark.quality.conditions import conditions_of
 from benchmark.quality.deviation import Deviation, measure_deviation, reduction
 from benchmark.quality.evaluate import COLUMNS, find_models, load, server_flags
-from benchmark.quality.experiment import Experiment, fingerprint
+from benchmark.quality.experiment import Experiment
 from benchmark.quality.loaders.ruler import Size
-from benchmark.quality.metrics import METRICS
+from benchmark.quality.metrics import METRICS, score
 from benchmark.quality.neighbourhood import NUM_NEIGHBOURS, neighbours_of
-from benchmark.quality.question import DataError
-from benchmark.quality.replies import ReplyLog
+from benchmark.quality.prepared_session import PREPARED
 from benchmark.quality.report import METRIC_NAMES
-from benchmark.quality.session import ALONE, PREPARED, SetupError
 from benchmark.quality.table import Floats, interval
 from benchmark.quality.tasks import KINDS, Task, TaskOptions
 from rich.console import Console
@@ -47,6 +44,10 @@ from rich.progress import Progress, TextColumn
 
 from chunk_cache.errors import ChunkCacheRequestError
 from sglang_chunk_cache.server_client import ServerGone, ServerRefused
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, parse_method
+from sglang_chunk_cache.verify.jsonl import DataError
+from sglang_chunk_cache.verify.reply_log import ReplyLog, fingerprint
+from sglang_chunk_cache.verify.session import ALONE, SetupError
 
 WORK_DIR = ROOT / ".cache" / "preparation"
 PREFER_PREPARED = '--chunk-cache-config={"prefer_prepared":true}'
@@ -129,10 +130,10 @@ def ask(
 def rows_of(pair: tuple[Experiment, Experiment], conditions: Sequence[Condition]) -> list[dict[str, Any]]:
     """One row per condition: score and loss of log-probability, alone and prepared, and what preparation adds."""
     alone = pair[0]
-    full = answers_of(alone, REFERENCE).scores
+    full = _scores(alone, REFERENCE)
     rows = []
     for condition in conditions:
-        scores = [answers_of(experiment, condition).scores for experiment in pair]
+        scores = [_scores(experiment, condition) for experiment in pair]
         losses = [_losses(experiment, condition) for experiment in pair]
         rows.append(
             {
@@ -151,6 +152,14 @@ def rows_of(pair: tuple[Experiment, Experiment], conditions: Sequence[Condition]
             }
         )
     return rows
+
+
+def _scores(experiment: Experiment, condition: Condition) -> Floats:
+    """Of every question."""
+    task = experiment.task
+    replies = [experiment.reply(prompt, condition) for prompt in experiment.prompts]
+    scored = zip(replies, task.questions, strict=True)
+    return np.array([score(task.metric, reply.text, question) for reply, question in scored])
 
 
 def _losses(experiment: Experiment, condition: Condition) -> Floats:

@@ -1,6 +1,6 @@
 """Prompts: from a question to the marked text that a user of the server would send.
 
-- `PromptFormat` says how system prompt, chunks and question become text; `read_format` reads one from a file.
+- `read_format` reads from a file how system prompt, chunks and question become text.
 - `build_prompt` applies it, `build_chat_prompt` puts the result through a model's chat template as well.
 - `Prompt.text` is the whole prompt, `Prompt.priming()` the short ones that compute each chunk behind the system prompt,
   `Prompt.shuffled()` the one that computes all of them in another order.
@@ -19,22 +19,13 @@ from pathlib import Path
 
 from benchmark.quality.question import DataError, Question
 
+from sglang_chunk_cache.verify.reply_log import Reply
+from sglang_chunk_cache.verify.session import Body
+from sglang_chunk_cache.verify.workload import PLAIN, PromptFormat
+
 SEPARATOR = "<|chunk|>"
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """How the parts of a question are written; each field holds its own name in braces once.
-
-    An empty system prompt stays empty.
-    """
-
-    system: str = "{system}\n\n"
-    chunk: str = "{chunk}\n\n"
-    question: str = "{question}\nAnswer:"
-
-
-PLAIN = PromptFormat()
 VERBATIM = PromptFormat("{system}", "{chunk}", "{question}")
 
 
@@ -55,18 +46,31 @@ class Prompt:
         """The prompt with its separators."""
         return SEPARATOR.join((self.head, *self.chunks, self.tail))
 
-    def priming(self, tail: str = "") -> tuple[str, ...]:
-        """One marked prompt per different chunk: the chunk alone behind the head, and `tail` behind it."""
-        return tuple(SEPARATOR.join((self.head, chunk, tail)) for chunk in dict.fromkeys(self.chunks))
+    @property
+    def body(self) -> Body:
+        return Body(self.text)
 
-    def shuffled(self, tail: str = "") -> str:
-        """The marked prompt with its different chunks in another order, the same one every time, and `tail` behind."""
+    def priming(self, page_size: int = 1) -> tuple[Body, ...]:
+        """One marked prompt per different chunk: the chunk alone behind the head, and a page behind it.
+
+        The last page of a path is stored only when it is full, so a chunk must not end there.
+        """
+        tail = _tail(page_size)
+        return tuple(Body(SEPARATOR.join((self.head, chunk, tail))) for chunk in dict.fromkeys(self.chunks))
+
+    def shuffled(self, page_size: int = 1) -> Body:
+        """The marked prompt with its different chunks in another order, the same one every time, and a page behind."""
         chunks = list(dict.fromkeys(self.chunks))
         before = list(chunks)
         draw = random.Random(self.key)
         while len(chunks) > 1 and chunks == before:  # the same order would be an exact prefix, and nothing to reuse
             draw.shuffle(chunks)
-        return SEPARATOR.join((self.head, *chunks, tail))
+        return Body(SEPARATOR.join((self.head, *chunks, _tail(page_size))))
+
+    def answered(self, reference: Reply) -> dict[str, Body]:
+        """The prompt with the right answer behind it, and with the reference's own."""
+        answers = {"gold": self.answer, "own": reference.text}
+        return {name: Body(self.text + answer) for name, answer in answers.items() if answer}
 
     @property
     def partition(self) -> str:
@@ -136,6 +140,10 @@ def _behind(tail: str, question: Question) -> str:
     """The first of the answers, or all where all are required, as it follows a prompt."""
     answer = _clean(", ".join(question.answers) if question.require_all else question.answers[0])
     return answer if not tail or tail[-1].isspace() else f" {answer}"
+
+
+def _tail(page_size: int) -> str:
+    return " x" * page_size if page_size > 1 else ""
 
 
 def _clean(text: str) -> str:

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-
-class DataError(ValueError):
-    """A data file is missing or broken; the message names the file, the line and the remedy."""
+from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -48,30 +46,6 @@ def read_questions(path: str | Path) -> list[Question]:
     if not questions:
         raise DataError(f"{path}: no question in it; give one JSON object per line.")
     return questions
-
-
-def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) for every line that is not empty.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give the path of a UTF-8 JSONL file.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error}); give one object per line.") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: not an object; give one object per line.")
-        yield where, value
 
 
 def question_of(value: dict[str, Any], where: str) -> Question:

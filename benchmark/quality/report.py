@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.results import markdown_table, run_markdown, write_result
 from benchmark.quality.checks import check_rows
-from benchmark.quality.conditions import REFERENCE
 from benchmark.quality.plots import draw_family
 from benchmark.quality.question import DataError
 from benchmark.quality.spread import MethodCurve, Point, curves_of, reference_of
 from benchmark.quality.table import MASTERED, Row, read_table, write_table
+
+from sglang_chunk_cache.verify.conditions import REFERENCE
 
 NAME = "quality"
 SMALL_LOSS = 0.05  # nats a token of the answer

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmark.quality.conditions import REFERENCE, parse_method
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS
+from sglang_chunk_cache.verify.conditions import REFERENCE, parse_method
 
 
 @dataclass(frozen=True)

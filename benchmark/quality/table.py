@@ -18,11 +18,12 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
-from benchmark.quality.conditions import REFERENCE, Condition
 from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.replies import FORCED, Reply
 from scipy.stats import bootstrap
+
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
+from sglang_chunk_cache.verify.reply_log import FORCED, Reply
 
 MASTERED = 0.95
 NUM_RESAMPLES = 2000

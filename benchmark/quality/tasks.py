@@ -13,9 +13,10 @@ from benchmark.quality.loaders.longbench import SUMMARY_DATASETS, read_longbench
 from benchmark.quality.loaders.ruler import RULER_FAMILIES, Size, make_ruler
 from benchmark.quality.prompts import PLAIN, VERBATIM, Prompt, PromptFormat, build_prompt
 from benchmark.quality.question import DataError, Question, read_questions
-from benchmark.quality.session import Asking
 from benchmark.quality.synthetic.notes import FAMILIES
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
+
+from sglang_chunk_cache.verify.session import Asking
 
 KINDS = "synthetic, ruler, longbench:FILE or jsonl:FILE"
 _NEWLINE = ("\n",)

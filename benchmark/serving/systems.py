@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmark.quality.conditions import Condition, parse_method
 from benchmark.quality.question import DataError
 from benchmark.serving.prompt import Prompt, num_tokens
 from benchmark.serving.reorder import Reorderer
+
+from sglang_chunk_cache.verify.conditions import Condition, parse_method
 
 NO_CACHE, STOCK, REORDER = "no-cache", "stock", "reorder"
 DEFAULT_RATIO = 0.15

@@ -1,8 +1,9 @@
 """ServerClient: a running server, as commands and benchmarks ask it.
 
 Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `lines` (an answer line by line),
-`add_server_flags` (of a command: `--url` and `--api-key`). Promises: what a user can mend is a `ServerRefused` of one
-sentence that names the flag and the remedy; what may pass, because the server is being restarted, is a `ServerGone`.
+`flush` (its caches), `add_server_flags` (of a command: `--url` and `--api-key`). Promises: what a user can mend is a
+`ServerRefused` of one sentence that names the flag and the remedy; what may pass, because the server is being
+restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -23,6 +25,7 @@ from chunk_cache.errors import ChunkCacheRequestError, user_error
 KEY_ENV = "CHUNK_CACHE_API_KEY"
 START = "start one with `python -m sglang.launch_server --model-path DIR --chunk-cache`"
 CONNECT_S = 10.0
+FLUSH_S = 30.0
 
 
 class ServerRefused(ChunkCacheRequestError):
@@ -103,6 +106,18 @@ class ServerClient:
                 response.read()
             self._check(response)
             yield from response.iter_lines()
+
+    def flush(self) -> None:
+        """Empties the server's caches; waits while it is still busy with an earlier request.
+
+        Raises:
+            TimeoutError: it was busy for 30 s.
+        """
+        deadline = time.monotonic() + FLUSH_S
+        while self.http.post("/flush_cache").status_code != HTTPStatus.OK:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"/flush_cache was refused for {FLUSH_S:g} s: is a request still running?")
+            time.sleep(0.1)
 
     def refused(self, problem: str, remedy: str) -> ServerRefused:
         return user_error(ServerRefused, f"--url {self._url}", problem, remedy)

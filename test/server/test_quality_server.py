@@ -14,20 +14,18 @@ from benchmark.quality.checks import COLLAPSED, RECOVERED, REQUIRED, Check, chec
 from benchmark.quality.conditions import (
     FULL_REUSE,
     NO_SHIFT,
-    REFERENCE,
-    Condition,
-    MethodSpec,
     built_methods,
     conditions_of,
 )
 from benchmark.quality.experiment import Experiment
-from benchmark.quality.replies import ReplyLog
-from benchmark.quality.session import Session, SetupError
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
+from sglang_chunk_cache.verify.reply_log import ReplyLog
+from sglang_chunk_cache.verify.session import Session, SetupError
 
 pytestmark = [
     pytest.mark.server,

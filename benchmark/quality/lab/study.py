@@ -32,7 +32,9 @@ from benchmark.quality.lab.causes import causes
 from benchmark.quality.lab.choices import best_passages, choices
 from benchmark.quality.lab.rows import RowModel
 from benchmark.quality.prompts import Prompt, build_chat_prompt
-from benchmark.quality.question import DataError, Question, question_of, read_jsonl
+from benchmark.quality.question import Question, question_of
+
+from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
 
 PARTS = ("causes", "choices")
 MEASURES = {

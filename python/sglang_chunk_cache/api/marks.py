@@ -1,11 +1,13 @@
 """MarkedText: a text that was cut at the separators.
 
-Verb: `split_marked`. Promise: the pieces, put together, are the text without its separators; nothing is stripped, so a
-chunk between two separators is the same text wherever it stands.
+Verbs: `split_marked`, `split_rendered` (what a chat template made of marked texts). Promise: the pieces, put together,
+are the text without its separators; nothing is stripped, so a chunk between two separators is the same text wherever
+it stands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunk_cache.errors import request_error
@@ -63,3 +65,18 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
             problem = f"chunk {index} between two separators {separator!r} is empty"
             raise request_error(path, problem, "give it text, or remove one")
     return MarkedText(pieces, (False, *(True for _ in pieces[1:-1]), False))
+
+
+def split_rendered(rendered: str, texts: Sequence[MarkedText], separator: str) -> MarkedText | None:
+    """Splits what a template rendered of marked texts; None where it changed the chunks.
+
+    A piece is a chunk where the text that it comes from says so: each text marks its own.
+    """
+    pieces = tuple(rendered.split(separator))
+    is_chunk = [False]
+    for text in texts:
+        is_chunk.extend((*(True for _ in text.chunks), False))
+    expected = [chunk for text in texts for chunk in text.chunks]
+    found = [piece for piece, chunk in zip(pieces, is_chunk, strict=False) if chunk]
+    same = len(pieces) == len(is_chunk) and found == expected
+    return MarkedText(pieces, tuple(is_chunk)) if same else None

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from chunk_cache.errors import request_error
 from chunk_cache.request_options import RequestOptions, parse_request
-from sglang_chunk_cache.api.marks import MarkedText, split_marked
+from sglang_chunk_cache.api.marks import MarkedText, split_marked, split_rendered
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, check_length, mark_prepared, prepare, with_options
 from sglang_chunk_cache.api.served import check_served
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
@@ -53,22 +53,17 @@ class Rendering:
         return self.paths[0] if self.paths else "messages"
 
     def split(self, rendered: str) -> MarkedText:
-        """Splits the rendered prompt; a piece is a chunk where the message that it comes from says so.
+        """Splits the rendered prompt.
 
         Raises:
             ChunkCacheRequestError: the template changed the chunks.
         """
-        pieces = tuple(rendered.split(self.separator))
-        is_chunk = [False]
-        for text in self.texts:
-            is_chunk.extend((*(True for _ in text.chunks), False))
-        expected = [chunk for text in self.texts for chunk in text.chunks]
-        found = [piece for piece, chunk in zip(pieces, is_chunk, strict=False) if chunk]
-        if len(pieces) != len(is_chunk) or found != expected:
+        found = split_rendered(rendered, self.texts, self.separator)
+        if found is None:
             reason = "the chat template of this model, or a separator outside message contents,"
             remedy = f"apply the template yourself and send input_ids with {_OPTS_PATH}.spans"
             raise request_error(self.path, f"{reason} changes the marked chunks", remedy)
-        return MarkedText(pieces, tuple(is_chunk))
+        return found
 
 
 _thread = threading.local()

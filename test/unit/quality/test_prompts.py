@@ -17,8 +17,9 @@ def test_marked_text_and_priming() -> None:
     prompt = build_prompt(QUESTION, PLAIN)
     france, italy = "Paris is in France.\n\n", "Rome is in Italy.\n\n"
     assert prompt.text == "<|chunk|>".join(["Read.\n\n", france, italy, france, "Where?\nAnswer:"])
-    assert prompt.priming() == (f"Read.\n\n<|chunk|>{france}<|chunk|>", f"Read.\n\n<|chunk|>{italy}<|chunk|>")
-    assert prompt.priming(" x x")[1] == f"Read.\n\n<|chunk|>{italy}<|chunk|> x x"
+    alone = [f"Read.\n\n<|chunk|>{chunk}<|chunk|>" for chunk in (france, italy)]
+    assert [body.content for body in prompt.priming()] == alone
+    assert prompt.priming(2)[1].content == f"{alone[1]} x x"
 
 
 @pytest.mark.parametrize(("tail", "answer"), [("Answer:", " x"), ("assistant\n", "x"), ("", "x")])

@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 from benchmark.quality.conditions import (
-    REFERENCE,
-    Condition,
-    MethodSpec,
     built_methods,
     conditions_of,
-    parse_method,
 )
 from benchmark.quality.question import DataError
-from benchmark.quality.replies import Forced, Reply, ReplyLog
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, parse_method
+from sglang_chunk_cache.verify.reply_log import Forced, Reply, ReplyLog
 
 SETTINGS = {"model": "abc", "asking": {"max_new_tokens": 4, "stop": ()}}
 EPIC = Condition(MethodSpec("epic"), 0.3)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from benchmark.common.results import describe_run
-from benchmark.quality.conditions import COMPOSED_RATIOS, FOCUS_OPTIONS, GROUP_OPTIONS, Condition, MethodSpec
+from benchmark.quality.conditions import COMPOSED_RATIOS, FOCUS_OPTIONS, GROUP_OPTIONS
 from benchmark.quality.evaluate import parse_args, wanted_conditions
 from benchmark.quality.report import main, to_markdown, write_report
 from benchmark.quality.spread import Point, curves_of, reference_of
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
+from sglang_chunk_cache.verify.conditions import Condition, MethodSpec
 
 TEMPLATE = Row(
     model="m",

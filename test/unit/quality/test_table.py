@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from benchmark.quality.checks import check_rows
-from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT, REFERENCE, Condition, MethodSpec
+from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.replies import Forced, Reply
 from benchmark.quality.table import Row, read_table, tabulate, write_table
+
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
+from sglang_chunk_cache.verify.reply_log import Forced, Reply
 
 EPIC = Condition(MethodSpec("epic"), 0.3)
 

@@ -270,7 +270,7 @@ class RowsOracle:
     def selection(self, num_recomputed: int) -> Selection | None:
         case = self.case
         if case.method.stage is Stage.BEFORE:
-            may_drop, segments = case.option("focus_window") != 0, []
+            may_drop, segments = case.option("focus_window") != 0 or case.option("drift") != 0, []
         else:
             may_drop, segments = True, self.segments
         is_due = may_drop and 0 < num_recomputed < len(self.brought_in)
@@ -373,5 +373,5 @@ def test_counts_of_a_selection_fit_its_plan(case: Case, num_layers: int) -> None
         mean = sum(map(sum, counts[first:])) / (num_layers - first)
         # At each layer the budget of each segment is rounded up.
         assert abs(mean - plan.num_recomputed) < len(selection.segment_lens) + 1e-6
-    for name in ("group_size", "group_threshold", "focus_window"):
+    for name in ("group_size", "group_threshold", "focus_window", "drift"):
         assert getattr(selection, name) == METHODS[selection.method].option(selection.options, name)

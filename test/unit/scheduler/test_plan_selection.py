@@ -167,6 +167,7 @@ def test_is_selecting(method: Any) -> None:
     assert is_selecting(method, ()) == (method.stage is not Stage.BEFORE)
     assert is_selecting(method, (("focus_window", 0),)) == (method.stage is not Stage.BEFORE)
     assert is_selecting(method, (("focus_window", 1),))
+    assert is_selecting(method, (("drift", 0.5),))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
   gives one back, `drop` forgets those of some methods.
 - A log is resumed only under the settings it was begun with: the model, and how it was asked.
 - A log has one writer; a second one is refused before it touches the file.
+- `fingerprint` tells one model from another for the settings.
 
 A reply belongs to (prompt, method, ratio), and a prompt is named by a hash of its text: a question that was changed
 is simply asked again.
@@ -12,6 +13,7 @@ is simply asked again.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -19,8 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from benchmark.quality.conditions import Condition
-from benchmark.quality.question import DataError, read_jsonl
+from sglang_chunk_cache.verify.conditions import Condition
+from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
+
+HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class Reply:
         ratio: effective ratio; None for the reference.
         text: what was generated.
         first_id: the first generated token; -1 where none was.
-        prompt_len, reused_len, recomputed_len: tokens, as the server counts them.
+        prompt_len, prefix_len, reused_len, recomputed_len: tokens, as the server counts them.
         kl: of the first token's distribution to the reference's, nats; None for the reference.
         top: (token id, log-probability) of the likeliest first tokens; for the reference only.
+        ids: what was generated, as token ids; for the reference only.
         gold, own: `Forced` of the right answer and of the reference's own; None where it was not asked or is empty.
     """
 
@@ -57,6 +62,8 @@ class Reply:
     recomputed_len: int
     kl: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    ids: tuple[int, ...] = ()
+    prefix_len: int = 0
     gold: Forced | None = None
     own: Forced | None = None
 
@@ -72,16 +79,25 @@ FORCED = ("gold", "own")
 class ReplyLog:
     """The replies of one model; a context manager that closes its file."""
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        anew: str = "run without --resume",
+    ) -> None:
         """Opens the file, or begins it anew unless `resume`.
 
         Args:
             settings: what must be equal for old and new replies to be comparable; plain JSON values.
+            anew: how a user begins anew, for messages.
 
         Raises:
             DataError: the file was begun under other settings, is broken, or another run writes to it.
         """
         self.path = Path(path)
+        self._anew = anew
         self._settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         self._replies: dict[tuple[str, str, float | None], Reply] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +145,7 @@ class ReplyLog:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise DataError(f"{self.path}: another run writes to it; wait for it or give another --work.") from None
+            raise DataError(f"{self.path}: another run writes to it; wait for it or name another folder.") from None
         return file
 
     def _load(self) -> None:
@@ -140,15 +156,16 @@ class ReplyLog:
         _, settings = next(lines, ("", None))
         if settings is not None and settings != self._settings:
             changed = [name for name in self._settings if settings.get(name) != self._settings[name]]
-            raise DataError(f"{self.path}: begun with other settings ({', '.join(changed)}); run without --resume.")
+            raise DataError(f"{self.path}: begun with other settings ({', '.join(changed)}); {self._anew}.")
         for where, value in lines:
             try:
                 value["top"] = tuple(map(tuple, value["top"]))
+                value["ids"] = tuple(value.get("ids", ()))
                 for name in FORCED:
                     value[name] = value.get(name) and Forced(**value[name])
                 reply = Reply(**value)
             except (KeyError, TypeError) as error:
-                raise DataError(f"{where}: not a reply ({error}); run without --resume.") from error
+                raise DataError(f"{where}: not a reply ({error}); {self._anew}.") from error
             self._replies[reply.key] = reply
 
     def _rewrite(self) -> TextIO:
@@ -156,3 +173,15 @@ class ReplyLog:
         lines = [self._settings, *map(asdict, self)]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         return self.path.open("a", encoding="utf-8")
+
+
+def fingerprint(model: str | Path) -> str:
+    """Differs when the weights or the configuration of a local model do; the name of one that is not local."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return str(model)
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(HASHED_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""Conditions: under which method and ratio a prompt is asked.
+
+- `parse_method` reads `epic` or `cacheblend:focus_window=3,group_size=8`.
+- `grid` gives one condition per method and ratio; a method that ignores the ratio gets one in all.
+- `REFERENCE` is stock SGLang's full prefill; everything else is compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.methods import METHODS, Options, OptionValue, find_method
+from chunk_cache.methods.options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_of
+from sglang_chunk_cache.verify.jsonl import DataError
+
+REFERENCE_LABEL = "off"
+_COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method with its options, checked."""
+
+    method: str
+    options: Options = ()
+
+    @property
+    def label(self) -> str:
+        """The name that the command line and tables have for it."""
+        options = ",".join(f"{name}={_format_value(value)}" for name, value in self.options)
+        return f"{self.method}:{options}" if options else self.method
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether grouping or early termination is asked for."""
+        return any(name in (GROUP_SIZE.name, FOCUS_WINDOW.name) for name, _ in self.options)
+
+    @property
+    def alpha(self) -> float | None:
+        """Cache-Craft's, where it takes the place of the ratio."""
+        value = dict(self.options).get(ALPHA.name)
+        return value if isinstance(value, float) else None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to ask; `method` is None for the reference, `ratio` also where the method's `alpha` takes its place."""
+
+    method: MethodSpec | None
+    ratio: float | None = None
+
+    @property
+    def label(self) -> str:
+        return REFERENCE_LABEL if self.method is None else self.method.label
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What goes into `custom_params.chunk_cache`."""
+        if self.method is None:
+            return {"mode": "off"}
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses one beside alpha
+        options = {"options": dict(self.method.options)} if self.method.options else {}
+        return {"method": self.method.method, **ratio, **options}
+
+
+REFERENCE = Condition(None)
+
+
+def parse_method(text: str) -> MethodSpec:
+    """`name` or `name:option=value,...`; a value is a number, a word, or a list such as [0,1].
+
+    Raises:
+        DataError: no such method or option, or a value outside its range.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for item in filter(None, _COMMA.split(rest)):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise DataError(f"--methods: {item!r} in {text!r} is not OPTION=VALUE; write {name}:shift=0.")
+        options[key] = value_of(value)
+    try:
+        return MethodSpec(name, find_method(name, "--methods").check_options(options, f"--methods {name}"))
+    except ChunkCacheRequestError as error:
+        raise DataError(f"{error}.") from error
+
+
+def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Condition]:
+    """All methods x ratios, without those that ask for the same thing twice; a method with an `alpha` has no ratio."""
+    ratios = list(ratios)
+    found: dict[Condition, None] = {}
+    for spec in methods:
+        for ratio in ratios:
+            effective = None if spec.alpha else METHODS[spec.method].effective_ratio(ratio, ratio)
+            found[Condition(spec, effective)] = None
+    return list(found)
+
+
+def _format_value(value: OptionValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,152 @@
+"""The command without a server: wrong calls, and what is written for a user."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chunk_cache.config import parse_config
+from sglang_chunk_cache.verify.__main__ import conditions_of, main, parse_args
+from sglang_chunk_cache.verify.conditions import Condition, MethodSpec, parse_method
+from sglang_chunk_cache.verify.fit import Check
+from sglang_chunk_cache.verify.plot import draw
+from sglang_chunk_cache.verify.recommend import Measured, judge, recommend
+from sglang_chunk_cache.verify.results import Findings, config_of, flags_of, request_of, sentences, write_results
+
+FITS = [Check("ratio 1.0 equals a full prefill", True, "log-probabilities differ by at most 1e-6")]
+
+
+def findings_of(losses: dict[str, float], num: int = 60, target: float = 0.05) -> Findings:
+    """One condition per `method@ratio`, with this mean loss."""
+    measured = []
+    for name, loss in losses.items():
+        method, _, ratio = name.partition("@")
+        values = loss + 0.002 * np.linspace(-1, 1, num)
+        condition = Condition(parse_method(method), float(ratio) if ratio else None)
+        measured.append(Measured(condition, values, values, values[:0], 0.9, 0.05 + float(ratio or 0.4)))
+    judged = judge(measured, target)
+    return Findings({"model": "m"}, FITS, target, judged, recommend(judged, target))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m", "p", "--num", "0"], "--num: at least 1"),
+        (["m", "p", "--target", "0"], "--target: 0 is not above 0"),
+        (["m", "p", "--target", "nan"], "--target: nan is not above 0"),
+        (["m", "p", "--ratios", "0.1", "1.5"], "--ratios: 1.5 is not in [0, 1]"),
+        (["m", "p", "--alphas", "0"], "--alphas: 0 is not above 0"),
+        (["http://x", "p", "--", "--tp", "2"], "-- --tp: a running server has its flags"),
+        ([], "the following arguments are required: MODEL_OR_URL"),
+        (["m", "p", "--tp", "2"], "unrecognized arguments: --tp"),
+    ],
+)
+def test_a_wrong_flag_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["nowhere", "broken.jsonl"], "broken.jsonl:1: not JSON"),
+        (["nowhere", "good.jsonl"], "MODEL: no model in 'nowhere'"),
+        (["nowhere", "good.jsonl", "--methods", "best"], "--methods: unknown method 'best'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_starts(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "good.jsonl").write_text('{"text": "a<|chunk|>b<|chunk|>c"}\n')
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:
+    args, flags = parse_args(["m", "p", "--ratios", "0", "0.3", "--alphas", "2", "1", "--", "--tp", "2"])
+    found = conditions_of(args)
+    assert flags == ["--tp", "2"]
+    assert args.stored == "shuffled"
+    assert [(c.label, c.ratio) for c in found] == [
+        ("full-reuse", 0.0),
+        ("epic", 0.3),
+        ("cacheblend", 0.3),
+        ("fusionrag", 0.3),
+        ("cache-craft:alpha=1.0", None),
+        ("cache-craft:alpha=2.0", None),
+    ]
+    assert parse_args(["m", "p"])[0].stored == "alone"
+
+
+def test_a_recommendation_is_written_with_its_flags(tmp_path: Path) -> None:
+    findings = findings_of({"full-reuse@0": 0.8, "epic@0.15": 0.2, "epic@0.3": 0.01, "epic@0.5": 0.0})
+    assert sentences(findings)[0].startswith("Reuse: epic at ratio 0.3. It computes 35 % of the rows")
+    write_results(tmp_path, findings)
+    draw(tmp_path / "verify.png", findings)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("verify.md", "verify.csv", "verify.png", "flags.txt", "chunk_cache.json")
+    }
+    flags = "--chunk-cache --chunk-cache-method epic --chunk-cache-ratio 0.3"
+    assert (tmp_path / "flags.txt").read_text() == flags + "\n"
+    page = (tmp_path / "verify.md").read_text()
+    assert f"Serve with: {flags}" in page
+    assert "| yes * |" in page
+    with (tmp_path / "verify.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["ratio"], row["holds"], row["chosen"]) for row in rows] == [
+        ("full-reuse", "0", "no", "no"),
+        ("epic", "0.15", "no", "no"),
+        ("epic", "0.3", "yes", "yes"),
+        ("epic", "0.5", "yes", "no"),
+    ]
+    assert float(rows[2]["own_loss"]) == pytest.approx(0.01)
+
+
+def test_flags_of_an_earlier_run_do_not_outlive_a_refusal(tmp_path: Path) -> None:
+    write_results(tmp_path, findings_of({"epic@0.5": 0.0}))
+    assert (tmp_path / "flags.txt").exists()
+    findings = findings_of({"epic@0.15": 0.9, "epic@0.5": 0.6})
+    write_results(tmp_path, findings)
+    assert not (tmp_path / "flags.txt").exists()
+    assert sentences(findings)[0].startswith("Do not reuse here: nothing that was tried costs less than 0.05 nats")
+    assert "epic at ratio 0.5, costs 0.60" in sentences(findings)[0]
+
+
+def test_too_few_prompts_are_counted() -> None:
+    (line,) = sentences(findings_of({"epic@0.5": 0.0}, num=10))
+    assert line.startswith("Not decided: 10 prompts are too few.")
+    assert "About 20 more prompts like these would decide." in line
+
+
+def test_luck_is_told() -> None:
+    *_, line = sentences(findings_of({"epic@0.15": 0.0, "epic@0.5": 0.6}))
+    assert line.startswith("Passed over: epic at ratio 0.15 would hold alone")
+
+
+def test_alpha_is_served_by_the_configuration() -> None:
+    condition = Condition(MethodSpec("cache-craft", (("alpha", 1.5),)))
+    config = '{"alpha": 1.5}'
+    served = f"--chunk-cache --chunk-cache-method cache-craft --chunk-cache-config '{config}'"
+    assert flags_of(condition) == served
+    assert parse_config(json.loads(json.dumps(config_of(condition)))).alpha == 1.5
+    assert request_of(condition) is None
+
+
+def test_options_that_are_no_flags_are_told_to_be_sent() -> None:
+    condition = Condition(parse_method("epic:group_size=8"), 0.3)
+    assert request_of(condition) == {"method": "epic", "ratio": 0.3, "options": {"group_size": 8}}
