@@ -6,6 +6,7 @@ Results that the documentation cites lie in `benchmark/results/`, each as JSON (
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -44,7 +45,8 @@ def describe_run() -> dict[str, Any]:
     """How, where and with what a measurement runs; call it before, so that the load is not its own."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    arguments = ["..." if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]  # where it lies is left out
+    # Where it lies is left out, also of `jsonl:FILE`.
+    arguments = [re.sub(r"^(\w+:)?/.*/", r"\1.../", arg) for arg in sys.argv[1:]]
     return {
         "command": shlex.join(["python", name, *arguments]),
         "machine": describe_machine(),
