@@ -77,6 +77,7 @@ def engine(
     chunk_cache_ratio: float = DEFAULT_RATIO,
     chunk_cache_separator: str = DEFAULT_SEPARATOR,
     chunk_cache_config: dict[str, Any] | None = None,
+    chunk_cache_target: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Engine:
     """An `sglang.Engine` with the chunk cache on.
@@ -86,6 +87,7 @@ def engine(
         chunk_cache_ratio: default recompute ratio, in [0, 1].
         chunk_cache_separator: marks chunks in text prompts.
         chunk_cache_config: all other
+        chunk_cache_target: how far answers may be from exact ones, such as `{"kl": 0.1}`; None = no matter
         **engine_args: what `sglang.Engine` takes.
 
     Raises:
@@ -102,7 +104,9 @@ def engine(
     load_plugins()
     engine_args.setdefault("log_level", "error")
     try:
-        args = ChunkCacheArgs(chunk_cache_method, chunk_cache_ratio, chunk_cache_separator, chunk_cache_config or {})
+        args = ChunkCacheArgs(
+            chunk_cache_method, chunk_cache_ratio, chunk_cache_separator, chunk_cache_config or {}, chunk_cache_target
+        )
         server_args = ServerArgs(**engine_args)
         enable(server_args, args)
         return Engine(server_args=server_args)

@@ -167,6 +167,7 @@ class ChunkManager:
         prefix_len: int,
         max_prefix_len: int,
         limit_reason: str = "prompt_end",
+        method: str | None = None,
         ratio: float | None = None,
         reasons: Mapping[bytes, str] = _NO_REASONS,
     ) -> RecomputePlan:
@@ -174,10 +175,11 @@ class ChunkManager:
 
         Args:
             prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
-            ratio: in the place of the server's.
+            method, ratio: in the place of the server's.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
         """
-        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, ratio, reasons
+        method = method or self._method
+        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons
         if prompt._plan is not None and prompt._plan_of == (self._version, asked):
             return prompt._plan
         opts = prompt.options
@@ -187,7 +189,7 @@ class ChunkManager:
         ]
         prompt._plan = make_plan(
             opts=opts,
-            default_method=self._method,
+            default_method=method,
             default_ratio=self._ratio if ratio is None else ratio,
             prompt_len=prompt_len,
             prefix_len=prefix_len,
@@ -196,7 +198,7 @@ class ChunkManager:
             lookups=lookups,
             min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
-            rankings=self._rankings(opts, lookups),
+            rankings=self._rankings(opts.method or method, lookups),
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
@@ -209,9 +211,9 @@ class ChunkManager:
         reason = None if found.variant is not None else reasons.get(prompt.keys[chunk])
         return found if reason is None else Lookup(None, 0, reason)
 
-    def _rankings(self, opts: RequestOptions, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:
+    def _rankings(self, method: str, lookups: Sequence[Lookup | None]) -> list[Ranking | None] | None:
         """The statistic that the method ranks by, of each variant that was found."""
-        statistic = METHODS[opts.method or self._method].statistic
+        statistic = METHODS[method].statistic
         if statistic is None:
             return None
         variants = [None if lookup is None else lookup.variant for lookup in lookups]

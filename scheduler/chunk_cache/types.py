@@ -35,6 +35,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "evicted": "The chunk was known, but its key-value cache has left the store.",
         "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
         "high_cfo": "So much of the chunk would be recomputed that it is computed instead (max_cfo of the server).",
+        "target": "The target of the server could not be met with reuse, so the request was computed exactly.",
         "logprobs": "Input log-probabilities were asked for, so these positions must be computed.",
         "memory": "There was no room for the slots of the load.",
         "tier_slow": "The chunk is stored below the KV pool, but computing it was estimated to be faster.",
