@@ -104,7 +104,11 @@ def parse_config(value: object) -> Config:
             problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
             raise user_error(ChunkCacheConfigError, f"{FLAG}: {key}", problem, remedy)
     checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
-    return Config(**checked)
+    config = Config(**checked)
+    if config.verify_file is not None and not config.verify_share:
+        remedy = "give verify_share too, or leave it out"
+        raise user_error(ChunkCacheConfigError, f"{FLAG}: verify_file", "nothing is verified", remedy)
+    return config
 
 
 def _check(key: str, value: object) -> object:

@@ -94,7 +94,8 @@ def test_nothing_is_lost_or_counted_twice(config: Config) -> None:
 def test_nothing_is_evicted_for_it(config: Config) -> None:
     found = outcome(config, "full_pool")
     assert found["before"] == found["after"]
-    assert found["stats"]["requests"]["dropped"] == {"memory": 2}
+    assert found["stats"]["requests"]["waiting"] == 2
+    assert found["room"]["verified"] == 2
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

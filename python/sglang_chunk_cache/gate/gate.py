@@ -1,7 +1,7 @@
 """Gate: verifies fused replies while nothing else is to do, keeps what it finds, and moves what the target governs.
 
 Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle: `take`,
-then `complete`, `give_up` or `drop`. At any time: `forget` (the weights changed), `stats`.
+then `complete`, `give_up` or `defer`. At any time: `forget` (the weights changed), `stats`.
 
 Promises: alike on all tensor-parallel ranks, which agree on each measure; without `verify_share` there is no gate.
 """
@@ -125,7 +125,8 @@ class Gate:
         if lost is None and not state.plan.num_reused:
             lost = "not_fused"
         if lost is not None:
-            self.drop(candidate, lost)
+            self.queue.drop(candidate, lost)
+            self._metrics.count_verification(lost)
             return
         assert candidate.first_logits is not None, f"{candidate.rid} has sent an answer, and its first row was not seen"
         dropped = self.queue.finish(candidate, answer)
@@ -134,24 +135,24 @@ class Gate:
 
     # While idle.
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a reply waits to be verified."""
-        return len(self.queue) > 0
+    def has_work(self, num_free: int) -> bool:
+        """Whether there is a next one to verify."""
+        return self.queue.next(num_free) is not None
 
-    def take(self) -> Candidate | None:
-        """The next one to verify."""
-        return self.queue.take()
+    def take(self, num_free: int) -> Candidate | None:
+        """The next one to verify, where so many slots of the KV pool are free."""
+        return self.queue.take(num_free)
+
+    def defer(self, candidate: Candidate, num_free: int) -> None:
+        """So many were not enough."""
+        self.queue.defer(candidate, num_free)
 
     def give_up(self, candidate: Candidate) -> None:
         """A request came before its verification was complete."""
-        self.queue.put_back(candidate)
+        dropped = self.queue.put_back(candidate)
         self._metrics.count_verification("given_up")
-
-    def drop(self, candidate: Candidate, reason: str) -> None:
-        """It cannot be verified."""
-        self.queue.drop(candidate, reason)
-        self._metrics.count_verification(reason)
+        if dropped is not None:
+            self._metrics.count_verification(dropped)
 
     def complete(self, candidate: Candidate, exact: ExactAnswer) -> None:
         """Its exact prefill is there."""

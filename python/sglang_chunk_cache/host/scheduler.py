@@ -100,14 +100,14 @@ class ChunkScheduler(Scheduler):
 
     def _verify(self) -> None:
         """One fused reply, in steps between which requests are looked for; it ends at once where one came."""
-        gate = self._chunks.gate
-        candidate = None if gate is None else gate.take()
+        gate, num_free = self._chunks.gate, self.token_to_kv_pool_allocator.available_size()
+        candidate = None if gate is None else gate.take(num_free)
         if candidate is None:
             return
         assert gate is not None
         exact_pass = open_pass(self, candidate)
         if exact_pass is None:
-            gate.drop(candidate, "memory")
+            gate.defer(candidate, num_free)
             return
         try:
             while not exact_pass.is_done and not self._has_arrivals():
@@ -126,7 +126,7 @@ class ChunkScheduler(Scheduler):
 
     def maybe_sleep_on_idle(self) -> None:
         gate = self._chunks.gate
-        if gate is None or not gate.has_work:
+        if gate is None or not gate.has_work(self.token_to_kv_pool_allocator.available_size()):
             super().maybe_sleep_on_idle()
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> bool:

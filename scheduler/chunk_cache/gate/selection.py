@@ -1,7 +1,8 @@
 """VerificationQueue: which fused requests are verified, and what became of each.
 
 Verbs: `choose` (a fused request was admitted), `finish` (all of its answer was sent), `drop` (it cannot be verified),
-`take` (the oldest that waits), `put_back` (its verification was given up), `complete`, `drop_all`.
+`take` (the oldest that there may be room for), `put_back` (its verification was given up), `defer` (there was no room),
+`complete`, `drop_all`.
 
 Promise: every request that was chosen is in flight, waiting, verified, or dropped for a reason; one of these at a time.
 """
@@ -25,7 +26,7 @@ DROPPED = {
     "aborted": "The request was aborted, or ended by an error.",
     "busy": f"{MAX_TRIES} verifications of it were given up for requests that came.",
     "full": f"More than {MAX_WAITING} replies waited.",
-    "memory": "The KV pool had not so many free slots, and nothing is evicted for a verification.",
+    "memory": "As `full`, and the KV pool never had so many free slots while it waited; nothing is evicted for it.",
     "not_fused": "Its chunks did not arrive, so that it was computed in full.",
     "retracted": "It lost its KV while it was answered.",
     "weights": "The weights were changed meanwhile.",
@@ -43,6 +44,7 @@ class Candidate:
         step: of the controller's, that it was served at; None = the client or nobody chose.
         first_logits: `[vocab_size]` of its first token, before anything was sampled; the executor's.
         answer: the tokens that were sent.
+        num_free: slots of the KV pool that were free when they were too few for it.
         doom: why it cannot be verified although it is still in flight.
     """
 
@@ -56,6 +58,7 @@ class Candidate:
     first_logits: Any = None
     answer: array[int] | None = None
     num_tries: int = 0
+    num_free: int = -1
     doom: str | None = None
 
 
@@ -110,9 +113,9 @@ class VerificationQueue:
         self._waiting.append(candidate)
         if len(self._waiting) <= MAX_WAITING:
             return None
-        self._waiting.popleft()
-        self.num_dropped["full"] += 1
-        return "full"
+        reason = "full" if self._waiting.popleft().num_free < 0 else "memory"
+        self.num_dropped[reason] += 1
+        return reason
 
     def drop(self, candidate: Candidate, reason: str) -> None:
         """It is in flight, or was taken, and cannot be verified."""
@@ -120,23 +123,38 @@ class VerificationQueue:
         del self._in_flight[candidate.number]
         self.num_dropped[reason] += 1
 
-    def take(self) -> Candidate | None:
-        """The oldest that waits; it is in flight again."""
-        if not self._waiting:
-            return None
-        candidate = self._waiting.popleft()
-        self._in_flight[candidate.number] = candidate
+    def next(self, num_free: int) -> Candidate | None:
+        """The oldest for which there may be room in so many free slots."""
+        return next((one for one in self._waiting if one.num_free < num_free), None)
+
+    def take(self, num_free: int) -> Candidate | None:
+        """`next`, which is in flight again."""
+        candidate = self.next(num_free)
+        if candidate is not None:
+            self._waiting.remove(candidate)
+            self._in_flight[candidate.number] = candidate
         return candidate
 
-    def put_back(self, candidate: Candidate) -> None:
-        """Its verification was given up; it waits behind the others, or is dropped after too many tries."""
+    def defer(self, candidate: Candidate, num_free: int) -> None:
+        """So many free slots were too few; it waits in front of the others."""
+        candidate.num_free = num_free
+        del self._in_flight[candidate.number]
+        self._waiting.appendleft(candidate)
+
+    def put_back(self, candidate: Candidate) -> str | None:
+        """Its verification was given up; it waits behind the others, or is dropped after too many tries.
+
+        Returns:
+            Why it was dropped, if it was.
+        """
         self.num_given_up += 1
         candidate.num_tries += 1
         if candidate.num_tries == MAX_TRIES:
             self.drop(candidate, "busy")
-        else:
-            del self._in_flight[candidate.number]
-            self._waiting.append(candidate)
+            return "busy"
+        del self._in_flight[candidate.number]
+        self._waiting.append(candidate)
+        return None
 
     def complete(self, candidate: Candidate) -> None:
         """It was verified."""

@@ -39,7 +39,22 @@ def test_the_oldest_goes_where_too_many_wait() -> None:
     candidates = [choose(queue) for _ in range(MAX_WAITING + 1)]
     reasons = [queue.finish(candidate, ANSWER) for candidate in candidates if candidate is not None]
     assert reasons == [None] * MAX_WAITING + ["full"]
-    assert queue.take() is candidates[1]
+    assert queue.take(1) is candidates[1]
+
+
+def test_one_without_room_lets_others_go_ahead_until_there_is_more() -> None:
+    queue = VerificationQueue(1.0)
+    first, second, third = (choose(queue) for _ in range(3))
+    for candidate in (first, second, third):
+        assert candidate is not None
+        queue.finish(candidate, ANSWER)
+    assert queue.take(100) is first
+    assert first is not None
+    queue.defer(first, 100)
+    assert queue.take(100) is second
+    assert queue.take(101) is first
+    assert queue.take(0) is third
+    assert queue.take(10**9) is None
 
 
 def test_a_verification_is_given_up_so_often_and_not_more() -> None:
@@ -48,9 +63,9 @@ def test_a_verification_is_given_up_so_often_and_not_more() -> None:
     assert candidate is not None
     queue.finish(candidate, ANSWER)
     for _ in range(MAX_TRIES):
-        assert queue.take() is candidate
+        assert queue.take(1) is candidate
         queue.put_back(candidate)
-    assert queue.take() is None
+    assert queue.take(1) is None
     assert queue.stats()["dropped"] == {"busy": 1}
 
 
@@ -81,14 +96,14 @@ class Verifications(RuleBasedStateMachine):
     def lose(self, data: st.DataObject, reason: str) -> None:
         self.queue.drop(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))), reason)
 
-    @rule(outcome=st.sampled_from(["complete", "put_back", "memory"]))
-    def verify(self, outcome: str) -> None:
-        candidate = self.queue.take()
+    @rule(outcome=st.sampled_from(["complete", "put_back", "defer"]), num_free=st.integers(0, 9))
+    def verify(self, outcome: str, num_free: int) -> None:
+        candidate = self.queue.take(num_free)
         if candidate is None:
             return
         assert candidate.doom is None
-        if outcome == "memory":
-            self.queue.drop(candidate, outcome)
+        if outcome == "defer":
+            self.queue.defer(candidate, num_free)
         else:
             getattr(self.queue, outcome)(candidate)
 
