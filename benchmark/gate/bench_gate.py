@@ -37,7 +37,7 @@ from chunk_cache.gate.ledger import MEASURES
 MODELS = ROOT / "benchmark" / "quality" / "models"
 TARGET = {"kl": 0.1, "percentile": 95, "steps": [["epic", 0.15], ["epic", 0.3], ["cacheblend", 0.6]]}
 FLAGS = ("--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "131072")
-SHARE = 1.0
+SHARE, OTHERS_SHARE = 1.0, 0.2
 TOLERANCE = 1e-3
 INTERVAL_S = 10.0
 MAX_NEW_TOKENS = 3
@@ -131,7 +131,7 @@ def run_others(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
     prompts = make_prompts(args.model, "needle", 40)
     pairs: dict[str, list[tuple[float, float]]] = {"p50": [], "p99": []}
     with (
-        Server(args.model, *flags(share=SHARE), env=offline_env()) as verifying,
+        Server(args.model, *flags(share=OTHERS_SHARE), env=offline_env()) as verifying,
         Server(args.model, *flags(share=0.0), env=offline_env()) as other,
     ):
         servers = {"with": verifying, "without": other}
@@ -165,6 +165,7 @@ def run_others(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
         "num_pairs": args.pairs,
         "seconds": args.seconds,
         "rate": args.others_rate,
+        "share": OTHERS_SHARE,
         "verified": requests["verified"],
         "given_up": requests["given_up"],
         **{name: loss_of_pairs(values, target=5.0) for name, values in pairs.items()},

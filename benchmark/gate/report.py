@@ -65,7 +65,8 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"Time to first token of plain requests beside as many with chunks, in {other['num_pairs']} pairs of "
         f"{other['seconds']:g} s with the same arrivals, {other['rate']:g} requests a second; the order changes from "
-        f"pair to pair. {other['verified']} replies were verified meanwhile; {other['given_up']} times that was given up."
+        f"pair to pair. {other['verified']} replies (verify_share {other['share']:g}) were verified; {other['given_up']} times "
+        f"that was given up."
     )
     rows = [
         (name, _ms(one["without_s"]), _ms(one["with_s"]), f"{one['loss_percent']:+.1f} %", _interval(one))

@@ -15,6 +15,7 @@ from sglang_chunk_cache.host.exact_pass import ExactPass
 __all__ = ["CASES", "Session"]
 
 VOCAB_SIZE = 512
+FAULTS = ("flush", "evict", "abort", "weights_in_flight", "weights")
 
 
 def gate_of(s: Session) -> Any:
@@ -145,7 +146,7 @@ def case_faults(s: Session) -> dict[str, Any]:
     """Replies that wait, and requests in flight, while all is flushed, evicted, aborted and updated."""
     gate = gate_of(s)
     found: dict[str, Any] = {}
-    for fault in ("flush", "evict", "abort", "weights"):
+    for fault in FAULTS:
         requests = fused_requests(s, 3, max_new_tokens=30)
         messages = [s.local.prepare(request) for request in requests]
 
@@ -155,7 +156,7 @@ def case_faults(s: Session) -> dict[str, Any]:
                 return messages
             if step == 6 and fault == "abort":
                 return [s.local.abort(messages[0].rid)]
-            if step == 6 and fault == "weights":
+            if step == 6 and fault == "weights_in_flight":
                 gate.forget()
             return [] if step < 8 else None
 
@@ -164,6 +165,12 @@ def case_faults(s: Session) -> dict[str, Any]:
         waiting = gate.queue.stats()["waiting"]
         if fault == "flush":
             found["flushed"] = s.local.flush()
+        if fault == "weights":
+            from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+            path = s.local.scheduler.server_args.model_path
+            update = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto")
+            assert s.local.scheduler.weight_updater.update_weights_from_disk(update).success
         if fault == "evict":
             from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -185,6 +192,18 @@ def case_target(s: Session) -> list[dict[str, Any]]:
     named = fused_requests(s, 1, ratio=0.2, max_new_tokens=2)
     (reply,) = s.local.generate(named)
     return [*found, reply.info]
+
+
+def case_learning(s: Session) -> dict[str, Any]:
+    """What is known at the start, and how the next request is served; then some more is learned."""
+    known = s.local.cache.chunks.gate.stats()
+    first, *others = fused_requests(s, 4, ratio=None, max_new_tokens=2)
+    (reply,) = s.local.generate([first])
+    for request in others:
+        idle(s, 3)
+        s.local.generate([request])
+    idle(s)
+    return {"known": known, "reply": reply.info, "learned": s.local.cache.chunks.gate.stats()}
 
 
 def case_full_pool(s: Session) -> dict[str, Any]:

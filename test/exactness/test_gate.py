@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from exactness.gate_cases import CASES
+from exactness.gate_cases import CASES, FAULTS
 from exactness.runner import Config, run_cases
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 @cache
 def outcomes(config: Config) -> dict[str, Any]:
-    names = ["target"] if config.target else [name for name in CASES if name != "target"]
+    names = ["target"] if config.target else [name for name in CASES if name not in ("target", "learning")]
     return run_cases(config, is_ours=True, names=names, module="exactness.gate_cases")
 
 
@@ -82,12 +83,12 @@ def test_a_request_waits_for_one_step_at_most(config: Config) -> None:
 def test_nothing_is_lost_or_counted_twice(config: Config) -> None:
     found = outcome(config, "faults")
     assert found["flushed"]
-    waiting = {fault: found[fault][0] for fault in ("flush", "evict", "abort", "weights")}
-    assert waiting == {"flush": 3, "evict": 3, "abort": 2, "weights": 0}
+    waiting = {fault: found[fault][0] for fault in FAULTS}
+    assert waiting == {"flush": 3, "evict": 3, "abort": 2, "weights_in_flight": 0, "weights": 3}
     after = found["weights"][1]
-    assert after["chosen"] == 12
+    assert after["chosen"] == 15
     assert after["verified"] == 8
-    assert after["dropped"] == {"aborted": 1, "weights": 3}
+    assert after["dropped"] == {"aborted": 1, "weights": 6}
 
 
 @each_config
@@ -110,3 +111,33 @@ def test_what_cannot_be_met_is_computed_exactly(tp_size: int) -> None:
     assert named["ratio"] == 0.2
     assert named["reused_tokens"] > 0
     assert "target" not in named
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_what_was_learned_survives_a_restart(tmp_path: Path, tp_size: int) -> None:
+    options = (*ALL, ("verify_file", str(tmp_path / "gate.json")))
+
+    def start(**fields: Any) -> dict[str, Any]:
+        config = Config(options=options, target=UNREACHABLE, tp_size=tp_size, **fields)
+        value = run_cases(config, is_ours=True, names=["learning"], module="exactness.gate_cases")["learning"]
+        assert not isinstance(value, str), value
+        return value
+
+    first, second, other_model = start(), start(), start(kind="qwen2")
+    assert first["known"]["quality"] == []
+    assert first["reply"]["target"]["step"] == 0
+    assert second["known"]["quality"] == first["learned"]["quality"]
+    assert second["known"]["target"] == first["learned"]["target"]
+    assert second["reply"]["target"]["step"] == 2
+    assert other_model["known"]["quality"] == []
+    assert other_model["reply"]["target"]["step"] == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}'])
+def test_another_file_ends_the_start(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(text)
+    config = Config(options=(*ALL, ("verify_file", str(file))))
+    with pytest.raises(RuntimeError, match=r"verify_file: .*; delete it, or name another"):
+        run_cases(config, is_ours=True, names=["learning"], module="exactness.gate_cases")
+    assert file.read_text() == text

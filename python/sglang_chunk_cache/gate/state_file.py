@@ -45,9 +45,15 @@ class StateFile:
             return
         except OSError as error:
             raise ValueError(f"{self._path} cannot be read ({error.strerror})") from error
-        value = json.loads(text)
-        if not isinstance(value, dict) or value.get("version") != _VERSION:
-            raise ValueError(f"{self._path} is not a file of the gate, version {_VERSION}")
+        try:
+            value = json.loads(text)
+            self._load(value, ledger, controller)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{self._path} is no file of the gate, version {_VERSION} ({error})") from error
+
+    def _load(self, value: Any, ledger: QualityLedger, controller: TargetController | None) -> None:
+        if value["version"] != _VERSION:
+            raise ValueError(f"its version is {value['version']!r}")
         if value["model"] != self._model:
             logger.warning("Chunk cache: %s tells of another model, all is learned anew", self._path)
             return

@@ -25,7 +25,7 @@ from sglang_chunk_cache.gate.measure import ExactAnswer
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-STEP_LEN = 256
+STEP_LEN = 128
 """Tokens of one step: what a request that comes meanwhile waits for. As long as a decoding step takes, about."""
 
 

@@ -180,7 +180,7 @@ def _create_gate(
     metrics = GateMetrics(enabled=is_counting, model=ctx.server_args.served_model_name)
     try:
         gate = Gate(config.verify_share, args.parsed_target, metrics, reduce_max=reduce_max, state_file=file)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         refuse(f"--chunk-cache-config: verify_file: {error}; delete it, or name another.")
     atexit.register(gate.save)
     return gate
