@@ -62,12 +62,12 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
         return lines
     low, high = other["p99"]["loss_95_percent_interval"]
     lines += ["", "## What it costs others", ""]
-    lines.append(
-        f"Time to first token of plain requests beside as many with chunks, in {other['num_pairs']} pairs of "
-        f"{other['seconds']:g} s with the same arrivals, {other['rate']:g} requests a second; the order changes from "
-        f"pair to pair. {other['verified']} replies (verify_share {other['share']:g}) were verified; {other['given_up']} times "
-        f"that was given up."
-    )
+    lines += [
+        f"Time to first token of plain requests beside as many with chunks, in {other['num_pairs']} pairs of",
+        f"{other['seconds']:g} s with the same arrivals, {other['rate']:g} requests a second; the order changes.",
+        f"With `verify_share` {other['share']:g}, {other['verified']} replies were verified, and",
+        f"{other['given_up']} times that was given up.",
+    ]
     rows = [
         (name, _ms(one["without_s"]), _ms(one["with_s"]), f"{one['loss_percent']:+.1f} %", _interval(one))
         for name, one in (("median", other["p50"]), ("p99", other["p99"]))
