@@ -48,8 +48,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODELS / "qa-1m-seed0")
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
-    parser.add_argument("--needle", type=int, default=120, metavar="N", help="questions that reuse does not harm")
-    parser.add_argument("--carry", type=int, default=240, metavar="N", help="questions that it harms")
+    parser.add_argument("--needle", type=int, default=90, metavar="N", help="questions that reuse does not harm")
+    parser.add_argument("--carry", type=int, default=180, metavar="N", help="questions that it harms")
     parser.add_argument(
         "--pairs", type=int, default=8, metavar="N", help="of blocks with and without verification; 0 = none"
     )

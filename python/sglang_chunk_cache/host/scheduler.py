@@ -110,6 +110,7 @@ class ChunkScheduler(Scheduler):
             gate.defer(candidate, num_free)
             return
         try:
+            exact_pass.step()
             while not exact_pass.is_done and not self._has_arrivals():
                 exact_pass.step()
             if exact_pass.is_done:
