@@ -114,7 +114,7 @@ def run_live(args: argparse.Namespace, vocab_size: int) -> tuple[dict[str, Any],
     live = {
         "served": rows,
         "over_time": over_time(rows, INTERVAL_S),
-        "steps": [*(f"{i} {method} at {ratio:g}" for i, (method, ratio) in enumerate(TARGET["steps"])), "then exact"],  # type: ignore[arg-type, var-annotated]
+        "steps": [*(f"{i} {method} at {ratio:g}" for i, (method, ratio) in enumerate(TARGET["steps"])), "then exact"],
         "moves": moves,
         "requests": stats["requests"],
         "state": stats["target"]["partitions"],
@@ -202,8 +202,18 @@ def checks_of(live: dict[str, Any], offline: dict[str, Any]) -> list[dict[str, A
             }
             for name, one in offline.items()
         ),
+        {
+            "what": "the server's histograms are those of the offline computation, every verified reply in them",
+            "holds": live["num_compared"] == requests["verified"]
+            and all(_histogram(live["quality"], name) == one["offline"] for name, one in offline.items()),
+        },
         {"what": "every chosen request is accounted for", "holds": requests["chosen"] == ended},
     ]
+
+
+def _histogram(quality: list[dict[str, Any]], name: str) -> list[int]:
+    """Of all kinds of replies together."""
+    return np.sum([list(row[name]["buckets"].values()) for row in quality], axis=0).tolist()
 
 
 def main() -> int:

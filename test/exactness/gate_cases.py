@@ -9,6 +9,7 @@ from typing import Any
 
 from chunk_cache.gate.selection import VerificationQueue
 from exactness.cases import Prompt, Session
+from exactness.tier_cases import only_on_disk
 from local_scheduler import Reply, Request
 from sglang_chunk_cache.host.exact_pass import ExactPass
 
@@ -204,6 +205,22 @@ def case_learning(s: Session) -> dict[str, Any]:
         s.local.generate([request])
     idle(s)
     return {"known": known, "reply": reply.info, "learned": s.local.cache.chunks.gate.stats()}
+
+
+def case_tiers(s: Session) -> dict[str, Any]:
+    """Chunks are on disk only, and wanted: first at the least ratio, then exactly."""
+    gate = gate_of(s)
+    requests = fused_requests(s, 8, ratio=None, max_new_tokens=2)
+    only_on_disk(s)
+    (loaded,) = s.local.generate(requests[:1])
+    for request in requests[1:7]:
+        s.local.generate([request])
+        idle(s, 3)
+    only_on_disk(s)
+    before = s.local.cache.chunks.tiers.stats()["tiers"]["disk"]
+    (exact,) = s.local.generate(requests[7:])
+    after = s.local.cache.chunks.tiers.stats()["tiers"]["disk"]
+    return {"loaded": loaded.info, "exact": exact.info, "disk": (before, after), "places": gate.controller.states()}
 
 
 def case_full_pool(s: Session) -> dict[str, Any]:

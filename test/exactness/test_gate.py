@@ -15,6 +15,7 @@ from exactness.runner import Config, run_cases
 pytestmark = pytest.mark.slow
 
 ALL = (("verify_share", 1.0),)
+ALONE = ("target", "learning", "tiers")  # with options of their own
 UNREACHABLE = (("kl", 1e-6),)
 CONFIGS = [
     Config(options=ALL),
@@ -26,7 +27,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 
 @cache
 def outcomes(config: Config) -> dict[str, Any]:
-    names = ["target"] if config.target else [name for name in CASES if name not in ("target", "learning")]
+    names = ["target"] if config.target else [name for name in CASES if name not in ALONE]
     return run_cases(config, is_ours=True, names=names, module="exactness.gate_cases")
 
 
@@ -141,3 +142,17 @@ def test_another_file_ends_the_start(tmp_path: Path, text: str) -> None:
     with pytest.raises(RuntimeError, match=r"verify_file: .*; delete it, or name another"):
         run_cases(config, is_ours=True, names=["learning"], module="exactness.gate_cases")
     assert file.read_text() == text
+
+
+def test_what_is_computed_exactly_is_not_loaded(tmp_path: Path) -> None:
+    tiers = {"disk": str(tmp_path), "controller": False, "hide_ratio": True}
+    config = Config(options=(*ALL, ("tiers", tiers)), target=UNREACHABLE)
+    found = run_cases(config, is_ours=True, names=["tiers"], module="exactness.gate_cases")["tiers"]
+    assert not isinstance(found, str), found
+    assert {chunk["tier"] for chunk in found["loaded"]["chunks"]} == {"disk"}
+    assert found["loaded"]["ratio"] == 0.15
+    assert found["places"]["default"]["is_exact"]
+    assert found["exact"]["target"]["step"] == 3
+    assert found["exact"]["reused_tokens"] == 0
+    before, after = found["disk"]
+    assert after["hits"] == before["hits"] > 0
