@@ -107,7 +107,8 @@ class ExactPass:
                 self._first_logits = output.next_token_logits[0].float().clone()
             float(output.next_token_logits[0, 0])  # waits, so that no more than one step is ever ahead of a request
             if not in_prompt:
-                self._logprobs += torch.as_tensor(output.input_token_logprobs).tolist()
+                output.finalize_input_logprobs()  # on CUDA they come by pinned memory
+                self._logprobs += output.input_token_logprobs.tolist()
                 self._best += [values[0] for values in output.input_top_logprobs_val[0]]
                 self._best_ids += [ids[0] for ids in output.input_top_logprobs_idx[0]]
 
