@@ -60,7 +60,6 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
     lines += markdown_table(("measure", "replies", "largest difference", "in another bucket", "means"), rows)
     if other is None:
         return lines
-    low, high = other["p99"]["loss_95_percent_interval"]
     lines += ["", "## What it costs others", ""]
     lines += [
         f"Time to first token of plain requests beside as many with chunks, in {other['num_pairs']} pairs of",
@@ -73,7 +72,6 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
         for name, one in (("median", other["p50"]), ("p99", other["p99"]))
     ]
     lines += ["", *markdown_table(("", "without", "with", "difference", "95 % interval"), rows)]
-    lines += ["", f"The interval of the difference of p99 is {low:+.1f} to {high:+.1f} %."]
     return lines
 
 
