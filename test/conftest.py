@@ -23,7 +23,7 @@ sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
 # The others share the servers of server/conftest.py.
 OWN_SERVER = (
-    *("test_admin_server.py", "test_tiers_server.py"),
+    *("test_admin_server.py", "test_gate_server.py", "test_tiers_server.py"),
     *("test_tier_faults_server.py", "test_selector_server.py"),
 )
 # These share the server of a trained model.

@@ -36,6 +36,7 @@ class Request:
     priority: int | None = None
     rid: str = ""
     ignore_eos: bool = True
+    num_top: int = 5
 
 
 @dataclass
@@ -104,6 +105,8 @@ class LocalScheduler:
         self.scheduler.ipc_channels.send_to_detokenizer.send_output = self._receive
         self.scheduler.ipc_channels.send_to_tokenizer.send_output = self._receive
         self.scheduler.ingest_requests = self._step
+        self.scheduler._has_arrivals = self._has_arrivals
+        self._arrived: list[Any] = []
         self._on_step: Callable[[int], Sequence[Any] | None] | None = None
         self._step_count = 0
 
@@ -147,7 +150,7 @@ class LocalScheduler:
             sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=request.logprob_start,
-            top_logprobs_num=5,
+            top_logprobs_num=request.num_top,
             token_ids_logprob=None,
             stream=False,
             extra_key=request.extra_key,
@@ -207,10 +210,7 @@ class LocalScheduler:
         if cut is not None and cut.rid in self._replies and self._replies[cut.rid].first_step_end is None:
             self._replies[cut.rid].first_step_end = cut.extend_end
         assert self._step_count < self._max_steps, f"still running after {self._max_steps} steps: {self._unfinished}"
-        messages = [] if self._exhausted else self._on_step(self._step_count)
-        self._step_count += 1
-        if messages is None:
-            self._exhausted, messages = True, []
+        messages, self._arrived = self._arrived or self._next_messages(), []
         for message in messages:
             if hasattr(message, "sampling_params"):
                 self._order.append(message.rid)
@@ -221,6 +221,17 @@ class LocalScheduler:
             self._idle_steps += 1  # let the loop process the last batch and run its idle checks
             self.scheduler.gracefully_exit = self._idle_steps > 3 and self.scheduler.is_fully_idle()
         return list(messages)
+
+    def _next_messages(self) -> list[Any]:
+        messages = None if self._exhausted else self._on_step(self._step_count)
+        self._step_count += 1
+        self._exhausted = messages is None
+        return list(messages or [])
+
+    def _has_arrivals(self) -> bool:
+        """In the place of ours, which looks into the sockets: asks `on_step` between steps of a verification too."""
+        self._arrived = self._arrived or self._next_messages()
+        return bool(self._arrived)
 
     def _receive(self, output: Any, _request: Any = None) -> None:
         from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX

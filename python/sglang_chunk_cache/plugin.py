@@ -78,6 +78,7 @@ def engine(
     chunk_cache_separator: str = DEFAULT_SEPARATOR,
     chunk_cache_selector: str | None = None,
     chunk_cache_config: dict[str, Any] | None = None,
+    chunk_cache_target: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Engine:
     """An `sglang.Engine` with the chunk cache on.
@@ -88,6 +89,7 @@ def engine(
         chunk_cache_separator: marks chunks in text prompts.
         chunk_cache_selector: Hugging Face folder or name of a small model that selects for the method cacheclip.
         chunk_cache_config: all other
+        chunk_cache_target: how far answers may be from exact ones, such as `{"kl": 0.1}`; None = no matter
         **engine_args: what `sglang.Engine` takes.
 
     Raises:
@@ -110,6 +112,7 @@ def engine(
             separator=chunk_cache_separator,
             config=chunk_cache_config or {},
             selector=chunk_cache_selector,
+            target=chunk_cache_target,
         )
         server_args = ServerArgs(**engine_args)
         enable(server_args, args)

@@ -26,6 +26,8 @@ from chunk_cache.request_options import RequestOptions, loads
 if TYPE_CHECKING:
     import torch
 
+    from chunk_cache.gate.controller import Decision
+    from chunk_cache.gate.selection import Candidate
     from chunk_cache.plan import RecomputePlan
     from sglang_chunk_cache.kv.statistics_taker import ChunkSums
     from sglang_chunk_cache.selection.report import SelectionReport
@@ -55,6 +57,8 @@ class DocChunkRequest:
         layer_copies: what the load brings in layer by layer, during the forward.
         tiers: what became of the chunks that the KV pool did not have when the request came, by key; None = there are
             no tiers below it.
+        decision: how the target of the server has it served; None = it says so itself, or there is no target.
+        candidate: it is to be verified; None = it is not, or is no longer.
     """
 
     prompt: ChunkPrompt
@@ -70,6 +74,8 @@ class DocChunkRequest:
     sums: ChunkSums | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
     tiers: Mapping[bytes, Outcome] | None = None
+    decision: Decision | None = None
+    candidate: Candidate | None = None
 
     @property
     def options(self) -> RequestOptions:

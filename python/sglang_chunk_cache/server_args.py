@@ -17,7 +17,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import argparse
 
     from chunk_cache.config import Config
+    from chunk_cache.gate.target import Target
 
 ENV_NAME = "SGLANG_CHUNK_CACHE"
 RADIX_CACHE_BACKEND = "chunk_cache"
@@ -33,7 +34,7 @@ DEFAULT_RATIO = 0.15
 DEFAULT_SEPARATOR = "<|chunk|>"
 
 _ATTACHED = "_chunk_cache"
-_VALUE_FLAGS = ("method", "ratio", "separator", "selector", "config")
+_VALUE_FLAGS = ("method", "ratio", "separator", "selector", "config", "target")
 
 
 class StartRefused(SystemExit):
@@ -61,6 +62,7 @@ class ChunkCacheArgs:
         separator: the string that marks chunks in text prompts; never empty.
         config: the object of `--chunk-cache-config`, checked by `chunk_cache.config.parse_config`.
         selector: Hugging Face folder or name of the auxiliary model that selects; None = there is none.
+        target: that of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = there is none.
     """
 
     method: str = DEFAULT_METHOD
@@ -68,6 +70,7 @@ class ChunkCacheArgs:
     separator: str = DEFAULT_SEPARATOR
     config: Mapping[str, Any] = field(default_factory=dict)
     selector: str | None = None
+    target: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -77,6 +80,7 @@ class ChunkCacheArgs:
             refuse("--chunk-cache-separator must be a string with at least one visible character.")
         _check_config(self.config)
         _check_selector(self)
+        _check_target(self)
 
     @functools.cached_property
     def parsed_config(self) -> Config:
@@ -85,10 +89,16 @@ class ChunkCacheArgs:
 
         return parse_config(dict(self.config))
 
+    @functools.cached_property
+    def parsed_target(self) -> Target | None:
+        """`target` with its defaults."""
+        from chunk_cache.gate.target import parse_target
+
+        return None if self.target is None else parse_target(self.target, method=self.method, ratio=self.ratio)
+
     def dumps(self) -> str:
         """These options as one line of JSON."""
-        values = {name: getattr(self, name) for name in _VALUE_FLAGS}
-        return json.dumps({**values, "config": dict(self.config)}, ensure_ascii=True)
+        return json.dumps(asdict(self), ensure_ascii=True)
 
     @classmethod
     def loads(cls, text: str) -> ChunkCacheArgs:
@@ -124,6 +134,19 @@ def _check_config(config: object) -> None:
         parse_config(dict(config))
     except ValueError as error:
         refuse(f"{_one_line(error)}.")  # the message begins with the name of the flag
+
+
+def _check_target(args: ChunkCacheArgs) -> None:
+    try:
+        target, config = args.parsed_target, args.parsed_config
+    except ValueError as error:
+        refuse(f"{_one_line(error)}.")
+    if target is None:
+        return
+    if not config.verify_share:
+        refuse('--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: what is it to go by?')
+    if config.alpha:
+        refuse('--chunk-cache-target moves ratios, and "alpha" in --chunk-cache-config replaces them; drop one.')
 
 
 # The command line.
@@ -171,6 +194,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="All other options, as a JSON object or as @FILE with one.",
     )
+    group.add_argument(
+        "--chunk-cache-target",
+        default=None,
+        metavar="JSON",
+        help='How far answers may be from exact ones, such as {"kl": 0.1}, as a JSON object or as @FILE with one.',
+    )
 
 
 def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
@@ -188,7 +217,9 @@ def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
     if "ratio" in given:
         given["ratio"] = _parse_ratio(given["ratio"])
     if "config" in given:
-        given["config"] = _parse_config_flag(given["config"])
+        given["config"] = _parse_object("config", given["config"])
+    if "target" in given:
+        given["target"] = _parse_object("target", given["target"])
     return ChunkCacheArgs(**given)
 
 
@@ -199,16 +230,16 @@ def _parse_ratio(value: object) -> float:
         refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {value!r}.")
 
 
-def _parse_config_flag(value: object) -> object:
+def _parse_object(name: str, value: object) -> object:
     if not isinstance(value, str):  # a YAML file of --config may hold the object itself
         return value
     try:
         text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
         return json.loads(text)
     except OSError as error:
-        refuse(f"--chunk-cache-config: cannot read {value[1:]!r}: {error.strerror}.")
+        refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {error.strerror}.")
     except ValueError as error:
-        refuse(f"--chunk-cache-config is not valid JSON: {_one_line(error)}.")
+        refuse(f"--chunk-cache-{name} is not valid JSON: {_one_line(error)}.")
 
 
 def _one_line(error: Exception) -> str:

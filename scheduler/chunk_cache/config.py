@@ -42,6 +42,10 @@ class Config:
     """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
     refresh_uses: int = 0
     """Uses after which a derived variant is computed exactly while the server is idle; 0 = never."""
+    verify_share: float = 0.0
+    """Share of the fused requests that are verified, by an exact prefill while the server is idle; 0 = none."""
+    verify_file: str | None = None
+    """File that keeps what that finds from one start to the next; None = none does."""
     alpha: float | None = None
     """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; None = by ratio."""
     max_cfo: float | None = None
@@ -86,6 +90,7 @@ _MINIMUM = {
 _MAXIMUM = {
     "ageing": ALPHA.maximum,
     "keep_share": 0.9,  # more would leave running requests next to nothing
+    "verify_share": 1.0,
 }
 _CHOICES = {"kernel": KERNELS, "eviction": EVICTIONS}
 
@@ -104,7 +109,11 @@ def parse_config(value: object) -> Config:
             problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
             raise user_error(ChunkCacheConfigError, f"{FLAG}: {key}", problem, remedy)
     checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
-    return Config(**checked)
+    config = Config(**checked)
+    if config.verify_file is not None and not config.verify_share:
+        remedy = "give verify_share too, or leave it out"
+        raise user_error(ChunkCacheConfigError, f"{FLAG}: verify_file", "nothing is verified", remedy)
+    return config
 
 
 def _check(key: str, value: object) -> object:
@@ -129,6 +138,8 @@ def _check(key: str, value: object) -> object:
         return parse_tiers(value, path)
     if key == "selector":
         return parse_selector(value, path)
+    if key == "verify_file":
+        return _check_file(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
@@ -142,6 +153,12 @@ def _check_number(value: object, path: str, remedy: str, maximum: float) -> floa
         problem = f"{show(value)} is not a number in [0, {maximum:g}]"
         raise user_error(ChunkCacheConfigError, path, problem, remedy)
     return float(value)
+
+
+def _check_file(value: object, path: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a file", "give the path of one, or null")
+    return value
 
 
 def _check_layers(value: object, path: str) -> str | tuple[int, ...]:

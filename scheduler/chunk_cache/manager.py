@@ -187,6 +187,7 @@ class ChunkManager:
         prefix_len: int,
         max_prefix_len: int,
         limit_reason: str = "prompt_end",
+        method: str | None = None,
         ratio: float | None = None,
         reasons: Mapping[bytes, str] = _NO_REASONS,
     ) -> RecomputePlan:
@@ -194,10 +195,11 @@ class ChunkManager:
 
         Args:
             prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
-            ratio: in the place of the server's.
+            method, ratio: in the place of the server's.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
         """
-        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, ratio, reasons, prompt.answer
+        method = method or self._method
+        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer
         if prompt._plan is not None and prompt._plan_of == (self._version, asked):
             return prompt._plan
         opts = prompt.options
@@ -207,7 +209,7 @@ class ChunkManager:
         ]
         prompt._plan = make_plan(
             opts=opts,
-            default_method=self._method,
+            default_method=method,
             default_ratio=self._ratio if ratio is None else ratio,
             prompt_len=prompt_len,
             prefix_len=prefix_len,
@@ -216,8 +218,8 @@ class ChunkManager:
             lookups=lookups,
             min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
-            rankings=self._rankings(prompt, lookups),
-            selector_reason=self._selector_reason(prompt),
+            rankings=self._rankings(prompt, method, lookups),
+            selector_reason=self._selector_reason(prompt, method),
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
@@ -230,15 +232,17 @@ class ChunkManager:
         reason = None if found.variant is not None else reasons.get(prompt.keys[chunk])
         return found if reason is None else Lookup(None, 0, reason)
 
-    def _selector_reason(self, prompt: ChunkPrompt) -> str | None:
+    def _selector_reason(self, prompt: ChunkPrompt, default: str) -> str | None:
         """Why a method that asks the selector has no scores; None where it has, and for all others."""
-        if not METHODS[prompt.options.method or self._method].asks_selector:
+        if not METHODS[prompt.options.method or default].asks_selector:
             return None
         return NO_ANSWER if prompt.answer is None else prompt.answer.reason
 
-    def _rankings(self, prompt: ChunkPrompt, lookups: Sequence[Lookup | None]) -> Sequence[Ranking | None] | None:
+    def _rankings(
+        self, prompt: ChunkPrompt, default: str, lookups: Sequence[Lookup | None]
+    ) -> Sequence[Ranking | None] | None:
         """What the method ranks by: the selector's scores, or a statistic of each variant that was found."""
-        method = METHODS[prompt.options.method or self._method]
+        method = METHODS[prompt.options.method or default]
         if method.asks_selector:
             return None if prompt.answer is None else prompt.answer.rankings
         statistic = method.statistic

@@ -36,6 +36,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
         "high_cfo": "So much of the chunk would be recomputed that it is computed instead (max_cfo of the server).",
         "preparing": "The request asked for mode prepare: the last chunk is computed behind the others, and kept.",
+        "target": "The target of the server could not be met with reuse, so the request was computed exactly.",
         "logprobs": "Input log-probabilities were asked for, so these positions must be computed.",
         "memory": "There was no room for the slots of the load.",
         "tier_slow": "The chunk is stored below the KV pool, but computing it was estimated to be faster.",

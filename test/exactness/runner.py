@@ -43,6 +43,7 @@ class Config:
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
+    target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
     def __str__(self) -> str:
@@ -50,7 +51,7 @@ class Config:
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
-        parts += [f"{name}={value}" for name, value in self.options]
+        parts += [f"{name}={value}" for name, value in self.options + self.target]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
     @property
@@ -124,7 +125,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers)
-        chunk_cache = {"config": dict(config.options)} if is_ours else None
+        chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None} if is_ours else None
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")
         assert is_rust == (config.tree_core == "rust"), "SGLang chose the other core"

@@ -66,15 +66,24 @@ class Pressure(Config):
 
 
 UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2), ("prefer_prepared", True))
+VERIFY = (("verify_share", 1.0),)
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
 PRESSURE = [
-    Pressure(force_retract=True),
+    Pressure(force_retract=True, options=VERIFY, target=(("kl", 0.01),)),
     # Without the room for reused chunks, so that requests are admitted until the pool overflows.
-    Pressure(max_total_tokens=1024, page_size=16, chunked=True, options=(("keep_share", 0.0),), typed=True),
-    Pressure(overlap=False, chunked=True, force_retract=True, tree_core="python", loading="layerwise"),
+    Pressure(max_total_tokens=1024, page_size=16, chunked=True, options=(("keep_share", 0.0), *VERIFY), typed=True),
+    Pressure(overlap=False, chunked=True, force_retract=True, tree_core="python", loading="layerwise", options=VERIFY),
     Pressure(chunked=True, step_len=16, options=UPKEEP, has_priorities=True),
-    Pressure(max_total_tokens=2048, page_size=16, chunked=True, step_len=256, loading="prefetch", options=UPKEEP),
-    Pressure(overlap=False, options=BOUNDS, has_priorities=True, tree_core="python", typed=True),
+    Pressure(
+        max_total_tokens=2048,
+        page_size=16,
+        chunked=True,
+        step_len=256,
+        loading="prefetch",
+        options=(*UPKEEP, *VERIFY),
+        target=(("kl", 0.01),),
+    ),
+    Pressure(overlap=False, options=(*BOUNDS, *VERIFY), has_priorities=True, tree_core="python", typed=True),
 ]
 
 
@@ -173,11 +182,24 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
     live: list[str] = []
     asking: list[Request] = []  # of the selector, which answers sooner or later, or not
     counts: Counter[str] = Counter()
+    gate = s.local.cache.chunks.gate
+    if gate is not None:
+        from sglang_chunk_cache.host import exact_pass
+
+        exact_pass.STEP_LEN = 16  # so that requests come between steps
+    lull = 0
 
     def on_step(step: int) -> list[Any] | None:
+        nonlocal lull
         s.local.cache.chunks.check_integrity()
         if counts["sent"] == total and not asking:
             return None
+        if lull > 0:  # so that something is verified
+            lull -= 1
+            return []
+        lull = s.rng.randrange(100) if s.rng.random() < 0.05 else 0
+        if gate is not None and s.rng.random() < 0.002:
+            gate.forget()
         messages: list[Any] = []
         while counts["sent"] < total and s.rng.random() < 0.35:
             request = requests[counts["sent"]]
@@ -206,6 +228,10 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
             exact[reply.rid] = reply
         if reply.info is not None:
             count_reply(counts, request, reply)
+    if gate is not None:
+        numbers = gate.queue.stats()
+        counts.update({name: numbers[name] for name in ("chosen", "verified", "given_up")})
+        counts.update({f"not verified, {reason}": num for reason, num in numbers["dropped"].items()})
     return counts, exact
 
 

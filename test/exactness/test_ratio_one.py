@@ -34,7 +34,7 @@ OTHERS = [
 MODELS = [
     Config(rope="llama3"),
     Config(rope="yarn", page_size=16),
-    Config(rope="linear"),
+    Config(rope="linear", options=(("verify_share", 1.0),)),
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
     Config(kind="mistral", chunked=True),

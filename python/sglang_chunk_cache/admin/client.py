@@ -85,6 +85,7 @@ class Admin:
                 "method": args.method,
                 "ratio": args.ratio,
                 "separator": args.separator,
+                "target": args.target,
                 **jsonable_encoder(describe(args.parsed_config)),
             },
             "host": {

@@ -19,6 +19,7 @@ from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
     from chunk_cache.manager import ChunkManager
+    from sglang_chunk_cache.gate.gate import Gate
     from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.tiers.manager import ChunkTiers
 
@@ -34,14 +35,18 @@ class ChunkAdmin:
     Args:
         cache: the radix cache of this process; for its sizes.
         tiers: below the KV pool; None = there are none.
+        gate: verifies replies; None = nobody does.
     """
 
-    def __init__(self, cache: Any, manager: ChunkManager, store: VariantStore, tiers: ChunkTiers | None) -> None:
+    def __init__(
+        self, cache: Any, manager: ChunkManager, store: VariantStore, tiers: ChunkTiers | None, gate: Gate | None = None
+    ) -> None:
         self.cache = cache
         self.manager = manager
         self.index = index = manager.index
         self.store = store
         self.tiers = tiers
+        self.gate = gate
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -75,6 +80,7 @@ class ChunkAdmin:
             "tiers": {"pool": pool_stats(self), **below["tiers"]},
             "pins": self.pins.stats(),
             "num_flushes": self.num_flushes,
+            **({} if self.gate is None else {"gate": self.gate.stats()}),
         }
 
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:

@@ -34,15 +34,19 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
 
 
 def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None:
-    """Checks the server's own default method.
+    """Checks the server's own default method, and those of its target.
 
     Raises:
-        StartRefused: this server cannot serve it.
+        StartRefused: this server cannot serve one.
     """
-    try:
-        _check(args.method, (), num_layers, args.parsed_config, has_lora, "--chunk-cache")
-    except ChunkCacheRequestError as error:
-        refuse(f"--chunk-cache-method {args.method}: {error}.")
+    methods = {args.method: f"--chunk-cache-method {args.method}"}
+    for step in () if args.parsed_target is None else args.parsed_target.steps:
+        methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
+    for method, flag in methods.items():
+        try:
+            _check(method, (), num_layers, args.parsed_config, has_lora, "--chunk-cache")
+        except ChunkCacheRequestError as error:
+            refuse(f"{flag}: {error}.")
 
 
 def _check(method_name: str, options: Options, num_layers: int, config: Config, has_lora: bool, path: str) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
+from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
@@ -79,6 +80,7 @@ class Extras:
         timing: measures the forward; None = nobody asks.
         loads: KV that arrives during the forward; None = all is there.
         again: what is done instead where it does not arrive, with the reason.
+        first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
     """
 
     attention: Attention | None
@@ -86,11 +88,13 @@ class Extras:
     timing: contextlib.AbstractContextManager[None] | None
     loads: LayerLoads | None = None
     again: Callable[[str], ForwardBatch] | None = None
+    first_rows: tuple[tuple[int, Candidate], ...] = ()
 
     @property
     def changes_anything(self) -> bool:
         """Whether the forward is not simply SGLang's."""
-        return self.attention is not None or self.taker is not None or self.timing is not None
+        extras = (self.attention, self.taker, self.timing, self.first_rows or None)
+        return any(one is not None for one in extras)
 
 
 def init_forward_batch(
@@ -108,8 +112,9 @@ def init_forward_batch(
         chunks.kernel,
         None if due is None else [None if one.plan is None else one.plan.load_start for one in due],
     )
+    rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
-        extras = Extras(None, taker, _timing(chunks, batch, ()))
+        extras = Extras(None, taker, _timing(chunks, batch, ()), first_rows=rows)
         forward_batch = original(cls, batch, model_runner, **kwargs)
     else:
         build = partial(_init_fused, original, cls, batch, model_runner, chunks, kwargs)
@@ -119,9 +124,9 @@ def init_forward_batch(
             # A forward that waits for layers says nothing of what computing takes.
             assert chunks.landings is not None
             again = partial(_without_loads, build, chunks, batch, due, taker)
-            extras = Extras(attention, taker, None, chunks.landings.loads(copies), again)
+            extras = Extras(attention, taker, None, chunks.landings.loads(copies), again, rows)
         else:
-            extras = Extras(attention, taker, _timing(chunks, batch, due))
+            extras = Extras(attention, taker, _timing(chunks, batch, due), first_rows=rows)
     if extras.changes_anything:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
@@ -207,8 +212,12 @@ def forward(
         return original(model_runner, forward_batch, *args, **kwargs)
     with extras.timing or contextlib.nullcontext():
         if extras.attention is None and extras.taker is None:
-            return original(model_runner, forward_batch, *args, **kwargs)
-        return _forward_with(extras, original, model_runner, forward_batch, *args, **kwargs)
+            output = original(model_runner, forward_batch, *args, **kwargs)
+        else:
+            output = _forward_with(extras, original, model_runner, forward_batch, *args, **kwargs)
+    for place, candidate in extras.first_rows:  # sampling writes over them
+        candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
+    return output
 
 
 def _forward_with(
@@ -239,6 +248,17 @@ def _forward_with(
     if extras.taker is not None:
         extras.taker.finish()
     return output
+
+
+def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:
+    """Requests to verify whose prompt ends in this forward, with their places in the batch."""
+    return tuple(
+        (i, state.candidate)
+        for i, req in enumerate(batch.reqs)
+        if (state := state_of(req)) is not None
+        and state.candidate is not None
+        and req.extend_end == len(req.origin_input_ids)
+    )
 
 
 def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:

@@ -85,10 +85,13 @@ class ChunkPrefillAdder(PrefillAdder):
             self._uncount_loaded(req, state.load_len)
         if state.reported is None:
             state.reported = state.plan
+            chunks = runtime_of(self.tree_cache)
+            assert chunks is not None
             if not is_refresh(req.rid):
-                chunks = runtime_of(self.tree_cache)
-                assert chunks is not None
                 chunks.metrics.count_plan(state.plan)
+            # The adapter may be gone when the server is idle.
+            if chunks.gate is not None and state.load_due and req.lora_id is None:
+                chunks.gate.admit(req.rid, req.origin_input_ids, state)
 
     def _uncount_loaded(self, req: Req, load_len: int) -> None:
         """A load is neither a device nor a host hit: the prompt tokens in it were not found, they were made."""

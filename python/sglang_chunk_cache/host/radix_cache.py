@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -76,6 +77,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             return result
         assert self.chunks is not None
         max_prefix_len = len(params.key)
+        step = None if state.decision is None else state.decision.step
         state.plan = self.chunks.manager.plan(
             state.prompt,
             prompt_len=num_prompt + len(req.output_ids),
@@ -84,11 +86,14 @@ class ChunkRadixCache(UnifiedRadixCache):
             limit_reason="logprobs"
             if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
             else "prompt_end",
-            ratio=self._ratio_that_hides(state, result.device_prefix_len, num_prompt),
+            method=None if step is None else step.method,
+            ratio=self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else step.ratio,
             reasons=state.missing_reasons,
         )
         if state.unsupported:
             state.plan = replan_without_load(state.plan, "unsupported")
+        elif state.decision is not None and step is None:
+            state.plan = replan_without_load(state.plan, "target")
         return result._replace(host_hit_length=state.load_len)
 
     def _ratio_that_hides(self, state: DocChunkRequest, prefix_len: int, num_keys: int) -> float | None:
@@ -195,8 +200,11 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert self.chunks is not None
         self.chunks.keeper.release(req.kv.req_pool_idx)
         state = state_of(req)
-        if state is not None and not req.finished():
-            state.restart()
+        if state is not None:
+            if self.chunks.gate is not None:
+                self.chunks.gate.release(state, req.output_ids_through_stop, _reason_not_to_verify(req))
+            if not req.finished():
+                state.restart()
         super().on_release(req, checkpointed=checkpointed)
 
     def reset(self) -> None:
@@ -211,3 +219,9 @@ class ChunkRadixCache(UnifiedRadixCache):
                 chunks.tiers.flush()
             if chunks.landings is not None:
                 chunks.landings.clear()
+
+
+def _reason_not_to_verify(req: Req) -> str | None:
+    if not req.finished():
+        return "retracted"
+    return "aborted" if isinstance(req.finished_reason, FINISH_ABORT) else None

@@ -185,6 +185,8 @@ def check_resolved(server_args: Any) -> None:
     check_flags(server_args)
     args = attached(server_args)
     kernel = None if args is None else args.parsed_config.kernel
+    if args is not None:
+        check_replicas(args.parsed_config, resolution_result(server_args, "dp_size"))
     if kernel in ("triton", "flashinfer") and resolution_result(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
@@ -210,6 +212,16 @@ def _check_selector(args: ChunkCacheArgs) -> None:
         check_selector_model(args.selector)
     except SelectorModelError as error:
         refuse(f"--chunk-cache-selector: {error}; name a small causal language model with a fast tokenizer.")
+
+
+def check_replicas(config: Config, dp_size: int | None) -> None:
+    """Checks that replicas do not overwrite each other's file.
+
+    Raises:
+        StartRefused: they would.
+    """
+    if config.verify_file is not None and _more_than_one(dp_size):
+        refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,14 @@ from chunk_cache.request_options import RequestOptions
 from chunk_cache.selector_answer import asks_selector
 from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.gate.gate import Gate
+from sglang_chunk_cache.gate.metrics import GateMetrics
+from sglang_chunk_cache.gate.state_file import StateFile
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import max_over_ranks
+from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
@@ -42,6 +46,7 @@ class ChunkRuntime:
         method, ratio: the server's.
         manager: decides.
         store, assembler, pool, keeper: find, move, bring in and keep KV.
+        gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
         kernel: backend of the operations.
         statistics_layers: of the model, at which statistics are taken.
@@ -56,6 +61,7 @@ class ChunkRuntime:
     pool: ChunkPool
     keeper: ChunkKeeper
     refresh: RefreshQueue
+    gate: Gate | None
     tiers: ChunkTiers | None
     landings: Landings | None
     admin: ChunkAdmin
@@ -76,6 +82,8 @@ class ChunkRuntime:
         self.manager.check_integrity()
         self.store.check_integrity(self.manager.index)
         self.admin.check_integrity()
+        if self.gate is not None:
+            self.gate.check_integrity()
 
 
 def runtime_of(tree_cache: Any) -> ChunkRuntime | None:
@@ -132,6 +140,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         metrics=metrics,
         note_stored=None if tiers is None else tiers.note_stored,
     )
+    gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
     logger.info(
         "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
         args.method,
@@ -150,10 +159,36 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         pool=pool,
         keeper=keeper,
         refresh=refresh,
+        gate=gate,
         tiers=tiers,
         landings=landings,
-        admin=ChunkAdmin(cache, manager, store, tiers),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate),
         metrics=metrics,
         kernel=kernel,
         statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
     )
+
+
+def _create_gate(
+    args: ChunkCacheArgs,
+    ctx: TreeCacheBuildContext,
+    assembler: KVAssembler,
+    *,
+    is_counting: bool,
+    reduce_max: Callable[[Votes], Votes] | None,
+) -> Gate | None:
+    config = args.parsed_config
+    if not config.verify_share:
+        return None
+    file = None
+    if config.verify_file is not None:
+        # Of rank 0, since all read the same file; another number of ranks is another fingerprint.
+        model = assembler.fingerprint(ctx.server_args, 0, ctx.tp_size).digest
+        file = StateFile(config.verify_file, model, is_writer=ctx.tp_rank == 0)
+    metrics = GateMetrics(enabled=is_counting, model=ctx.server_args.served_model_name)
+    try:
+        gate = Gate(config.verify_share, args.parsed_target, metrics, reduce_max=reduce_max, state_file=file)
+    except ValueError as error:
+        refuse(f"--chunk-cache-config: verify_file: {error}; delete it, or name another.")
+    atexit.register(gate.save)
+    return gate

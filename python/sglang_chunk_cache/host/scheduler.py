@@ -2,7 +2,8 @@
 selector, and nobody else with it.
 
 Promises: a request that waits keeps its place in the queue; a step costs a look at each request of the queue. A refresh
-starts only when the scheduler is idle, one at a time.
+starts only when the scheduler is idle, one at a time. So does a verification, which ends within one step of its own
+where anything arrives.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
+from sglang_chunk_cache.host.exact_pass import open_pass
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
@@ -49,8 +51,10 @@ class ChunkScheduler(Scheduler):
         add_selector_answers(self)
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
-        super()._add_request_to_queue(req, *args, **kwargs)
         chunks = self._chunks
+        if chunks.gate is not None and (state := state_of(req)) is not None:
+            chunks.gate.steer(state)
+        super()._add_request_to_queue(req, *args, **kwargs)
         if chunks.tiers is None or not self.waiting_queue or self.waiting_queue[-1] is not req:
             return  # refused: the queue is full
         chunks.tiers.want(
@@ -100,12 +104,48 @@ class ChunkScheduler(Scheduler):
 
     def on_idle(self) -> None:
         super().on_idle()
-        if not self.is_fully_idle() or (origin := self._chunks.refresh.take()) is None:
+        if not self.is_fully_idle() or self.weight_updater.offload_tags:  # its memory was given away for a while
+            return
+        origin = self._chunks.refresh.take()
+        if origin is None:
+            self._verify()
             return
         logger.info("Chunk cache: idle, a popular derived variant is computed exactly")
         self._chunks.metrics.count_maintenance("refreshed")
         self._num_refreshes += 1
         self.handle_generate_request(refresh_request(self._num_refreshes, origin))
+
+    def _verify(self) -> None:
+        """One fused reply, in steps between which requests are looked for; it ends at once where one came."""
+        gate, num_free = self._chunks.gate, self.token_to_kv_pool_allocator.available_size()
+        candidate = None if gate is None else gate.take(num_free)
+        if candidate is None:
+            return
+        assert gate is not None
+        exact_pass = open_pass(self, candidate)
+        if exact_pass is None:
+            gate.defer(candidate, num_free)
+            return
+        try:
+            exact_pass.step()
+            while not exact_pass.is_done and not self._has_arrivals():
+                exact_pass.step()
+            if exact_pass.is_done:
+                gate.complete(candidate, exact_pass.result())
+            else:
+                gate.give_up(candidate)
+        finally:
+            exact_pass.close()
+
+    def _has_arrivals(self) -> bool:
+        """Whether anything was sent to this scheduler; the next step of the loop answers it. The same on all ranks."""
+        self._deferred_input_requests.extend(self.request_receiver.recv_requests())
+        return len(self._deferred_input_requests) > 0
+
+    def maybe_sleep_on_idle(self) -> None:
+        gate = self._chunks.gate
+        if gate is None or not gate.has_work(self.token_to_kv_pool_allocator.available_size()):
+            super().maybe_sleep_on_idle()
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> bool:
         # SGLang flushes only while nobody waits; a refresh that waits holds nothing, and nobody reads it.
@@ -124,6 +164,8 @@ def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     if state is None or state.options.mode not in ("auto", "prepare") or state.unsupported:
         return []
     max_generation = chunks.manager.max_generation(state.prompt)
+    if state.decision is not None and state.decision.step is None:
+        return []  # the target has it computed exactly
     return [
         Wanted(key, req.origin_input_ids[start:end], state.partition, max_generation)
         for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True))

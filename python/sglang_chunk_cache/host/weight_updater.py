@@ -10,7 +10,7 @@ from sglang_chunk_cache.host.runtime import runtime_of
 
 
 class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
-    """Every way to change the weights ends the tiers; SGLang itself flushes the pool."""
+    """Every way to change the weights ends the tiers and what the gate knows; SGLang itself flushes the pool."""
 
     __slots__ = ()
 
@@ -33,4 +33,6 @@ class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
         chunks = None if self.scheduler is None else runtime_of(self.scheduler.tree_cache)
         if chunks is not None and chunks.tiers is not None:
             chunks.tiers.disable("the weights were changed; start the server anew to have them again.")
+        if chunks is not None and chunks.gate is not None:
+            chunks.gate.forget()
         return result

@@ -10,12 +10,16 @@ import prometheus_client
 import pytest
 
 from chunk_cache.config import STATISTICS_LAYERS, Config
+from chunk_cache.gate.ledger import MEASURES
+from chunk_cache.gate.selection import DROPPED
+from chunk_cache.gate.target import KEYS as TARGET_KEYS
 from chunk_cache.methods import METHODS
 from chunk_cache.request_options import KEYS, MODES
 from chunk_cache.selector_config import SelectorConfig
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.explain.__main__ import main as explain
+from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.selector.metrics import SelectorMetrics
@@ -57,7 +61,8 @@ def test_keys_reasons_and_options_are_told() -> None:
     keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__, *SelectorConfig.__dataclass_fields__)
     choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
-    assert not told((*keys, *choices, *options, *REASONS, *tier_reasons))
+    gate = (*TARGET_KEYS, *DROPPED, *MEASURES)
+    assert not told((*keys, *choices, *options, *REASONS, *tier_reasons, *gate))
 
 
 def test_what_is_refused_and_served_is_told() -> None:
@@ -67,11 +72,12 @@ def test_what_is_refused_and_served_is_told() -> None:
 
 def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    for kind in ("Counter", "Gauge"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, lambda name, *_, **__: names.append(name))
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
     SelectorMetrics(enabled=True)
+    GateMetrics(enabled=True, model="")
     assert len(names) > 15
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
 

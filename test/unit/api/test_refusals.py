@@ -286,3 +286,11 @@ def test_statistics_of_layers_that_the_model_does_not_have_are_refused():
         refusals._check_layers(config, 12)
     refusals._check_layers(parse_config({"statistics_layers": [3, 11]}), 12)
     refusals._check_layers(parse_config({"statistics_layers": "all"}), 2)
+
+
+def test_replicas_do_not_share_a_file():
+    config = parse_config({"verify_share": 0.1, "verify_file": "gate.json"})
+    with pytest.raises(StartRefused, match="verify_file: replicas"):
+        refusals.check_replicas(config, 2)
+    refusals.check_replicas(config, 1)
+    refusals.check_replicas(parse_config({"verify_share": 0.1}), 2)

@@ -30,12 +30,13 @@ def test_defaults():
 
 def test_all_flags(tmp_path):
     config = tmp_path / "config.json"
-    config.write_text("{}")
+    config.write_text('{"verify_share": 0.1}')
     args = parse(
         "--chunk-cache", "--chunk-cache-method", "random", "--chunk-cache-ratio", "1", "--chunk-cache-separator", "##",
         "--chunk-cache-config", f"@{config}", "--chunk-cache-selector", "small/model",
+        "--chunk-cache-target", '{"kl": 0.1}',
     )  # fmt: skip
-    assert args == ChunkCacheArgs("random", 1.0, "##", {}, "small/model")
+    assert args == ChunkCacheArgs("random", 1.0, "##", {"verify_share": 0.1}, "small/model", {"kl": 0.1})
     assert ChunkCacheArgs.loads(args.dumps()) == args
 
 
@@ -44,7 +45,7 @@ def test_flags_stand_in_a_group_of_their_own():
     options.add_flags(parser)
     text = parser.format_help()
     group = text[text.index("chunk cache:") :]
-    for flag in ("", "-method", "-ratio", "-separator", "-selector", "-config"):
+    for flag in ("", "-method", "-ratio", "-separator", "-selector", "-config", "-target"):
         assert f"--chunk-cache{flag}" in group
 
 
@@ -61,6 +62,16 @@ def test_flags_stand_in_a_group_of_their_own():
         (["--chunk-cache", "--chunk-cache-config", "{"], "--chunk-cache-config is not valid JSON"),
         (["--chunk-cache", "--chunk-cache-config", "[1]"], "--chunk-cache-config must be a JSON object"),
         (["--chunk-cache", "--chunk-cache-config", "@/no/such/file"], "--chunk-cache-config: cannot read"),
+        (["--chunk-cache", "--chunk-cache-target", "0.1"], "--chunk-cache-target: 0.1 is not an object"),
+        (["--chunk-cache", "--chunk-cache-target", "{kl"], "--chunk-cache-target is not valid JSON"),
+        (["--chunk-cache", "--chunk-cache-target", '{"kl": 0.1}'], '--chunk-cache-target needs "verify_share" above 0'),
+        (
+            [
+                *("--chunk-cache", "--chunk-cache-target", '{"kl": 0.1}'),
+                *("--chunk-cache-config", '{"verify_share": 1, "alpha": 1}'),
+            ],
+            '--chunk-cache-target moves ratios, and "alpha"',
+        ),
         (
             ["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'],
             "--chunk-cache-config: no_such_key: unknown key",

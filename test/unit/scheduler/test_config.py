@@ -26,6 +26,8 @@ def test_every_field_can_be_given() -> None:
         "keep_share": 0.5,
         "promote_uses": 3,
         "refresh_uses": 2,
+        "verify_share": 0.1,
+        "verify_file": "quality.json",
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,
@@ -62,6 +64,12 @@ def test_every_field_can_be_given() -> None:
             ({"keep_share": value}, f"--chunk-cache-config: keep_share: {value!r} is not a number in [0, 0.9]; give ")
             for value in (None, False, -0.1, 1, "0.5", float("nan"))
         ],
+        (
+            {"verify_share": 1.1},
+            "--chunk-cache-config: verify_share: 1.1 is not a number in [0, 1]; give such a number",
+        ),
+        ({"verify_share": 1, "verify_file": 3}, "--chunk-cache-config: verify_file: 3 is not a file; give the path"),
+        ({"verify_file": "a"}, "--chunk-cache-config: verify_file: nothing is verified; give verify_share too"),
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
         *[

@@ -213,7 +213,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
 
 def weights_change(tiers: ChunkTiers) -> None:
     """What every way to change them ends with."""
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(chunks=SimpleNamespace(tiers=tiers)))
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(chunks=SimpleNamespace(tiers=tiers, gate=None)))
     updater = ChunkWeightUpdater.__new__(ChunkWeightUpdater)
     updater.scheduler = scheduler
     assert updater._changed("its answer") == "its answer"

@@ -1,0 +1,117 @@
+"""Target: how far an answer may be from the exact one, and the steps that lead there.
+
+    {"kl": 0.1, "percentile": 95, "steps": [["epic", 0.15], ["epic", 0.3], ["cacheblend", 0.5]]}
+
+`parse_target` checks it and is the only place that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheConfigError, show, user_error
+from chunk_cache.methods import METHODS, find_method
+
+FLAG = "--chunk-cache-target"
+KEYS = ("kl", "percentile", "steps")
+PERCENTILE = 95.0
+MAX_STEPS = 16
+_FIRST_RATIO = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How chunks are reused by requests that do not say it."""
+
+    method: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The given percentage of verified replies has a KL of at most `kl` nats.
+
+    Attributes:
+        steps: from the least that is recomputed to the most; behind the last is exact prefill.
+    """
+
+    kl: float
+    percentile: float
+    steps: tuple[Step, ...]
+
+    @property
+    def allowed_share(self) -> float:
+        """Of the replies that may have a larger KL."""
+        return 1.0 - self.percentile / 100.0
+
+
+def parse_target(value: object, *, method: str, ratio: float) -> Target:
+    """Check a decoded `--chunk-cache-target`.
+
+    Args:
+        method, ratio: the server's, which are the first step where none are given.
+
+    Raises:
+        ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
+    """
+    if not isinstance(value, Mapping):
+        raise _error(FLAG, f"{show(value)} is not an object", 'give a JSON object such as {"kl": 0.1}')
+    for key in value:
+        if key not in KEYS:
+            raise _error(f"{FLAG}: {key}", f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+    if "kl" not in value:
+        raise _error(f"{FLAG}: kl", "is missing", "give the KL of the first token, in nats, such as 0.1")
+    return Target(
+        kl=_number(value["kl"], f"{FLAG}: kl", 1e-6, 100.0),
+        percentile=_number(value.get("percentile", PERCENTILE), f"{FLAG}: percentile", 50.0, 99.9),
+        steps=_parse_steps(value["steps"]) if "steps" in value else default_steps(method, ratio),
+    )
+
+
+def default_steps(method: str, ratio: float) -> tuple[Step, ...]:
+    """The server's own method and ratio, and then its ratio twice, four times, ... as long as that saves something.
+
+    A method that recomputes all or nothing whatever the ratio says is followed by nothing, or by `epic`.
+    """
+    ratios = [METHODS[method].effective_ratio(None, ratio)]
+    while ratios[-1] and ratios[-1] * 2 < 0.9:
+        ratios.append(ratios[-1] * 2)
+    if ratios[0]:
+        return tuple(Step(method, ratio) for ratio in ratios)
+    follower = "epic" if METHODS[method].effective_ratio(1.0, 1.0) == 0.0 else method
+    return Step(method, 0.0), *default_steps(follower, _FIRST_RATIO)
+
+
+def _parse_steps(value: object) -> tuple[Step, ...]:
+    path = f"{FLAG}: steps"
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_STEPS:
+        raise _error(path, f"{show(value)} is not a list of 1 to {MAX_STEPS} steps", "give [method, ratio] pairs")
+    steps = []
+    for i, item in enumerate(value):
+        where = f"{path}[{i}]"
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise _error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["epic", 0.3]')
+        try:
+            method = find_method(item[0], f"{where}[0]")
+        except ValueError as error:
+            raise ChunkCacheConfigError(str(error)) from None
+        steps.append(Step(method.name, _number(item[1], f"{where}[1]", 0.0, 1.0)))
+    return tuple(steps)
+
+
+def _number(value: object, path: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise _error(path, f"{show(value)} is not a number in [{least:g}, {most:g}]", "give such a number")
+    return float(value)
+
+
+def _error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
+    return user_error(ChunkCacheConfigError, path, problem, remedy)
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """The target as JSON values."""
+    steps = [[step.method, step.ratio] for step in target.steps]
+    return {"kl": target.kl, "percentile": target.percentile, "steps": steps}

@@ -1,0 +1,172 @@
+"""The gate without a server: its measures, what ranks agree on, what it forgets, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from chunk_cache.gate.controller import Decision, TargetController
+from chunk_cache.gate.ledger import QualityLedger
+from chunk_cache.gate.selection import Candidate
+from chunk_cache.gate.target import Step, Target
+from chunk_cache.keys import Partition
+from chunk_cache.request_options import RequestOptions
+from sglang_chunk_cache.gate.gate import MAX_NATS, Gate
+from sglang_chunk_cache.gate.measure import ExactAnswer, measure
+from sglang_chunk_cache.gate.metrics import GateMetrics
+from sglang_chunk_cache.gate.state_file import StateFile
+
+VOCAB_SIZE = 50
+TARGET = Target(0.1, 95.0, (Step("epic", 0.15), Step("epic", 0.5)))
+PROMPT = array("q", [1, 2, 3])
+
+
+def logits(seed: int) -> torch.Tensor:
+    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def open_gate(**fields: object) -> Gate:
+    values = {"target": TARGET, "reduce_max": None, "state_file": None, **fields}
+    return Gate(1.0, metrics=GateMetrics(enabled=False, model=""), **values)  # type: ignore[arg-type]
+
+
+def state(**fields: object) -> SimpleNamespace:
+    """Of a fused request."""
+    plan = SimpleNamespace(method="epic", ratio=0.15, num_reused=9)
+    options = RequestOptions(spans=((0, 2),), **fields)  # type: ignore[arg-type]
+    return SimpleNamespace(
+        plan=plan, options=options, partition=Partition(), unsupported=False, decision=None, candidate=None
+    )
+
+
+def serve(gate: Gate, fused: torch.Tensor) -> Candidate:
+    """A request that was answered and waits."""
+    one = state()
+    gate.steer(one)  # type: ignore[arg-type]
+    gate.admit("r", PROMPT, one)  # type: ignore[arg-type]
+    one.candidate.first_logits = fused
+    gate.release(one, array("q", [7]), None)  # type: ignore[arg-type]
+    candidate = gate.take(10**6)
+    assert candidate is not None
+    return candidate
+
+
+def exact_answer(seed: int) -> ExactAnswer:
+    return ExactAnswer(logits(seed), [], [], [])
+
+
+def test_kl_is_that_of_the_whole_vocabulary() -> None:
+    p, q = (np.exp(one.double().numpy()) for one in (logits(0), logits(1)))
+    p, q = p / p.sum(), q / q.sum()
+    found = measure(logits(1), exact_answer(0), array("q", []))
+    assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()), abs=1e-6)
+    assert (found.agreement, found.nats_lost) == (None, None)
+    assert measure(logits(0), exact_answer(0), array("q", [])).kl == pytest.approx(0.0, abs=1e-9)
+
+
+def test_answers_are_compared_token_by_token() -> None:
+    first = logits(0)
+    likeliest, other = int(first.argmax()), int(first.argmin())
+    lost = float(first.max() - first.min())
+    exact = ExactAnswer(first, logprobs=[-0.5, -2.0], best=[-0.5, -1.0], best_ids=[4, 6])
+    found = measure(logits(1), exact, array("q", [likeliest, 4, 5]))
+    assert found.agreement == pytest.approx(2 / 3)
+    assert found.nats_lost == pytest.approx(1.0 / 3)
+    found = measure(logits(1), exact, array("q", [other, 4, 5]))
+    assert found.agreement == pytest.approx(1 / 3)
+    assert found.nats_lost == pytest.approx((lost + 1.0) / 3, abs=1e-5)
+
+
+def test_impossible_tokens_are_far_and_not_infinitely() -> None:
+    fused, exact = logits(0), exact_answer(0)
+    fused[3] = exact.first_logits[5] = -math.inf
+    assert measure(fused, exact, array("q", [])).kl == math.inf
+    gate = open_gate()
+    gate.complete(serve(gate, fused), exact)
+    assert gate.stats()["newest"][0]["kl"] == MAX_NATS
+    json.dumps(gate.stats(), allow_nan=False)
+
+
+def test_ranks_agree_although_they_round_differently() -> None:
+    gates = []
+    for seed in (1, 2):  # the other rank's measure is larger, or smaller
+
+        def reduce_max(votes: np.ndarray) -> np.ndarray:
+            return np.maximum(votes, [300_000_000, 0, 0])
+
+        gate = open_gate(reduce_max=reduce_max)
+        close = logits(0) + 1e-3 * logits(seed)
+        gate.complete(serve(gate, close), exact_answer(0))
+        gates.append(gate)
+    kls = [gate.stats()["newest"][0]["kl"] for gate in gates]
+    assert kls == [0.3, 0.3]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"method": "epic"}, {"ratio": 0.2}, {"mode": "exact"}, {"mode": "off"}], ids=lambda fields: str(fields)
+)
+def test_who_says_how_is_served_so(fields: dict[str, object]) -> None:
+    gate, one = open_gate(), state(**fields)
+    gate.steer(one)  # type: ignore[arg-type]
+    assert one.decision is None
+
+
+def test_a_decision_is_made_once() -> None:
+    gate, one = open_gate(), state()
+    gate.steer(one)  # type: ignore[arg-type]
+    assert one.decision == Decision(0, TARGET.steps[0], "the first step, nothing speaks against it")
+    for _ in range(2):
+        gate.complete(serve(gate, logits(1)), exact_answer(0))
+    gate.steer(one)  # type: ignore[arg-type]
+    assert one.decision.number == 0
+    other = state()
+    gate.steer(other)  # type: ignore[arg-type]
+    assert other.decision is not None
+    assert other.decision.number == 1
+
+
+def test_other_weights_begin_anew(tmp_path: Path) -> None:
+    file = StateFile(str(tmp_path / "gate.json"), "model", is_writer=True)
+    gate = open_gate(state_file=file)
+    for _ in range(2):
+        gate.complete(serve(gate, logits(1)), exact_answer(0))
+    kept = (tmp_path / "gate.json").read_text()
+    gate.forget()
+    gate.complete(serve(gate, logits(1)), exact_answer(0))
+    assert gate.stats()["quality"][0]["kl"]["count"] == 1
+    assert (tmp_path / "gate.json").read_text() == kept, "of the weights that the server started with"
+
+
+def test_one_rank_writes_and_all_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "gate.json")
+    for is_writer in (False, True):
+        gate = open_gate(state_file=StateFile(path, "model", is_writer=is_writer))
+        gate.complete(serve(gate, logits(1)), exact_answer(0))
+        assert Path(path).exists() == is_writer
+    again = open_gate(state_file=StateFile(path, "model", is_writer=False))
+    assert again.stats()["quality"] == gate.stats()["quality"]
+
+
+def test_another_target_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = StateFile(str(tmp_path / "gate.json"), "model", is_writer=True)
+    gate = open_gate(state_file=file)
+    for _ in range(2):
+        gate.complete(serve(gate, logits(1)), exact_answer(0))
+    ledger, controller = QualityLedger(), TargetController(Target(0.2, 95.0, TARGET.steps))
+    file.read(ledger, controller)
+    assert ledger.rows() == gate.ledger.rows()
+    assert controller.states() == {}
+    assert "tells of another target" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gate = open_gate(state_file=StateFile(str(tmp_path / "none" / "gate.json"), "model", is_writer=True))
+    gate.complete(serve(gate, logits(1)), exact_answer(0))
+    assert "cannot be written" in caplog.text
