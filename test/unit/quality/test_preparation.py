@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from benchmark.quality.deviation import Deviation, measure_deviation, reduction
 from benchmark.quality.neighbourhood import neighbours_of
+from benchmark.quality.prepared_session import PreparedSession
 from benchmark.quality.prompts import Prompt
-from benchmark.quality.session import PREPARED, Asking, Session, SetupError
 
+from sglang_chunk_cache.verify.session import Asking, SetupError
 from tiny_models import make_model
 
 A, B, C = "cats and mice. ", "cats and dogs. ", "trains. "
@@ -44,7 +44,6 @@ class PreparingServer:
     """Answers what a session asks; `warmed` are the bodies of warming, `is_used` whether prepared chunks are used."""
 
     def __init__(self) -> None:
-        self.client = self
         self.warmed: list[dict[str, Any]] = []
         self.failed: list[dict[str, Any]] = []
         self.is_used = True
@@ -52,9 +51,9 @@ class PreparingServer:
     def flush(self) -> None:
         pass
 
-    def get(self, path: str) -> httpx.Response:
+    def ask(self, method: str, path: str) -> dict[str, Any]:
         values = {"/v1/loads": {"loads": [{"max_total_num_tokens": 100_000}]}, "/server_info": {"page_size": 1}}
-        return httpx.Response(200, json=values[path])
+        return values[path]
 
     def lines(self, path: str, body: dict[str, Any]) -> Iterator[str]:
         assert path == "/chunk_cache/warm"
@@ -65,8 +64,8 @@ class PreparingServer:
 PROMPTS = [Prompt("S", (A, B, C), "?")]
 
 
-def session_of(server: Any) -> Session:
-    return Session(server, Asking(max_new_tokens=4), PREPARED, neighbours_of(PROMPTS, 1))
+def session_of(server: Any) -> PreparedSession:
+    return PreparedSession(server, Asking(max_new_tokens=4), neighbours_of(PROMPTS, 1))
 
 
 def test_each_chunk_is_warmed_with_its_neighbours() -> None:
@@ -81,11 +80,9 @@ def test_each_chunk_is_warmed_with_its_neighbours() -> None:
 
 
 def test_a_chunk_that_was_not_used_as_prepared_ends_the_run() -> None:
-    from benchmark.quality.session import _check_prepared
-
-    near = neighbours_of(PROMPTS, 1)
+    session = session_of(PreparingServer())
     chunks: list[dict[str, Any]] = [{"status": "prefix"}, {"status": "hit", "prepared": True}, {"status": "hit"}]
-    _check_prepared(PROMPTS[0], {"chunks": chunks}, near)
+    session._check_stored(PROMPTS[0], {"chunks": chunks})
     del chunks[1]["prepared"]
     with pytest.raises(SetupError, match=r"Chunk 2 of prompt .* was not used as prepared"):
-        _check_prepared(PROMPTS[0], {"chunks": chunks}, near)
+        session._check_stored(PROMPTS[0], {"chunks": chunks})
