@@ -198,7 +198,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
             lull -= 1
             return []
         lull = s.rng.randrange(100) if s.rng.random() < 0.05 else 0
-        if gate is not None and s.rng.random() < 0.002:
+        if gate is not None and s.rng.random() < 0.0005:
             gate.forget()
         messages: list[Any] = []
         while counts["sent"] < total and s.rng.random() < 0.35:

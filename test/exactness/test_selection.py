@@ -282,7 +282,7 @@ def test_reference_at_ratio_one_is_a_full_prefill(tmp_path: Path) -> None:
         options = {"focus_window": 1, **GROUPING}
         request = {"spans": spans, "method": method, "ratio": 1.0, "options": options}
         assert abs(store.execute(ids, request, layout).log_probs - full).max() < 1e-12, method
-        part = store.execute(ids, {**request, "ratio": 0.5, "options": {}}, layout)
+        part = store.execute(ids, {**request, "ratio": 0.5, "options": {"group_size": 0}}, layout)
         assert abs(part.log_probs - full).max() > 1e-3, method
         assert 25 <= len(part.selected) <= 36, method
 
