@@ -65,12 +65,6 @@ RECIPES = [
     recipe("h2o", None, alpha=0.6, **GROUPING),
     recipe("epic", None, alpha=0.8),
     recipe("random", None, alpha=0.8),
-    recipe("cacheclip", 0.2),
-    recipe("cacheclip", 0.5),
-    recipe("cacheclip", 0.9),
-    recipe("cacheclip", 0.3, group_size=0),
-    recipe("cacheclip", 0.3, group_size=0, top_k="chunk"),
-    recipe("cacheclip", 0.5, focus_window=1, **GROUPING),
     recipe("cacheblend", 0.15),
     recipe("cacheblend", 0.5),
     recipe("cacheblend", 0.95),
@@ -111,6 +105,15 @@ RECIPES = [
     recipe("a3", 0.4, drift=1, **GROUPING),
 ]
 """For models of at least four layers."""
+SELECTOR_RECIPES = [
+    recipe("cacheclip", 0.2),
+    recipe("cacheclip", 0.5),
+    recipe("cacheclip", 0.9),
+    recipe("cacheclip", 0.3, group_size=0),
+    recipe("cacheclip", 0.3, group_size=0, top_k="chunk"),
+    recipe("cacheclip", 0.5, focus_window=1, **GROUPING),
+]
+"""With scores that `local_scheduler` sends in the place of the selector's process."""
 
 SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheclip", "cacheblend", "a3", "fusionrag", "question-drift"]
 
@@ -171,7 +174,7 @@ def case_methods(s: Session) -> list[Run]:
     """Every recipe, one by one."""
     recorder = Recorder(s, seed=1)
     recorder.prime(14)
-    for one in RECIPES:
+    for one in (*RECIPES, *SELECTOR_RECIPES):
         for _ in range(2):
             recorder.send((recorder.prompt(has_misses=True), one))
     return recorder.runs
@@ -183,12 +186,12 @@ def case_many_prompts(s: Session) -> list[Run]:
     recorder.prime(20)
     rng = s.rng
     for _ in range(120):
-        method = rng.choice(
-            ["h2o", "cache-craft", "cacheclip", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"]
-        )
+        method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"])
         prompt = recorder.prompt(has_misses=True)
         answer = rng.randrange(len(prompt.ids) - prompt.spans[-1][1] + 1) if rng.random() < 0.3 else 0
         recorder.send((prompt, random_recipe(rng, method, s.local)), answer_tokens=answer)
+    for _ in range(15):
+        recorder.send((recorder.prompt(has_misses=True), random_recipe(rng, "cacheclip", s.local)))
     return recorder.runs
 
 
@@ -210,6 +213,13 @@ def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
     for _ in range(3):
         batch = [(recorder.prompt(has_misses=True), one) for one in s.rng.sample(RECIPES, 8)]
         recorder.send(*batch[:4], (Prompt().text(s.tokens(40)), None), *batch[4:])
+    others = [one for one in RECIPES if one.method in ("a3", "fusionrag", "epic")][::4]
+    batch = [(recorder.prompt(has_misses=False), one) for one in (*SELECTOR_RECIPES, *others)]
+    first = len(recorder.runs)
+    recorder.send(*batch)
+    for i, request in enumerate(batch):
+        pairs.append((first + i, len(recorder.runs)))
+        recorder.send(request)
     return recorder.runs, pairs
 
 

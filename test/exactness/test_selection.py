@@ -145,7 +145,7 @@ def compare_scores(summary: dict[str, Any] | None, result: Result, where: str) -
         return
     layer = -1 if summary["layer"] is None else summary["layer"]
     scores = result.scores_at[layer]
-    near = {"rel": 1e-3, "abs": 1e-5 * max(scores.values())}
+    near = {"rel": 1e-3, "abs": max(ROUNDING, 1e-5 * max(scores.values()))}
     assert summary["max"] == pytest.approx(max(scores.values()), **near), where
     assert summary["min"] == pytest.approx(min(scores.values()), **near), where
     assert summary["sum"] == pytest.approx(sum(scores.values()), **near), where

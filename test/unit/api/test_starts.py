@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tiny_models import make_model
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,22 @@ def test_refused_model(environment, tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "because it uses sliding-window attention" in done.stderr.strip().splitlines()[-1]
+
+
+def test_refused_selector(environment, tmp_path):
+    """One that is none is seen before anything starts, one whose weights cannot be read when its process has ended."""
+    model, selector = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "selector", seed=1)
+    (selector / "model.safetensors").write_bytes(b"no weights")
+    for path, sentence in (
+        (tmp_path / "none", "is neither a Hugging Face folder nor a name with model and tokenizer"),
+        (selector, "its process ended with code 1; see the log above."),
+    ):
+        done = launch(environment, "--model-path", str(model), "--chunk-cache", "--chunk-cache-selector", str(path))
+        assert done.returncode == 1
+        told = [line for line in done.stderr.splitlines() if line.startswith("chunk cache: --chunk-cache-selector")]
+        assert len(told) == 1
+        assert sentence in told[0]
+        assert str(path) in told[0]
 
 
 def test_help_shows_the_flags(environment):
