@@ -52,7 +52,7 @@ from sglang_chunk_cache.verify.token_prompt import TokenPrompt
 from sglang_chunk_cache.verify.workload import Workload, generate_prompts, pick, read_prompts
 
 PROG = "python -m sglang_chunk_cache.verify"
-METHODS = ("full-reuse", "epic", "cacheblend", "fusionrag")
+METHODS = ("full-reuse", "epic", "cacheblend", "fusionrag", "question-drift")
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
 NUM_FIT = 8  # prompts that the implementation is checked with
