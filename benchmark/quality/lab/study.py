@@ -31,7 +31,7 @@ from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.causes import causes
 from benchmark.quality.lab.choices import best_passages, choices
 from benchmark.quality.lab.rows import RowModel
-from benchmark.quality.prompts import Prompt, build_chat_prompt
+from benchmark.quality.prompts import VERBATIM, Prompt, build_chat_prompt, build_prompt
 from benchmark.quality.question import Question, question_of
 
 from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
@@ -84,13 +84,14 @@ def read(path: Path, half: str, num: int) -> Iterator[tuple[str, Question, list[
 
 
 def prompt_of(model: RowModel, question: Question, long: bool) -> Prompt:
-    """A chat prompt; a long one asks for an explanation and begins it."""
+    """A chat prompt where the model has a template; a long one asks for an explanation and begins it."""
 
     def render(messages: list[dict[str, str]]) -> str:
         text: str = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    prompt = build_chat_prompt(replace(question, system=EXPLAINED) if long else question, render)
+    asked = replace(question, system=EXPLAINED) if long else question
+    prompt = build_chat_prompt(asked, render) if model.tokenizer.chat_template else build_prompt(asked, VERBATIM)
     return replace(prompt, tail=prompt.tail + OPENING, answer=f" {prompt.answer.strip()}") if long else prompt
 
 

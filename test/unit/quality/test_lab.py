@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from benchmark.quality.lab import study
 from benchmark.quality.lab.case import Case
+from benchmark.quality.lab.choices import Reused, choices
 from benchmark.quality.lab.rows import KV, RowModel
 from benchmark.quality.prompts import Prompt
+from benchmark.quality.question import write_questions
+from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 
 TRAINED = "benchmark/quality/models/qa-1m-seed0"
 
@@ -80,3 +86,37 @@ def test_attribution_is_the_slope_of_the_loss(case: Case) -> None:
     gain = case.judge(none).own_loss - case.judge(none, cache=moved).own_loss
     expected = float(case.attribution().sum()) * step
     assert gain == pytest.approx(expected, rel=0.2, abs=1e-4)
+
+
+def test_rules_take_the_tokens_of_the_budget_and_never_of_the_first_chunk(case: Case) -> None:
+    num = Reused(case).num_rows(0.3)
+    for name, how in choices(case, [1, 2], 0.3):
+        rows = how["rows"].tolist()
+        assert rows == sorted(set(rows)), name
+        assert case.spans[1][0] <= rows[0] <= rows[-1] < case.tail_start, name
+        assert len(rows) == num or name.startswith(("epic", "supporting")), name
+
+
+def test_drift_of_rows_that_are_all_but_one_token_puts_it_nearly_right(case: Case) -> None:
+    """What the others change by on the mean is no worse than nothing for the one that is left."""
+    reused = Reused(case)
+    left = reused.spans[-1][0]
+    rows = torch.tensor([p for p in range(reused.start, reused.end) if p != left])
+    corrected = case.judge(rows, change=reused.drift(rows, strength=1.0))
+    assert corrected.recomputed < 1
+    assert corrected.own_kl < case.judge(torch.arange(0)).own_kl
+
+
+def test_a_study_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "questions.jsonl"
+    write_questions(data, make_questions("carry", num=4, seed=HELD_OUT_SEEDS[0]))
+    args = [TRAINED, "--data", str(data), "--ratios", "0.15", "--out", str(tmp_path), "--name", "tiny", "--passages"]
+    assert study.main([*args, "--num", "1"]) == 0
+    assert study.main([*args, "--num", "2"]) == 0
+    assert capsys.readouterr().out.count("minutes left") == 2
+    page = (tmp_path / "tiny.md").read_text()
+    assert "2 questions (even lines of questions.jsonl" in page
+    assert "| question-drift @0.15 |" in page
+    assert "| oracle: passages tried one by one @0.15 |" in page
+    assert "| true K |" in page
+    assert study.main([*args, "--data", str(tmp_path / "none.jsonl")]) == 1

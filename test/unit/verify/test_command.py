@@ -87,6 +87,7 @@ def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:
         ("epic", 0.3),
         ("cacheblend", 0.3),
         ("fusionrag", 0.3),
+        ("question-drift", 0.3),
         ("cache-craft:alpha=1.0", None),
         ("cache-craft:alpha=2.0", None),
     ]
