@@ -117,7 +117,7 @@ ANSWER_PARAMS = {"temperature": 0.0, "custom_params": {"chunk_cache": {"mode": "
 def test_chunks_that_were_not_primed_are_noticed(trained_server: Server) -> None:
     task = synthetic_task("needle", TaskOptions(num=2))
     prompts = task.prompts()
-    session = Session(trained_server, task.asking)
+    session = Session(trained_server.client, task.asking)
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     asks = [(prompt, Condition(RANDOM, 0.5)) for prompt in prompts]
     with pytest.raises(SetupError, match=r"was not reused but miss \(not_stored\) with random, ratio 0\.5"):
@@ -130,7 +130,7 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
     """After the references the caches are empty: a primed prompt has its system prompt and first chunk as prefix."""
     task = synthetic_task("needle", TaskOptions(num=3))
     prompts = task.prompts()
-    session = Session(trained_server, task.asking)
+    session = Session(trained_server.client, task.asking)
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     session.prime(prompts)
     asks = [(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts]
@@ -145,7 +145,7 @@ def test_likelihood_of_given_answers(trained_server: Server) -> None:
     """The reference's own answer is as likely as when generated; ratio 1 loses nothing, reuse of `carry` does."""
     task = synthetic_task("carry", TaskOptions(num=12))
     prompts = task.prompts()
-    session = Session(trained_server, replace(task.asking, likelihood=True))
+    session = Session(trained_server.client, replace(task.asking, likelihood=True))
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     for prompt in prompts:
         body = {

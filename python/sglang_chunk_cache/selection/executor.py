@@ -171,10 +171,10 @@ class LayerwiseForward:
         ]
         q, k, v = self._cut(q, k, v, batch, chosen)
         for i, request in enumerate(self._requests):
-            if request.observes:
-                request.observe(layer_id, self._rows_at(i, q, k, v, layer))
             if request.corrects:
                 request.correct(self._rows_at(i, q, k, v, layer))
+            if request.observes:
+                request.observe(layer_id, self._rows_at(i, q, k, v, layer))
             request.finish_layer()
         self._count_seconds(time.perf_counter() - began)
         return self._rows.attend(q, k, v, layer, batch, save_kv_cache)
