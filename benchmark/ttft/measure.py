@@ -52,6 +52,7 @@ METHODS = (
             ("cacheblend", 3.6),
             ("a3", 3.6),
             ("fusionrag", 3.6),
+            ("question-drift", None),
         )
     ),
     *(
