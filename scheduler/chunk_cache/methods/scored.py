@@ -81,7 +81,7 @@ class QuestionMethod(Method):
 class QuestionDrift(QuestionMethod):
     """Ours: what the question attends to at any layer is computed, and half of what that changes is added to the rest.
 
-    Half, because tokens that the question attends to change by more than others. docs/quality.md has the experiments.
+    Half, because all of it harms some answers. docs/quality.md has the experiments.
     """
 
     own_options = (LayersOption("layers", default="all"), TOP_K, replace(DRIFT, default=0.5))
