@@ -14,6 +14,7 @@ from chunk_cache.victims import AGEING, EVICTIONS
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
+ATTENTIONS = ("auto", "runs", "rows")
 STATISTICS_LAYERS = ("sampled", "all", "none")
 
 
@@ -51,7 +52,10 @@ class Config:
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     kernel: str = "auto"
-    """Kernels that serve fused batches: one of `KERNELS`."""
+    """Kernels of ours: one of `KERNELS`."""
+    attention: str = "auto"
+    """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
+    kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
     selector: SelectorConfig = field(default_factory=SelectorConfig)
@@ -92,7 +96,7 @@ _MAXIMUM = {
     "keep_share": 0.9,  # more would leave running requests next to nothing
     "verify_share": 1.0,
 }
-_CHOICES = {"kernel": KERNELS, "eviction": EVICTIONS}
+_CHOICES = {"kernel": KERNELS, "attention": ATTENTIONS, "eviction": EVICTIONS}
 
 
 def parse_config(value: object) -> Config:

@@ -15,19 +15,22 @@ from exactness.runner import Config, run_cases
 
 TOLERANCE = 1e-4  # log-probabilities, fp32
 
-# Every pair of values of page size, TP size, chunked prefill, overlap, tree core and messages is in one of these.
+RUNS = (("attention", "runs"),)  # of --chunk-cache-config
+# Every pair of values of page size, TP size, chunked prefill, overlap, tree core, messages and attention is in one.
 PAIRWISE = [
     Config(page_size=1, tp_size=1, chunked=False, overlap=True, typed=True),
-    Config(page_size=16, tp_size=1, chunked=True, overlap=False, typed=True),
-    Config(page_size=16, tp_size=2, chunked=False, overlap=True),
+    Config(page_size=16, tp_size=1, chunked=True, overlap=False, typed=True, options=RUNS),
+    Config(page_size=16, tp_size=2, chunked=False, overlap=True, options=RUNS),
     Config(page_size=1, tp_size=2, chunked=True, overlap=False, tree_core="python", typed=True),
     Config(page_size=16, tp_size=1, chunked=True, overlap=True, tree_core="python"),
-    Config(page_size=1, tp_size=1, chunked=False, overlap=False, tree_core="python"),
+    Config(page_size=1, tp_size=1, chunked=False, overlap=False, tree_core="python", options=RUNS),
 ]
 OTHERS = [
     config
-    for page, tp, chunked, overlap in itertools.product((1, 16), (1, 2), (False, True), (True, False))
-    if (config := Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap))
+    for page, tp, chunked, overlap, options in itertools.product(
+        (1, 16), (1, 2), (False, True), (True, False), ((), RUNS)
+    )
+    if (config := Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap, options=options))
     not in [replace(one, tree_core="rust", typed=False) for one in PAIRWISE]
 ]
 # Case 12, and the other model classes.
@@ -91,6 +94,6 @@ def test_case_12_rope_scaling_and_other_models(config: Config, case: str) -> Non
 
 
 def test_pairwise_covers_every_pair() -> None:
-    fields = ("page_size", "tp_size", "chunked", "overlap", "tree_core", "typed")
+    fields = ("page_size", "tp_size", "chunked", "overlap", "tree_core", "typed", "options")
     for one, other in itertools.combinations(fields, 2):
         assert len({(getattr(config, one), getattr(config, other)) for config in PAIRWISE}) == 4, (one, other)

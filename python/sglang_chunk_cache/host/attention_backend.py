@@ -1,14 +1,14 @@
-"""What is wrapped of `AttentionBackend`: inside the scope of a forward, something else attends in its place.
+"""SGLang's attention backend for the time of one forward, in which something else attends in its place or looks on.
 
-Verbs: `attending` (scope of a forward), `forward` (the handler).
+Verb: `attending` (scope of a forward).
 
-Promise: outside of the scope nothing is different from stock SGLang.
+Promise: outside of the scope the backend is SGLang's own; within it, it is still the same object, of the same class.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    """What attends in the place of SGLang's backend: `FusedRows`, or a forward in which rows leave."""
+    """What attends in a fused forward: `BackendRuns`, `FusedRows`, or a forward in which rows leave."""
 
     @property
     def row_positions(self) -> torch.Tensor: ...
@@ -34,6 +34,9 @@ class Attention(Protocol):
     @property
     def is_asking(self) -> bool:
         """Whether this pass only scores: what it computes is computed again."""
+
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
+        """The batch that the backend's own metadata are made for; None: the backend does not attend, so none are."""
 
     def attend(
         self,
@@ -46,54 +49,51 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-# One forward at a time runs in a scheduler process.
-_current: Attention | None = None
-_observer: StatisticsTaker | None = None
-_loads: LayerLoads | None = None
-
-
 @contextlib.contextmanager
 def attending(
-    attention: Attention | None, observer: StatisticsTaker | None, loads: LayerLoads | None = None
+    backend: AttentionBackend,
+    attention: Attention | None,
+    observer: StatisticsTaker | None,
+    loads: LayerLoads | None = None,
 ) -> Iterator[None]:
     """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observer` looks on.
 
     Args:
+        backend: the one that the forwards call.
         loads: KV that must be in place before a layer attends.
     """
-    global _current, _observer, _loads
-    assert _current is None, "forwards do not nest"
-    assert _observer is None, "forwards do not nest"
-    _current, _observer, _loads = attention, observer, loads
+    assert "forward" not in vars(backend), "forwards do not nest"
+    stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if loads is not None:
+            loads.arrive(layer.layer_id)
+        if attention is None:
+            positions, row_lens = forward_batch.positions[: len(q)], forward_batch.extend_seq_lens_cpu
+            is_final = True
+            out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        else:
+            positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_asking
+            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache)  # rows may leave inside
+        if is_final and observer is not None and observer.observes(layer.layer_id):
+            observer.observe(layer, q, positions, row_lens)
+        return out
+
+    def init_forward_metadata(forward_batch: ForwardBatch) -> None:
+        batch = forward_batch if attention is None else attention.for_metadata(forward_batch)
+        if batch is not None:
+            stock_metadata(batch)
+
+    backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
     try:
         yield
     finally:
-        _current = _observer = _loads = None
-
-
-def forward(
-    original: Callable[..., torch.Tensor],
-    backend: AttentionBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: RadixAttention,
-    forward_batch: ForwardBatch,
-    save_kv_cache: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """AROUND `AttentionBackend.forward`."""
-    if _loads is not None:
-        _loads.arrive(layer.layer_id)
-    is_observed = _observer is not None and _observer.observes(layer.layer_id)
-    if _current is None:
-        positions, row_lens = forward_batch.positions, forward_batch.extend_seq_lens_cpu
-        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-    else:
-        is_observed = is_observed and not _current.is_asking
-        positions, row_lens = _current.row_positions, _current.row_lens  # rows may leave inside
-        out = _current.attend(q, k, v, layer, forward_batch, save_kv_cache)
-    if is_observed:
-        assert _observer is not None
-        _observer.observe(layer, q, positions, row_lens)
-    return out
+        del backend.forward, backend.init_forward_metadata

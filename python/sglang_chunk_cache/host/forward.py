@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
+from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
+from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
@@ -185,28 +188,40 @@ def _init_fused(
     kwargs: dict[str, Any],
     due: list[DueRows],
 ) -> tuple[ForwardBatch, Attention]:
-    device = model_runner.device
-    chunks.metrics.count_fused_batch(chunks.kernel)
-    fused_batch, positions = _with_rows(batch, due, device)
+    is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
+    positions = _positions(batch, due)
+    pool_rows = batch.req_pool_indices_cpu.tolist()
+    runs = None
+    if chunks.min_run_len is not None and not is_layerwise:
+        found = Runs.of(positions, pool_rows)
+        has_room = len(found.lens) <= model_runner.req_to_token_pool.size  # some backends have buffers of this size
+        runs = found if has_room and found.mean_len >= chunks.min_run_len else None
+    extra = () if runs is None else runs.arrays()
+    fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
-    forward_batch.positions = positions.to(forward_batch.positions.dtype)
+    forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
+    kv_pool, row_lens = model_runner.token_to_kv_pool, fused_batch.extend_lens
+    if runs is not None:
+        chunks.metrics.count_fused_batch("sglang")
+        stock_forward = model_runner.attn_backend.forward
+        return forward_batch, BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
+    chunks.metrics.count_fused_batch(chunks.kernel)
     rows = FusedRows.build(
         req_to_token=model_runner.req_to_token_pool.req_to_token,
-        req_pool_indices=batch.req_pool_indices_cpu.tolist(),
+        req_pool_indices=pool_rows,
         kv_lens=batch.seq_lens_cpu.tolist(),
-        row_lens=fused_batch.extend_lens,
-        row_positions=positions,
-        kv_pool=model_runner.token_to_kv_pool,
+        row_lens=row_lens,
+        row_positions=row_positions,
+        kv_pool=kv_pool,
         kernel=chunks.kernel,
     )
-    is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     return forward_batch, _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
 
 
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND `ModelRunner.forward`; what differs from stock SGLang never runs in a captured prefill graph."""
+    """AROUND `ModelRunner.forward`."""
     extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
@@ -228,26 +243,42 @@ def _forward_with(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    graph_runner, model_runner.prefill_cuda_graph_runner = model_runner.prefill_cuda_graph_runner, None
     attention = extras.attention
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run(model_runner.model)
     try:
-        with attending(attention, extras.taker, extras.loads), layerwise:
+        with (
+            _graphs_that_fit(model_runner, attention),
+            attending(model_runner.attn_backend, attention, extras.taker, extras.loads),
+            layerwise,
+        ):
             output = original(model_runner, forward_batch, *args, **kwargs)
     except LayerFailed as failure:
         assert extras.again is not None
         again = extras.again(failure.reason)
-    else:
-        again = None
-    finally:
-        model_runner.prefill_cuda_graph_runner = graph_runner
-    if again is not None:
         return forward(original, model_runner, again, *args, **kwargs)
     if extras.taker is not None:
         extras.taker.finish()
     return output
+
+
+@contextlib.contextmanager
+def _graphs_that_fit(model_runner: ModelRunner, attention: Attention | None) -> Iterator[None]:
+    """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
+
+    A breakable graph does. No graph can replay a forward in which rows leave.
+    """
+    runner = model_runner.prefill_cuda_graph_runner
+    calls_backend = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)
+    if runner is None or (calls_backend and not isinstance(attention, LayerwiseForward)):
+        yield
+        return
+    model_runner.prefill_cuda_graph_runner = None
+    try:
+        yield
+    finally:
+        model_runner.prefill_cuda_graph_runner = runner
 
 
 def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:
@@ -305,10 +336,10 @@ def _layerwise(
         num_tail = len(positions) - len(one.positions)
         if plan.num_late_rows:
             # The first pass: what must be computed in any case, without the placeholders.
-            known = torch.from_numpy(plan.row_positions.copy()).to(device, non_blocking=True)
+            prompt_ids = np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64)[: plan.load_end]
+            known, ids = upload((plan.row_positions, prompt_ids), device)
             positions = torch.cat([known, positions[len(one.positions) :]])
-            ids = np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64)[: plan.load_end].copy()
-            late[i] = LateRows(len(one.positions), torch.from_numpy(ids).to(device), rows.slots_of(i))
+            late[i] = LateRows(len(one.positions), ids, rows.slots_of(i))
         tail_end = batch.prefix_lens[i] + num_tail
         start, end = plan.selection.question
         num_answer = min(max(tail_end - end, 0), num_tail - 1)
@@ -328,22 +359,29 @@ def _layerwise(
     return LayerwiseForward(rows, requests, late, tp_size)
 
 
-def _with_rows(batch: ScheduleBatch, due: list[DueRows], device: str) -> tuple[ScheduleBatch, torch.Tensor]:
-    """A copy of `batch` with the due rows in front of each request's extend, and `[num_rows]` positions of all rows.
+def _positions(batch: ScheduleBatch, due: list[DueRows]) -> list[np.ndarray]:
+    """Positions of the rows that each request computes: those that are due, then its extend."""
+    extends = zip(due, batch.prefix_lens, batch.extend_lens, strict=True)
+    return [np.concatenate((one.positions, np.arange(start, start + length))) for one, start, length in extends]
+
+
+def _with_rows(
+    batch: ScheduleBatch, due: list[DueRows], positions: list[np.ndarray], extra: Sequence[np.ndarray], device: str
+) -> tuple[ScheduleBatch, torch.Tensor, list[torch.Tensor]]:
+    """A copy of `batch` with the due rows in front of each request's extend, `[num_rows]` positions of all, `extra`.
 
     Put together on the host and uploaded at once: the number of operations does not grow with the batch.
     """
     req_to_token = batch.req_to_token_pool.req_to_token
-    positions, ids, places = [], [], []
-    for req, one, row, start, length in zip(
-        batch.reqs, due, batch.req_pool_indices_cpu.tolist(), batch.prefix_lens, batch.extend_lens, strict=True
-    ):
-        own = np.concatenate((one.positions, np.arange(start, start + length)))
-        positions.append(own)
-        ids.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[own])
-        places.append(own + row * req_to_token.shape[1])
-    packed = torch.from_numpy(np.concatenate((*positions, *ids, *places))).to(device, non_blocking=True)
-    row_positions, row_ids, row_places = packed.chunk(3)
+    ids = [
+        np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[own]
+        for req, own in zip(batch.reqs, positions, strict=True)
+    ]
+    pool_rows = batch.req_pool_indices_cpu.tolist()
+    places = [own + row * req_to_token.shape[1] for own, row in zip(positions, pool_rows, strict=True)]
+    row_positions, row_ids, row_places, *uploaded = upload(
+        [np.concatenate(one) for one in (positions, ids, places)] + list(extra), device
+    )
     num_added = [len(one.positions) for one in due]
     fused = copy.copy(batch)
     fused.input_ids = row_ids.to(batch.input_ids)
@@ -357,10 +395,11 @@ def _with_rows(batch: ScheduleBatch, due: list[DueRows], device: str) -> tuple[S
     if batch.replace_positions is not None:  # of other requests: embeddings by index into the flattened input ids
         moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
         fused.replace_positions = moved[batch.replace_positions]
-    return fused, row_positions
+    return fused, row_positions, uploaded
 
 
 def _moved_indices(old_lens: list[int], new_lens: list[int], device: str) -> torch.Tensor:
     """`[sum(old_lens)]` where each token of the flattened extends stands once rows were put in front of them."""
     ends = np.cumsum(new_lens)
-    return torch.cat([torch.arange(end - old, end, device=device) for old, end in zip(old_lens, ends, strict=True)])
+    moved = [np.arange(end - old, end) for old, end in zip(old_lens, ends, strict=True)]
+    return upload([np.concatenate(moved)], device)[0]

@@ -25,6 +25,7 @@ from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
@@ -49,6 +50,7 @@ class ChunkRuntime:
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
         kernel: backend of the operations.
+        min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
         statistics_layers: of the model, at which statistics are taken.
     """
 
@@ -67,6 +69,7 @@ class ChunkRuntime:
     admin: ChunkAdmin
     metrics: ChunkMetrics
     kernel: str
+    min_run_len: int | None
     statistics_layers: tuple[int, ...]
 
     def awaits_scores(self, options: RequestOptions) -> bool:
@@ -165,8 +168,15 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         admin=ChunkAdmin(cache, manager, store, tiers, gate),
         metrics=metrics,
         kernel=kernel,
+        min_run_len=_min_run_len(config.attention, model_runner.device),
         statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
     )
+
+
+def _min_run_len(attention: str, device: str) -> int | None:
+    if attention == "rows" or (attention == "auto" and torch.device(device).type == "cpu"):
+        return None
+    return 1 if attention == "runs" else WORTHWHILE_LEN
 
 
 def _create_gate(

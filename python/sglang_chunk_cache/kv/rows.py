@@ -1,4 +1,4 @@
-"""FusedRows: the rows of one fused forward, and the attention that serves them.
+"""FusedRows: the rows of one fused forward, and the attention that serves them wherever they stand.
 
 Verbs: `FusedRows.build` (once per forward), `with_rows` (the same requests with other rows), `attend` (one layer).
 
@@ -10,14 +10,16 @@ SGLang.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kernel_ext.sparse_extend import SparseExtend
+from sglang_chunk_cache.kv.transfer import upload
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -45,21 +47,20 @@ class FusedRows:
     is_asking: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        device = self.row_positions.device
-        self._attention = SparseExtend(
-            _indptr(self.kv_lens, device, self.kernel),
-            self.kv_indices,
-            _indptr(self.row_lens, device, self.kernel),
-            self.row_positions,
-            backend=self.kernel,
+        indptrs = [np.cumsum([0, *lens], dtype=np.int64) for lens in (self.kv_lens, self.row_lens)]
+        # The host reads them on the CPU and for FlashInfer; else no layer shall copy them.
+        on_host = self.row_positions.device.type == "cpu" or self.kernel == "flashinfer"
+        kv_indptr, row_indptr = (
+            [one.tolist() for one in indptrs] if on_host else upload(indptrs, self.row_positions.device)
         )
+        self._attention = SparseExtend(kv_indptr, self.kv_indices, row_indptr, self.row_positions, backend=self.kernel)
 
     @classmethod
     def build(
         cls,
         *,
         req_to_token: torch.Tensor,
-        req_pool_indices: list[int],
+        req_pool_indices: Sequence[int],
         kv_lens: list[int],
         row_lens: list[int],
         row_positions: torch.Tensor,
@@ -67,9 +68,15 @@ class FusedRows:
         kernel: str,
     ) -> FusedRows:
         """See the attributes; `req_to_token` is `[max_reqs, max_context_len]`, lengths are per request."""
-        slots = [req_to_token[index, :kv_len] for index, kv_len in zip(req_pool_indices, kv_lens, strict=True)]
-        kv_indices = slots[0] if len(slots) == 1 else torch.cat(slots)
-        return cls(kv_indices.to(torch.int64), row_positions, kv_lens, row_lens, kv_pool, kernel)
+        lens = np.asarray(kv_lens, dtype=np.int64)
+        # Slot j of all requests stands at flat index first[request of j] + j of `req_to_token`.
+        first = np.asarray(req_pool_indices, dtype=np.int64) * req_to_token.shape[1] - (np.cumsum(lens) - lens)
+        device, total = row_positions.device, int(lens.sum())
+        first_on_device, lens_on_device = upload((first, lens), device)
+        places = first_on_device.repeat_interleave(lens_on_device, output_size=total)
+        places += torch.arange(total, device=device)
+        kv_indices = req_to_token.view(-1).index_select(0, places).to(torch.int64)
+        return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel)
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
         """The same requests with other rows; arguments as in `build`."""
@@ -79,6 +86,9 @@ class FusedRows:
         """`[kv_len]` int64, the slots of request i."""
         begin = sum(self.kv_lens[:i])
         return self.kv_indices[begin : begin + self.kv_lens[i]]
+
+    def for_metadata(self, batch: ForwardBatch) -> None:
+        """SGLang's backend does not attend."""
 
     def attend(
         self,
@@ -92,7 +102,8 @@ class FusedRows:
         """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
         pool = self.kv_pool
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+            loc = KVWriteLoc(batch.out_cache_loc[: len(k)], None)
+            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
@@ -101,11 +112,3 @@ class FusedRows:
             logit_cap=layer.logit_cap,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-
-def _indptr(lens: list[int], device: torch.device, kernel: str) -> list[int] | torch.Tensor:
-    """A list where the host reads it: on the CPU, and by FlashInfer; else on the GPU, so that no layer copies it."""
-    indptr = [0, *itertools.accumulate(lens)]
-    if device.type == "cpu" or kernel == "flashinfer":
-        return indptr
-    return torch.tensor(indptr, dtype=torch.int64, device=device)

@@ -141,6 +141,9 @@ class LayerwiseForward:
 
     # The layers.
 
+    def for_metadata(self, batch: ForwardBatch) -> None:
+        """SGLang's backend does not attend."""
+
     def _before_layer(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self._is_cut or self.is_asking:
             return None

@@ -20,6 +20,7 @@ def test_every_field_can_be_given() -> None:
         "max_generation": 0,
         "min_reuse_len": 16,
         "kernel": "torch",
+        "attention": "runs",
         "statistics_layers": "all",
         "eviction": "frequency-reuse",
         "ageing": 2.5,

@@ -1,0 +1,131 @@
+"""Runs: rows of a fused forward that stand side by side, and SGLang's own backend attending from them.
+
+Verbs: `Runs.of` (on the host), `Runs.per_run` (a batch as attention sees it), `BackendRuns.attend` (one layer).
+
+To every attention backend a run [a, b) of a request is an extend of its own: the request's slots, a prefix of a tokens,
+b - a new ones. A causal mask then shows each row every position up to its own, since K and V of all rows of a layer lie
+in the pool before any row attends. So a fused batch is served by the kernels that serve stock SGLang's batches, and a
+plain request, which is one run, exactly as in stock.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+WORTHWHILE_LEN = 8
+"""Rows per run, on average, from which a backend is worth its while: it reads the prefix once per run."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Maximal runs of consecutive positions, in the order of the rows.
+
+    Attributes:
+        pool_rows: `[num_runs]` int64, row of `req_to_token` of each run's request.
+        starts, lens: `[num_runs]` int64, first position and number of rows.
+    """
+
+    pool_rows: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lens: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, positions: Sequence[npt.NDArray[np.int64]], pool_rows: Sequence[int]) -> Runs:
+        """Of each request its rows' positions, ascending and never none, and its row of `req_to_token`."""
+        starts, lens, rows = [], [], []
+        for own, row in zip(positions, pool_rows, strict=True):
+            begins = np.flatnonzero(np.diff(own, prepend=own[0] - 2) != 1)
+            starts.append(own[begins])
+            lens.append(np.diff(begins, append=len(own)))
+            rows.append(np.full(len(begins), row, dtype=np.int64))
+        return cls(np.concatenate(rows), np.concatenate(starts), np.concatenate(lens))
+
+    @property
+    def mean_len(self) -> float:
+        return float(self.lens.mean())
+
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """What `per_run` needs on the device, for `upload`."""
+        ends = self.starts + self.lens
+        begins = np.cumsum(self.lens) - self.lens
+        return (self.pool_rows, ends, *(one.astype(np.int32) for one in (self.starts, self.lens, begins)))
+
+
+class BackendRuns:
+    """SGLang's backend attending from runs.
+
+    Args:
+        runs: of the forward's rows.
+        uploaded: `runs.arrays()`, on the device.
+        row_positions: `[num_rows]` int64, on the device.
+        row_lens: rows of each request.
+        kv_pool: SGLang's.
+        forward: the backend's own.
+    """
+
+    is_asking: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        runs: Runs,
+        uploaded: Sequence[torch.Tensor],
+        row_positions: torch.Tensor,
+        row_lens: list[int],
+        kv_pool: Any,
+        forward: Callable[..., torch.Tensor],
+    ) -> None:
+        self.row_positions, self.row_lens = row_positions, row_lens
+        self._kv_pool = kv_pool
+        self._forward = forward
+        pool_rows, ends, starts, lens, begins = uploaded
+        ends_cpu = torch.from_numpy(runs.starts + runs.lens)
+        self._per_run = {
+            "batch_size": len(runs.lens),
+            "req_pool_indices": pool_rows,
+            "seq_lens": ends,
+            "seq_lens_cpu": ends_cpu,
+            "seq_lens_sum": int(ends_cpu.sum()),
+            "extend_prefix_lens": starts,
+            "extend_prefix_lens_cpu": runs.starts.tolist(),
+            "extend_seq_lens": lens,
+            "extend_seq_lens_cpu": runs.lens.tolist(),
+            "extend_start_loc": begins,
+        }
+
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
+        """A copy of `batch` with one entry per run."""
+        view = copy.copy(batch)
+        vars(view).update(self._per_run)
+        return view
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
+        if save_kv_cache and k is not None:
+            # All of them before any row attends: a run reads what the runs before it wrote.
+            loc = KVWriteLoc(batch.out_cache_loc[: len(k)], None)
+            # A pool of fewer bits scales what it is given in place, and some backends attend from k and v.
+            new = (k, v) if layer.k_scale is None and layer.v_scale is None else (k.clone(), v.clone())
+            self._kv_pool.set_kv_buffer(layer, loc, *new, layer.k_scale, layer.v_scale)
+        return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False)
