@@ -35,6 +35,7 @@ from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
+from sglang_chunk_cache.step import step_len
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
@@ -216,13 +217,12 @@ def _init_parts(
     """
     build = partial(_init_fused, original, cls, model_runner=model_runner, chunks=chunks, kwargs=kwargs)
     (one, *others), (tail_len, *_) = due, batch.extend_lens
-    step_len = model_runner.server_args.chunked_prefill_size or -1
+    most = step_len()
     is_known = one.plan is None or one.plan.selection is None
-    if step_len <= 0 or others or not is_known or len(one.positions) + tail_len <= step_len:
+    if most is None or others or not is_known or len(one.positions) + tail_len <= most:
         return [build(batch, due)]
-    num_last = max(step_len - tail_len, 0)
-    num_before = len(one.positions) - num_last
-    *firsts, last = np.split(one.positions, [*range(step_len, num_before, step_len), num_before])
+    num_before = len(one.positions) - max(most - tail_len, 0)
+    *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
     without_tail = copy.copy(batch)
     without_tail.prefix_lens, without_tail.extend_lens = [batch.prefix_lens[0] + tail_len], [0]
     without_tail.extend_logprob_start_lens, without_tail.return_logprob = [0], False
