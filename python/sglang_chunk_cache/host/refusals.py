@@ -245,7 +245,7 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
         backend = _value(server_args, "attention_backend")
         refuse(
             f"{flag} turns the radix cache off with the attention backend {backend}, and --chunk-cache stores chunks "
-            "there; add --attention-backend with one of triton, fa3, fa4."
+            "there; add --attention-backend triton."
         )
     if args is None:
         return

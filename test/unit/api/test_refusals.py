@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
 from sglang_chunk_cache.host import refusals
-from sglang_chunk_cache.server_args import StartRefused
+from sglang_chunk_cache.host.runtime import create_runtime
+from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),
@@ -119,9 +121,26 @@ def test_variable_is_refused(monkeypatch, name, value):
         refusals.check_flags(ServerArgs(model_path="none"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("disable_radix_cache", True, "--disable-radix-cache, which SGLang turned on by itself, cannot be combined"),
+        (
+            "attention_backend",
+            "dsa",
+            r"--attention-backend dsa, which SGLang chose by itself, .*; add --attention",
+        ),
+    ],
+)
+def test_what_sglang_chose_is_not_blamed_on_the_user(name, value, sentence):
+    server_args = ServerArgs(model_path="none")
+    declare_resolution(server_args, "a handler of SGLang", **{name: value})
+    with pytest.raises(StartRefused, match=sentence):
+        refusals._check_chosen(server_args)
+
+
 def test_another_radix_cache_is_refused():
     from sglang_chunk_cache import plugin
-    from sglang_chunk_cache.server_args import ChunkCacheArgs
 
     with pytest.raises(StartRefused, match="--radix-cache-backend flexkv"):
         plugin.enable(ServerArgs(model_path="none", radix_cache_backend="flexkv"), ChunkCacheArgs())
@@ -289,6 +308,13 @@ def test_pool_of_another_layout_is_refused(monkeypatch):
         refusals.check_pool(kv_pool())
     with pytest.raises(StartRefused, match="SimpleNamespace of the layout None, and"):
         refusals.check_pool(SimpleNamespace())
+
+
+def test_scheduler_checks_its_pool():
+    allocator = SimpleNamespace(get_kvcache=lambda: kv_pool(torch.int8))
+    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device="cpu")))
+    with pytest.raises(StartRefused, match="the KV cache holds int8"):
+        create_runtime(SimpleNamespace(token_to_kv_pool_allocator=allocator), ChunkCacheArgs(), context)
 
 
 @pytest.mark.parametrize(
