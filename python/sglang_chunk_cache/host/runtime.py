@@ -30,6 +30,7 @@ from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+from sglang_chunk_cache.step import most_unknown_rows
 from sglang_chunk_cache.tiers.base import TierError
 from sglang_chunk_cache.tiers.landing import Landings
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
@@ -109,7 +110,14 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
     store = VariantStore(cache)
-    manager = ChunkManager(config, store, method=args.method, ratio=args.ratio, page_size=cache.page_size)
+    manager = ChunkManager(
+        config,
+        store,
+        method=args.method,
+        ratio=args.ratio,
+        page_size=cache.page_size,
+        max_unknown_rows=most_unknown_rows(),
+    )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
