@@ -20,6 +20,7 @@ from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.gate.gate import Gate
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
+from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.model import rotary_of
@@ -99,11 +100,12 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     """Puts the parts of a radix cache together.
 
     Raises:
-        StartRefused: the model's rotation is not supported, or a tier cannot be opened.
+        StartRefused: the KV pool or the model's rotation is not supported, or a tier cannot be opened.
     """
     config = args.parsed_config
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
+    check_pool(allocator.get_kvcache())
     kernel = resolve_backend(config.kernel, torch.device(model_runner.device), has_flashinfer=True)
     rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
