@@ -14,8 +14,8 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.methods import METHODS, Options, Stage
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import is_selecting
+from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
-from sglang_chunk_cache.step import most_unknown_rows
 
 
 def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:

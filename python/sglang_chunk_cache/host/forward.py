@@ -31,11 +31,11 @@ from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
+from sglang_chunk_cache.kv.step import step_len
 from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
-from sglang_chunk_cache.step import step_len
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
@@ -257,8 +257,8 @@ def _init_fused(
     runs = None
     if chunks.min_run_len is not None and not is_layerwise:
         found = Runs.of(positions, pool_rows)
-        has_room = len(found.lens) <= model_runner.req_to_token_pool.size  # some backends have buffers of this size
-        runs = found if has_room and found.mean_len >= chunks.min_run_len else None
+        fits = found.fit(model_runner.req_to_token_pool.size)
+        runs = found if fits and found.mean_len >= chunks.min_run_len else None
     extra = () if runs is None else runs.arrays()
     fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)

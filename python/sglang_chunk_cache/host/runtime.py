@@ -27,10 +27,10 @@ from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
+from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
-from sglang_chunk_cache.step import most_unknown_rows
 from sglang_chunk_cache.tiers.base import TierError
 from sglang_chunk_cache.tiers.landing import Landings
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
