@@ -199,8 +199,7 @@ def _sparse_extend_kernel(
         m = tl.arange(0, BLOCK_M)
         row = row_start + m // GROUP
         head = kv_head * GROUP + m % GROUP
-        # A tile whose rows are no multiple of the group has a remainder.
-        is_row = (row < row_end) & (m < TILE_ROWS * GROUP)
+        is_row = row < row_end
         # Rows of padding take position 0: they see one key and stay finite.
         position = tl.load(row_positions_ptr + row, mask=is_row, other=0).to(tl.int32)
         end = tl.minimum(tl.load(row_positions_ptr + row_end - 1).to(tl.int32) + 1, kv_len)

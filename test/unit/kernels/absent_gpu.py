@@ -1,7 +1,7 @@
 """A GPU that is not there: operations run to their launches, kernels are compiled for its architecture, none starts.
 
-    launches_for(arch)   a context that yields the launches of what is called inside; tensors lie on the CPU
-    resources(kernel)    registers, spills and shared memory of compiled code
+launches_for(arch)   a context that yields the launches of what is called inside; tensors lie on the CPU
+resources(kernel)    registers, spills and shared memory of compiled code
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def launches_for(arch: int, *, compiles: bool = True) -> Iterator[list[Launch]]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
-        patches.enter_context(mock.patch.object(kernels, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS[arch]))
+        patches.enter_context(
+            mock.patch.object(kernels, "_num_multiprocessors", return_value=NUM_MULTIPROCESSORS[arch])
+        )
         if not compiles:
             patches.enter_context(mock.patch.object(JITFunction, "_do_compile", do_not_compile))
         for function in _jit_functions():
