@@ -21,8 +21,6 @@ import triton.language as tl
 from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, fp8_options, load_q, operand, tanh
 
-_BLOCK_ROWS, _BLOCK_KEYS = 32, 64
-
 
 @triton.jit
 def _scores(
@@ -209,26 +207,27 @@ def attention_mass_triton(
     # A cap stands between two scales: cap * tanh(score / cap).
     scales = (sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
+    block_rows, block_keys = _choose_blocks(head_dim, q.element_size())
     options = {
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": max(triton.next_power_of_2(head_dim), 16),
         "HAS_CAP": logit_cap > 0,
-        "BLOCK_ROWS": _BLOCK_ROWS,
-        "BLOCK_KEYS": _BLOCK_KEYS if head_dim <= 128 else _BLOCK_KEYS // 2,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": block_keys,
         **dot_options(q),
         **fp8_options(k.dtype),
         "num_warps": 4,
     }
     positions = row_positions.contiguous()
     if lse is None or starts is not None:
-        _lse_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS), num_heads)](
+        _lse_kernel[(triton.cdiv(num_rows, block_rows), num_heads)](
             *(q, raw(k), positions, bounds, own_lse, segment_lse, num_rows, num_segments, *scales),
             *strides,
             **options,
         )
     row_lse = own_lse if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
-    _received_kernel[(triton.cdiv(kv_len, options["BLOCK_KEYS"]), num_heads)](
+    _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
         *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
         *strides,
         SKIP_SELF=skip_self,
@@ -236,3 +235,10 @@ def attention_mass_triton(
     )
     by_segment = None if starts is None else torch.exp2(segment_lse - row_lse[:, :, None]).mean(0)
     return received.mean(0), by_segment
+
+
+def _choose_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
+    """(BLOCK_ROWS, BLOCK_KEYS): without spills, and the 64 rows that sm_90's matrix products want."""
+    if element_size == 4:
+        return 16, 32
+    return 64, 64 if head_dim <= 128 else 32
