@@ -7,12 +7,14 @@
 # make bench     stock SGLang, the reordering baseline and reuse under load, side by side (17 to 30 minutes on two cores)
 # make bench-ttft, make bench-index   the measurements behind the README's figures
 # make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
+# make gpu-check   on a CUDA host: checks and measures all that needs a GPU, about an hour, one report (docs/gpu.md);
+#                  GPU_CHECK="--rehearse" tries it on a CPU
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality \
+.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check \
 	clean distclean
 
 BIN := .venv/bin
@@ -72,6 +74,9 @@ soak-tiers: $(STAMP)
 
 bench-quality: $(STAMP)
 	$(PY) benchmark/quality/evaluate.py
+
+gpu-check: $(STAMP)
+	$(PY) benchmark/gpu/check.py $(GPU_CHECK)
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist

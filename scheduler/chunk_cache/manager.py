@@ -119,10 +119,19 @@ class ChunkManager:
         method, ratio: the server's, for prompts that name none.
         page_size: tokens per page of the store.
         remember: one of `REMEMBER`.
+        max_unknown_rows: as in `make_plan`.
     """
 
     def __init__(
-        self, config: Config, store: Store, *, method: str, ratio: float, page_size: int = 1, remember: str = "missed"
+        self,
+        config: Config,
+        store: Store,
+        *,
+        method: str,
+        ratio: float,
+        page_size: int = 1,
+        remember: str = "missed",
+        max_unknown_rows: int | None = None,
     ) -> None:
         assert remember in REMEMBER, f"unknown remember {remember!r}"
         self.config = config
@@ -138,6 +147,7 @@ class ChunkManager:
         self._method = method
         self._ratio = ratio
         self._page_size = page_size
+        self._max_unknown_rows = max_unknown_rows
         self._remembers_contexts = remember == "contexts"
         self._is_by_frequency = config.eviction == "frequency-reuse"
 
@@ -223,6 +233,7 @@ class ChunkManager:
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
+            max_unknown_rows=self._max_unknown_rows,
         )
         prompt._plan_of = self._version, asked
         return prompt._plan

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -224,6 +225,7 @@ def make_plan(
     alpha: float | None = None,
     max_cfo: float | None = None,
     selector_reason: str | None = None,
+    max_unknown_rows: int | None = None,
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -245,6 +247,8 @@ def make_plan(
             the option. None = by ratio.
         max_cfo: a chunk whose CFO is above it is computed instead.
         selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
+        max_unknown_rows: rows that a forward may begin with where it finds itself which it needs; where a method begins
+            with more, `STAND_IN` chooses. None = any number.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -283,18 +287,21 @@ def make_plan(
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
-    chosen = choose_rows(
+    choose = partial(
+        choose_rows,
         chunks,
         chunk_keys,
         rankings,
         load_start=prefix_len,
         load_end=load_end,
-        method=method,
         ratio=ratio,
-        opts=opts,
         prompt_len=prompt_len,
         budgets=None if budget_alpha is None else [_budget(chunk, ratio) for chunk in chunks],
     )
+    chosen = choose(method=method, opts=opts)
+    if max_unknown_rows is not None and chosen.selection is not None and chosen.num_rows > max_unknown_rows:
+        stood_in_for, method, opts = "too_many_rows", *_stand_in(opts)
+        chosen = choose(method=method, opts=opts)
     num_reused = sum(chunk.num_reused for chunk in chunks)
     if budget_alpha is not None:
         ratio = chosen.num_recomputed / num_reused if num_reused else 0.0
@@ -316,7 +323,7 @@ def make_plan(
 
 
 def _stand_in(opts: RequestOptions) -> tuple[Method, RequestOptions]:
-    """What serves a request without the selector: options that the stand-in does not have mean nothing then."""
+    """What serves a request in the place of a method that cannot; options that it does not have mean nothing then."""
     method = METHODS[STAND_IN]
     known = {option.name for option in method.options_schema}
     return method, replace(opts, options=tuple((name, value) for name, value in opts.options if name in known))

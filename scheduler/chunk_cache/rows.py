@@ -33,6 +33,10 @@ class ChosenRows:
     num_late_rows: int = 0
     selection: Selection | None = None
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_positions) + self.num_late_rows
+
 
 _NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _NO_ROWS.setflags(write=False)

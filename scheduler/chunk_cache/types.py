@@ -53,6 +53,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "selector_unavailable": "The selector's process has ended and is being started again; epic chose.",
         "selector_failed": "The selector could not score this prompt, the log says why; epic chose.",
         "selector_too_long": "A chunk and its question are longer than the selector's model can read; epic chose.",
+        "too_many_rows": "The method begins with more rows than a step may have (--max-prefill-tokens); epic chose.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",
         "prompt_end": "The chunk lies behind the last reusable position of the prompt.",
     }

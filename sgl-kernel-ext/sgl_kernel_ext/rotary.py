@@ -106,26 +106,32 @@ def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.T
 # --- reading a rotary module ------------------------------------------------------------------------------------------
 
 
-def default_inv_freq(base: float, rotary_dim: int) -> torch.Tensor:
-    """base^(-2i/rotary_dim), [rotary_dim/2] fp32 on the CPU (Su et al., RoFormer, section 3.2.2)."""
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+def default_inv_freq(base: float, rotary_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """base^(-2i/rotary_dim), [rotary_dim/2] fp32, computed on `device` (Su et al., RoFormer, section 3.2.2)."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     return 1.0 / (base**exponent)
 
 
-def linear_inv_freq(base: float, rotary_dim: int, factor: float) -> torch.Tensor:
+def linear_inv_freq(base: float, rotary_dim: int, factor: float, device: torch.device | str = "cpu") -> torch.Tensor:
     """Position interpolation: every position, hence every frequency, divided by `factor`."""
-    return default_inv_freq(base, rotary_dim) / factor
+    return default_inv_freq(base, rotary_dim, device) / factor
 
 
 def llama3_inv_freq(
-    base: float, rotary_dim: int, factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
+    base: float,
+    rotary_dim: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_len: int,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a straight blend in between.
 
     `original_len` is the context length the model was trained with. The blend goes by the number of turns a pair makes
     over that length: `low_freq_factor` turns or fewer are fully scaled, `high_freq_factor` or more not at all.
     """
-    inv_freq = default_inv_freq(base, rotary_dim)
+    inv_freq = default_inv_freq(base, rotary_dim, device)
     num_turns = original_len * inv_freq / (2 * math.pi)
     if low_freq_factor == high_freq_factor:
         kept = (num_turns >= low_freq_factor).float()
@@ -144,6 +150,7 @@ def yarn_inv_freq(
     beta_slow: float = 1,
     extrapolation_factor: float = 1,
     truncate: bool = True,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """YaRN "NTK by parts" (Peng et al., section 3.2): pairs with more than `beta_fast` turns over `original_len` keep
     their frequency, those with fewer than `beta_slow` are divided by `factor`, linear in the pair's index in between.
@@ -158,23 +165,29 @@ def yarn_inv_freq(
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device=device) - low) / (high - low)
     kept = (1 - ramp.clamp(0, 1)) * extrapolation_factor
-    inv_freq = default_inv_freq(base, rotary_dim)
+    inv_freq = default_inv_freq(base, rotary_dim, device)
     return inv_freq / factor * (1 - kept) + inv_freq * kept
+
+
+def _device_of(rope: Any) -> torch.device | str:
+    """Where a module computed its frequencies: where its table is, but under `--rl-on-policy-target` on the CPU."""
+    return "cpu" if getattr(rope, "_force_native", False) else rope.cos_sin_cache.device
 
 
 def _from_default(rope: Any) -> RotarySpec:
     if getattr(rope, "position_start", 0):
         raise UnsupportedRotaryError(f"RotaryEmbedding: position_start {rope.position_start} is not supported, need 0")
-    return RotarySpec(rope.rotary_dim, rope.is_neox_style, default_inv_freq(rope.base, rope.rotary_dim))
+    inv_freq = default_inv_freq(rope.base, rope.rotary_dim, _device_of(rope))
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq)
 
 
 def _from_linear(rope: Any) -> RotarySpec:
     factors = rope.scaling_factors
     if len(factors) != 1:
         raise UnsupportedRotaryError(f"LinearScalingRotaryEmbedding: {len(factors)} scaling factors, need exactly one")
-    inv_freq = linear_inv_freq(rope.base, rope.rotary_dim, float(factors[0]))
+    inv_freq = linear_inv_freq(rope.base, rope.rotary_dim, float(factors[0]), _device_of(rope))
     return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq)
 
 
@@ -186,6 +199,7 @@ def _from_llama3(rope: Any) -> RotarySpec:
         rope.low_freq_factor,
         rope.high_freq_factor,
         rope.orig_max_position,
+        _device_of(rope),
     )
     return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq)
 
@@ -201,6 +215,7 @@ def _from_yarn(rope: Any) -> RotarySpec:
         beta_slow=rope.beta_slow,
         extrapolation_factor=rope.extrapolation_factor,
         truncate=rope.truncate,
+        device=_device_of(rope),
     )
     return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq, magnitude=float(rope.mscale))
 
@@ -234,6 +249,11 @@ def spec_from_sglang_rope(rope: Any) -> RotarySpec:
     Partial rotary embeddings (`rotary_dim` below the head's size) and both layouts are covered by each supported class.
     The class must match exactly: a subclass may change the formula.
 
+    The frequencies are computed on the device where the module computed its own, with the same operations, so they are
+    the same bits. Elsewhere they would not be: CUDA's powf is good to 4 ulp (CUDA C++ Programming Guide, mathematical
+    functions), up to 8 * 2**-24 of the frequency, which at position 131072 turns a fast pair by up to 0.05 radians; and
+    Llama 3's blend multiplies it by up to (factor - 1) / 3, that is 10 for Llama 3.2.
+
     Raises:
         UnsupportedRotaryError: the class is known not to be a fixed rotation per position, or is not known at all.
     """
@@ -248,8 +268,8 @@ def spec_from_sglang_rope(rope: Any) -> RotarySpec:
 
 # --- the proof --------------------------------------------------------------------------------------------------------
 
-# Both tables are fp32 products of fp32 values: an angle is good to a few units of 2**-24 of itself, with the power that
-# makes inv_freq (the table may come from a GPU, whose pow differs in the last bits).
+# Units of 2**-24 of itself to which an angle of the table is known: one for its fp32 product of position and frequency;
+# the rest for frequencies of llama3 and yarn, which are put together in another order here.
 _ANGLE_ULPS = 8
 
 

@@ -225,12 +225,17 @@ def case_flush(s: Session) -> None:
 
 
 def case_more_rows_than_a_step(s: Session) -> None:
-    """With chunked prefill on, these rows exceed every budget; the others in the queue must get their turn too."""
+    """With chunked prefill on, these rows exceed every budget: no forward has more, and the others get their turn."""
     chunks = s.chunks(150, 160, 140)
     s.prime(chunks)
     plain = Prompt().text(s.tokens(130))
     big = [s.prompt([chunks[i] for i in order], question=90) for order in ([2, 1, 0], [1, 0, 2])]
+    runner, num_rows = s.local.scheduler.tp_worker.model_runner, []
+    handle = runner.model.model.register_forward_pre_hook(lambda model, args: num_rows.append(len(args[0])))
     s.send(plain, big[0], s.prompt([chunks[0]]), big[1])
+    handle.remove()
+    step_len = runner.server_args.chunked_prefill_size
+    assert step_len <= 0 or max(num_rows) <= step_len, num_rows
 
 
 def case_exact_and_off_modes(s: Session) -> None:

@@ -40,10 +40,12 @@ class Config:
     kind: str = "llama"
     rope: str | None = None
     layers: int = 2
+    hidden: int = 64  # four heads
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
+    server: tuple[tuple[str, Any], ...] = ()  # more fields of ServerArgs
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
     def __str__(self) -> str:
@@ -51,13 +53,14 @@ class Config:
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
-        parts += [f"{name}={value}" for name, value in self.options + self.target]
+        parts += [f"{name}={value}" for name, value in self.options + self.target + self.server]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
     @property
     def model_dir(self) -> Path:
         name = f"{self.kind}-{self.rope or 'default'}"
-        return MODEL_DIR / (name if self.layers == 2 else f"{name}-{self.layers}layers")
+        name += f"-{self.layers}layers" if self.layers != 2 else ""
+        return MODEL_DIR / (name + (f"-{self.hidden}" if self.hidden != 64 else ""))
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Config:
             "disable_overlap_schedule": not self.overlap,
             "max_total_tokens": self.max_total_tokens,
             "schedule_conservativeness": self.conservativeness,
+            **dict(self.server),
         }
 
 
@@ -124,7 +128,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         importlib.import_module("sglang.srt.managers.io_struct")._USE_PICKLE_IPC = not config.typed
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
-        model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers)
+        model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers, hidden=config.hidden)
         chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None} if is_ours else None
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")

@@ -21,7 +21,7 @@ import numpy as np
 from chunk_cache.errors import request_error
 from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_request
 from sglang_chunk_cache.api.marks import MarkedText, split_marked
-from sglang_chunk_cache.api.served import check_served
+from sglang_chunk_cache.api.served import check_rows, check_served
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
@@ -207,6 +207,8 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         obj.text, obj.input_ids = None, ids if is_batch else ids[0]
     for item in items:
         _check_ids(item, manager)
+        if item.opts is not None:
+            check_rows(item.opts, args, item.opts_path)
     obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
 
 

@@ -1,4 +1,5 @@
-"""Whether this server can do what a request's method needs: `check_served` for a request, `check_default` at the start.
+"""Whether this server can do what a request's method needs: `check_served` and `check_rows` for a request,
+`check_default` at the start.
 
 A method may name layers that the model does not have, statistics that the server does not take, or rows that leave
 between layers, which LoRA adapters (sized for all rows of a batch) do not follow.
@@ -10,9 +11,10 @@ from typing import Any
 
 from chunk_cache.config import Config
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from chunk_cache.methods import METHODS, Options
+from chunk_cache.methods import METHODS, Options, Stage
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import is_selecting
+from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
 
 
@@ -31,6 +33,24 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
     _check(method, opts.options, num_layers, args.parsed_config, has_lora, path)
+
+
+def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
+    """Checks that a method which begins with all rows of the chunks has room for them in one step.
+
+    Raises:
+        ChunkCacheRequestError: the request names such a method, and the chunks have more tokens.
+    """
+    most = most_unknown_rows()
+    if opts.method is None or most is None:
+        return
+    method = METHODS[opts.method]
+    num_rows = sum(end - start for start, end in opts.spans)
+    is_partial = 0.0 < method.effective_ratio(opts.ratio, args.ratio) < 1.0
+    if method.stage is Stage.LAYER and is_partial and num_rows > most:
+        problem = f"{opts.method!r} begins with all {num_rows} tokens of the chunks, and a step has room for {most}"
+        remedy = "choose epic, or start the server with a larger --max-prefill-tokens where memory allows"
+        raise request_error(f"{path}.method", problem, remedy)
 
 
 def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None:

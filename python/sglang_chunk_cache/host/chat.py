@@ -22,7 +22,7 @@ from chunk_cache.errors import request_error
 from chunk_cache.request_options import RequestOptions, parse_request
 from sglang_chunk_cache.api.marks import MarkedText, split_marked, split_rendered
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, check_length, mark_prepared, prepare, with_options
-from sglang_chunk_cache.api.served import check_served
+from sglang_chunk_cache.api.served import check_rows, check_served
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
 from sglang_chunk_cache.host.generate import misplaced_options
@@ -162,7 +162,11 @@ def _finish(adapted: Any, rendering: Rendering, opts: RequestOptions, manager: A
         problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
         raise request_error(rendering.path, problem, f"send input_ids with {_OPTS_PATH}.spans")
     check_length(len(adapted.input_ids), manager, "messages")
-    adapted.sampling_params = with_options(adapted.sampling_params, [dataclasses.replace(opts, spans=encoded.spans)])
+    opts = dataclasses.replace(opts, spans=encoded.spans)
+    args = get_args()
+    assert args is not None
+    check_rows(opts, args, _OPTS_PATH)
+    adapted.sampling_params = with_options(adapted.sampling_params, [opts])
     mark_prepared(adapted)
 
 

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
+from sglang_chunk_cache.kv.step import step_len
 from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
@@ -58,11 +59,13 @@ class DueRows:
         positions: `[num_load_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
         state: of the request; None where nothing is due, or everything.
         layer_copies: KV of the loaded range that is still on its way.
+        load_start: where the loaded range, or what is left of it, begins; None where nothing is due.
     """
 
     positions: np.ndarray
     state: DocChunkRequest | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
+    load_start: int | None = None
 
     @property
     def plan(self) -> RecomputePlan | None:
@@ -74,13 +77,28 @@ _NOTHING_DUE = DueRows(_NO_ROWS)
 
 
 @dataclass(frozen=True)
+class Part:
+    """A forward of some of the rows of a batch; a batch with more rows than a step may have is computed in parts.
+
+    Attributes:
+        batch: as the model sees it.
+        attention: in the place of SGLang's backend; None = that one.
+        taker: statistics of the chunks that it computes; None = it computes none.
+    """
+
+    batch: ForwardBatch
+    attention: Attention | None
+    taker: StatisticsTaker | None
+
+
+@dataclass(frozen=True)
 class Extras:
     """What one forward does differently from stock SGLang.
 
     Attributes:
-        attention: in the place of SGLang's backend; None = that one.
-        taker: statistics of the chunks that this forward computes; None = it computes none.
+        attention, taker: as of a `Part`.
         timing: measures the forward; None = nobody asks.
+        before: parts that are computed first; their logits mean nothing.
         loads: KV that arrives during the forward; None = all is there.
         again: what is done instead where it does not arrive, with the reason.
         first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
@@ -89,6 +107,7 @@ class Extras:
     attention: Attention | None
     taker: StatisticsTaker | None
     timing: contextlib.AbstractContextManager[None] | None
+    before: tuple[Part, ...] = ()
     loads: LayerLoads | None = None
     again: Callable[[str], ForwardBatch] | None = None
     first_rows: tuple[tuple[int, Candidate], ...] = ()
@@ -108,39 +127,43 @@ def init_forward_batch(
     if chunks is None or batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
     due = _take_due_rows(batch)
-    taker = StatisticsTaker.plan(
-        batch,
-        chunks.statistics_layers,
-        model_runner.token_to_kv_pool,
-        chunks.kernel,
-        None if due is None else [None if one.plan is None else one.plan.load_start for one in due],
-    )
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
+        taker = _taker(batch, model_runner, chunks, batch.prefix_lens)
         extras = Extras(None, taker, _timing(chunks, batch, ()), first_rows=rows)
         forward_batch = original(cls, batch, model_runner, **kwargs)
     else:
-        build = partial(_init_fused, original, cls, batch, model_runner, chunks, kwargs)
-        forward_batch, attention = build(due)
+        build = partial(_init_parts, original, cls, batch, model_runner, chunks, kwargs)
+        *before, last = build(due)
+        forward_batch = last.batch
         copies = [copy for one in due for copy in one.layer_copies]
         if copies:
             # A forward that waits for layers says nothing of what computing takes.
             assert chunks.landings is not None
-            again = partial(_without_loads, build, chunks, batch, due, taker)
-            extras = Extras(attention, taker, None, chunks.landings.loads(copies), again, rows)
+            loads, again = chunks.landings.loads(copies), partial(_without_loads, build, chunks, batch, due)
+            extras = Extras(last.attention, last.taker, None, tuple(before), loads, again, rows)
         else:
-            extras = Extras(attention, taker, _timing(chunks, batch, due), first_rows=rows)
+            timing = _timing(chunks, batch, due)
+            extras = Extras(last.attention, last.taker, timing, tuple(before), first_rows=rows)
     if extras.changes_anything:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
 
 
+def _taker(
+    batch: ScheduleBatch, model_runner: ModelRunner, chunks: ChunkRuntime, begins: Sequence[int], end: int | None = None
+) -> StatisticsTaker | None:
+    """Of the chunks that a forward computes from `begins` on, per request, up to `end` or that of the extend."""
+    ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    spans = list(zip(begins, ends, strict=True))
+    return StatisticsTaker.plan(batch, chunks.statistics_layers, model_runner.token_to_kv_pool, chunks.kernel, spans)
+
+
 def _without_loads(
-    build: Callable[[list[DueRows]], tuple[ForwardBatch, Attention]],
+    build: Callable[[list[DueRows]], list[Part]],
     chunks: ChunkRuntime,
     batch: ScheduleBatch,
     due: list[DueRows],
-    taker: StatisticsTaker | None,
     reason: str,
 ) -> ForwardBatch:
     """The same batch once more, with every token computed where KV was to arrive that does not."""
@@ -149,11 +172,11 @@ def _without_loads(
         if one.layer_copies:
             assert one.plan is not None
             # The slots of the load stay the request's own; all that they hold is computed now.
-            everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end))
+            everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end), load_start=one.plan.load_start)
             _note_load_failed(chunks, batch.reqs[i], one, reason)
-    forward_batch, attention = build(everything)
-    setattr(forward_batch, _EXTRAS, Extras(attention, None if taker is None else taker.again(), None))
-    return forward_batch
+    *before, last = build(everything)
+    setattr(last.batch, _EXTRAS, Extras(last.attention, last.taker, None, tuple(before)))
+    return last.batch
 
 
 def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str) -> None:
@@ -179,7 +202,7 @@ def _timing(
     return chunks.tiers.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
 
 
-def _init_fused(
+def _init_parts(
     original: Callable[..., ForwardBatch],
     cls: type,
     batch: ScheduleBatch,
@@ -187,15 +210,55 @@ def _init_fused(
     chunks: ChunkRuntime,
     kwargs: dict[str, Any],
     due: list[DueRows],
-) -> tuple[ForwardBatch, Attention]:
+) -> list[Part]:
+    """The forwards of a fused batch: one, or several where a request that is alone has too many rows for a step.
+
+    A row depends on rows in front of it only, so rows that are known before the forward may be cut anywhere.
+    """
+    build = partial(_init_fused, original, cls, model_runner=model_runner, chunks=chunks, kwargs=kwargs)
+    (one, *others), (tail_len, *_) = due, batch.extend_lens
+    most = step_len()
+    is_known = one.plan is None or one.plan.selection is None
+    if most is None or others or not is_known or len(one.positions) + tail_len <= most:
+        return [build(batch, due)]
+    num_before = len(one.positions) - max(most - tail_len, 0)
+    *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
+    without_tail = copy.copy(batch)
+    without_tail.prefix_lens, without_tail.extend_lens = [batch.prefix_lens[0] + tail_len], [0]
+    without_tail.extend_logprob_start_lens, without_tail.return_logprob = [0], False
+    parts, begin = [], one.load_start
+    for positions in firsts:
+        end = int(positions[-1]) + 1
+        parts.append(build(without_tail, [replace(one, positions=positions, load_start=begin)], end=end))
+        begin = end
+    return [*parts, build(batch, [replace(one, positions=last, load_start=begin)])]
+
+
+def _init_fused(
+    original: Callable[..., ForwardBatch],
+    cls: type,
+    batch: ScheduleBatch,
+    due: list[DueRows],
+    *,
+    model_runner: ModelRunner,
+    chunks: ChunkRuntime,
+    kwargs: dict[str, Any],
+    end: int | None = None,
+) -> Part:
+    """One forward; `end` of the rows where they do not reach up to the extend's."""
+    begins = [
+        prefix_len if one.load_start is None else one.load_start
+        for one, prefix_len in zip(due, batch.prefix_lens, strict=True)
+    ]
+    taker = _taker(batch, model_runner, chunks, begins, end)
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     positions = _positions(batch, due)
     pool_rows = batch.req_pool_indices_cpu.tolist()
     runs = None
     if chunks.min_run_len is not None and not is_layerwise:
         found = Runs.of(positions, pool_rows)
-        has_room = len(found.lens) <= model_runner.req_to_token_pool.size  # some backends have buffers of this size
-        runs = found if has_room and found.mean_len >= chunks.min_run_len else None
+        fits = found.fit(model_runner.req_to_token_pool.size)
+        runs = found if fits and found.mean_len >= chunks.min_run_len else None
     extra = () if runs is None else runs.arrays()
     fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
@@ -204,7 +267,8 @@ def _init_fused(
     if runs is not None:
         chunks.metrics.count_fused_batch("sglang")
         stock_forward = model_runner.attn_backend.forward
-        return forward_batch, BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
+        by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
+        return Part(forward_batch, by_runs, taker)
     chunks.metrics.count_fused_batch(chunks.kernel)
     rows = FusedRows.build(
         req_to_token=model_runner.req_to_token_pool.req_to_token,
@@ -215,7 +279,8 @@ def _init_fused(
         kv_pool=kv_pool,
         kernel=chunks.kernel,
     )
-    return forward_batch, _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
+    attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
+    return Part(forward_batch, attention, taker)
 
 
 def forward(
@@ -225,41 +290,36 @@ def forward(
     extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
+    stock = partial(original, model_runner)
     with extras.timing or contextlib.nullcontext():
-        if extras.attention is None and extras.taker is None:
-            output = original(model_runner, forward_batch, *args, **kwargs)
-        else:
-            output = _forward_with(extras, original, model_runner, forward_batch, *args, **kwargs)
+        try:
+            for part in extras.before:
+                _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
+            last = Part(forward_batch, extras.attention, extras.taker)
+            output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
+        except LayerFailed as failure:
+            assert extras.again is not None
+            output = forward(original, model_runner, extras.again(failure.reason), *args, **kwargs)
     for place, candidate in extras.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
 
 
-def _forward_with(
-    extras: Extras,
-    original: Callable[..., Any],
-    model_runner: ModelRunner,
-    forward_batch: ForwardBatch,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    attention = extras.attention
+def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any], model_runner: ModelRunner) -> Any:
+    attention, taker = part.attention, part.taker
+    if attention is None and taker is None:
+        return stock()
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run(model_runner.model)
-    try:
-        with (
-            _graphs_that_fit(model_runner, attention),
-            attending(model_runner.attn_backend, attention, extras.taker, extras.loads),
-            layerwise,
-        ):
-            output = original(model_runner, forward_batch, *args, **kwargs)
-    except LayerFailed as failure:
-        assert extras.again is not None
-        again = extras.again(failure.reason)
-        return forward(original, model_runner, again, *args, **kwargs)
-    if extras.taker is not None:
-        extras.taker.finish()
+    with (
+        _graphs_that_fit(model_runner, attention),
+        attending(model_runner.attn_backend, attention, taker, loads),
+        layerwise,
+    ):
+        output = stock()
+    if taker is not None:
+        taker.finish()
     return output
 
 
@@ -303,7 +363,7 @@ def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
             continue
         is_any_due = True
         assert state.plan is not None
-        due.append(DueRows(_load_rows(state.plan), state, state.layer_copies))
+        due.append(DueRows(_load_rows(state.plan), state, state.layer_copies, state.plan.load_start))
         state.complete_rows()
     return due if is_any_due else None
 

@@ -1,11 +1,13 @@
-"""What the chunk cache does not work with, decided before any process is started.
+"""What the chunk cache does not work with, decided before any process is started; the KV pool once it is there.
 
-Verbs: `check_flags` (the flags as given), `check_resolved` (the flags as SGLang resolved them, and the model),
-`check_model` (one resolved model configuration), `prepare_flags` (fills in what was left to us).
+Verbs: `check_flags` (the flags as given), `check_resolved` (the model, and the flags as SGLang resolved them),
+`check_model` (one resolved model configuration), `check_pool` (in a scheduler), `prepare_flags` (flags that follow from
+the options).
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
-that names the flag or the property of the model. A model class is supported when it is in `ARCHITECTURES`: reuse
-depends on how a model writes and rotates its keys, so an unknown class is refused and not tried.
+that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. A model class is
+supported when it is in `ARCHITECTURES`: reuse depends on how a model writes and rotates its keys, so an unknown class
+is refused and not tried.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.config import Config
+from chunk_cache.methods import METHODS, Stage
 from sglang_chunk_cache.api.served import check_default
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
     from chunk_cache.config import Config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer")
-KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+POOL_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -42,7 +46,7 @@ class FlagRule:
 
     Attributes:
         name: the field of `ServerArgs`.
-        what: subject of the sentence, with the flag.
+        what: subject of the sentence, with the flag or the variable.
         refused: whether a value is refused.
     """
 
@@ -104,38 +108,40 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_mis", "multi-item scoring (--enable-mis)"),
     FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
     FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", _not_null),
+    FlagRule("enable_return_aux_hidden_states", "returned hidden states (--enable-return-aux-hidden-states)"),
     FlagRule("enable_return_routed_experts", "returned experts (--enable-return-routed-experts)"),
     FlagRule("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache"),
     # Models and number formats.
     FlagRule("is_embedding", "an embedding model (--is-embedding)"),
     FlagRule("dllm_algorithm", "a diffusion language model (--dllm-algorithm)", _not_null),
     FlagRule("model_impl", "--model-impl", lambda value: value not in ("auto", "sglang")),
-    FlagRule("kv_cache_dtype", "a quantized KV cache (--kv-cache-dtype)", lambda value: value not in KV_CACHE_DTYPES),
+    FlagRule("enable_nvidia_megakernel", "a kernel in the place of the model (--enable-nvidia-megakernel)"),
 )
 
+CHOICE_RULES: dict[str, tuple[str, ...]] = {
+    "attention_backend": ATTENTION_BACKENDS,
+    "prefill_attention_backend": ATTENTION_BACKENDS,
+    "decode_attention_backend": ATTENTION_BACKENDS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
+"""Flags that are served with some values, by their fields of `ServerArgs`."""
 
-def _refused_backend(value: object) -> bool:
-    return value is not None and value not in ATTENTION_BACKENDS
-
-
-BACKEND_RULES: tuple[FlagRule, ...] = tuple(
-    FlagRule(name, f"--{name.replace('_', '-')}", _refused_backend)
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+VARIABLE_RULES: tuple[FlagRule, ...] = tuple(
+    FlagRule(name, f"{what} ({name})", lambda value: value is not None and value is not False)
+    for name, what in (
+        ("SGLANG_RUST_SERVER", "the Rust HTTP server"),
+        ("SGLANG_GRPC_PORT", "the gRPC server"),
+        ("SGLANG_USE_HND_KVCACHE", "the HND layout of the KV cache"),
+    )
 )
 
 
 def prepare_flags(server_args: Any, config: Config) -> None:
-    """Sets the flags that follow from the options.
-
-    The radix tree's victims follow the reuse frequency through their priorities. And a supported attention backend is
-    chosen where the user left the choice open and there is a CUDA device: SGLang's own default there may be one that we
-    do not serve. Without CUDA the platform chooses.
+    """Sets the flags that follow from the options: the radix tree evicts by priorities where they are what we set.
 
     Raises:
         StartRefused: two policies of eviction are asked for.
     """
-    import torch
-
     if config.eviction == "frequency-reuse":
         policy = server_args.radix_eviction_policy
         if policy not in ("lru", "priority"):  # lru is SGLang's default
@@ -145,62 +151,132 @@ def prepare_flags(server_args: Any, config: Config) -> None:
             )
         server_args.radix_eviction_policy = "priority"
 
-    if any(getattr(server_args, rule.name) is not None for rule in BACKEND_RULES) or not torch.cuda.is_available():
-        return
-    has_flashinfer = importlib.util.find_spec("flashinfer") is not None
-    server_args.attention_backend = "flashinfer" if has_flashinfer else "triton"
-
 
 def check_flags(server_args: Any) -> None:
-    """Checks every flag; before resolution the given values, after it the resolved ones.
+    """Checks every flag and variable as it was given.
 
     Raises:
-        StartRefused: a flag does not work with the chunk cache.
+        StartRefused: one does not work with the chunk cache.
     """
-    from sglang.srt.arg_groups.overrides import resolution_result
     from sglang.srt.environ import envs
 
     for rule in FLAG_RULES:
-        if rule.refused(resolution_result(server_args, rule.name)):
+        if rule.refused(_value(server_args, rule.name)):
             refuse(f"{rule.what} cannot be combined with --chunk-cache; drop one of them.")
-    for rule in BACKEND_RULES:
-        value = resolution_result(server_args, rule.name)
-        if rule.refused(value):
-            refuse(f"{rule.what} {value} does not work with --chunk-cache; use one of {', '.join(ATTENTION_BACKENDS)}.")
-    if envs.SGLANG_RUST_SERVER.get():
-        refuse("the Rust HTTP server (SGLANG_RUST_SERVER) cannot be combined with --chunk-cache; unset the variable.")
-    if envs.SGLANG_GRPC_PORT.get() is not None:
-        refuse("the gRPC server (SGLANG_GRPC_PORT) cannot be combined with --chunk-cache; unset the variable.")
+    for name, served in CHOICE_RULES.items():
+        value = _value(server_args, name)
+        if value not in (None, *served):
+            refuse(f"{_flag(name)} {value} does not work with --chunk-cache; use one of {', '.join(served)}.")
+    for rule in VARIABLE_RULES:
+        if rule.refused(getattr(envs, rule.name).get()):
+            refuse(f"{rule.what} cannot be combined with --chunk-cache; unset the variable.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _value(server_args: Any, name: str) -> Any:
+    """A field as SGLang resolved it, or before that as it was given."""
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return resolution_result(server_args, name)
 
 
 def check_resolved(server_args: Any) -> None:
-    """Checks the flags once more as they were resolved, and the model.
+    """Checks the model, and what SGLang made of the flags; `check_flags` has seen what was given.
 
     Raises:
-        StartRefused: a flag or the model does not work with the chunk cache.
+        StartRefused: the model, or something that SGLang chose, does not work with the chunk cache.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolution_result
 
-    check_flags(server_args)
     args = attached(server_args)
     kernel = None if args is None else args.parsed_config.kernel
     if args is not None:
-        check_replicas(args.parsed_config, resolution_result(server_args, "dp_size"))
-    if kernel in ("triton", "flashinfer") and resolution_result(server_args, "device") != "cuda":
+        check_replicas(args.parsed_config, _value(server_args, "dp_size"))
+    if kernel in ("triton", "flashinfer") and _value(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = model_config_of(server_args)
     check_model(model_config)
+    _check_determinism(server_args, args)
+    _check_chosen(server_args)
     if kernel == "flashinfer":
         check_flashinfer(model_config)
     if args is not None:
         _check_selector(args)
         _check_layers(args.parsed_config, model_config.num_hidden_layers)
-        check_default(args, model_config.num_hidden_layers, bool(resolution_result(server_args, "enable_lora")))
-    if resolution_result(server_args, "kv_cache_dtype") == "auto" and quantizes_kv_cache(model_config.hf_quant_config):
-        refuse("the checkpoint asks for an FP8 KV cache, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
+        check_default(args, model_config.num_hidden_layers, bool(_value(server_args, "enable_lora")))
+
+
+def _check_chosen(server_args: Any) -> None:
+    """Checks what SGLang chose where nothing was given."""
+    from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
+
+    for rule in FLAG_RULES:
+        if rule.refused(_value(server_args, rule.name)):
+            refuse(f"{rule.what}, which SGLang turned on by itself, cannot be combined with --chunk-cache.")
+    for name, served in CHOICE_RULES.items():
+        value = _value(server_args, name)
+        if value not in (None, *served):
+            use = f"add {_flag(name)} with one of {', '.join(served)}"
+            refuse(f"{_flag(name)} {value}, which SGLang chose by itself, does not work with --chunk-cache; {use}.")
+    if post_capture_kv_sizing_planned(server_args):
+        refuse(
+            "KV sizing after capture (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING) leaves no memory for forwards outside of "
+            "captured graphs, and --chunk-cache runs such; unset the variable."
+        )
+
+
+def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
+    """Checks that answers do not depend on the batch where that is asked for.
+
+    SGLang's promise holds where its own backend attends for every request of every batch. Kernels of ours split the
+    keys of a row by the size of the batch.
+    """
+    if not _value(server_args, "enable_deterministic_inference"):
+        return
+    flag = "--enable-deterministic-inference"
+    if server_args.rl_on_policy_target is not None:
+        flag = "--rl-on-policy-target"
+    if _value(server_args, "disable_radix_cache"):
+        backend = _value(server_args, "attention_backend")
+        refuse(
+            f"{flag} turns the radix cache off with the attention backend {backend}, and --chunk-cache stores chunks "
+            "there; add --attention-backend triton."
+        )
+    if args is None:
+        return
+    if args.parsed_config.attention != "runs":
+        refuse(f'{flag} needs SGLang\'s attention for every batch; add "attention": "runs" to --chunk-cache-config.')
+    if METHODS[args.method].stage is not Stage.BEFORE:
+        refuse(
+            f"{flag} needs a method that chooses before the forward, and {args.method} does not; name another with "
+            "--chunk-cache-method."
+        )
+
+
+def check_pool(kv_pool: Any) -> None:
+    """Checks that a KV pool is one tensor `[num_slots, num_heads, head_dim]` per layer, of numbers that we can move.
+
+    A checkpoint may ask for another type than the flags: the pool's own says what it became.
+
+    Raises:
+        StartRefused: it is not.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    layout = getattr(kv_pool, "kv_cache_layout", None)
+    if not isinstance(kv_pool, MHATokenToKVPool) or layout != "nhd":
+        refuse(
+            f"the KV cache is a {type(kv_pool).__name__} of the layout {layout}, and --chunk-cache needs a "
+            "MHATokenToKVPool of the layout nhd; drop the flag or the variable that changes SGLang's default."
+        )
+    dtype = str(kv_pool.dtype).removeprefix("torch.")
+    if kv_pool.is_quantized_kv_cache or dtype not in POOL_DTYPES:
+        refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 
 
 def _check_selector(args: ChunkCacheArgs) -> None:
@@ -253,15 +329,6 @@ def check_flashinfer(model_config: Any) -> None:
         problem = f"it has heads of {dims}, and this model's have {model_config.head_dim}, {model_config.v_head_dim}"
     if problem is not None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
-
-
-def quantizes_kv_cache(quant_config: object) -> bool:
-    """Whether a checkpoint's quantization settings turn `--kv-cache-dtype auto` into FP8."""
-    if not isinstance(quant_config, dict):
-        return False
-    if str(quant_config.get("kv_cache_quant_algo")).upper() == "FP8":
-        return True
-    return any(quantizes_kv_cache(value) for value in quant_config.values())
 
 
 def check_model(model_config: Any) -> None:

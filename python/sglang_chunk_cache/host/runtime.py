@@ -15,17 +15,19 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selector_answer import asks_selector
-from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.gate.gate import Gate
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
+from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
+from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
@@ -98,16 +100,25 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     """Puts the parts of a radix cache together.
 
     Raises:
-        StartRefused: the model's rotation is not supported, or a tier cannot be opened.
+        StartRefused: the KV pool or the model's rotation is not supported, a kernel that was asked for is wrong here,
+            or a tier cannot be opened.
     """
     config = args.parsed_config
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
-    kernel = resolve_backend(config.kernel, torch.device(model_runner.device), has_flashinfer=True)
+    check_pool(allocator.get_kvcache())
     rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), rotary)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
     store = VariantStore(cache)
-    manager = ChunkManager(config, store, method=args.method, ratio=args.ratio, page_size=cache.page_size)
+    manager = ChunkManager(
+        config,
+        store,
+        method=args.method,
+        ratio=args.ratio,
+        page_size=cache.page_size,
+        max_unknown_rows=most_unknown_rows(),
+    )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)

@@ -1,6 +1,6 @@
 """Runs: rows of a fused forward that stand side by side, and SGLang's own backend attending from them.
 
-Verbs: `Runs.of` (on the host), `Runs.per_run` (a batch as attention sees it), `BackendRuns.attend` (one layer).
+Verbs: `Runs.of` (on the host), `BackendRuns.for_metadata` (a batch as the backend sees it), `attend` (one layer).
 
 To every attention backend a run [a, b) of a request is an extend of its own: the request's slots, a prefix of a tokens,
 b - a new ones. A causal mask then shows each row every position up to its own, since K and V of all rows of a layer lie
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+MAX_KEYS = 1 << 26
+"""Keys of all runs together that a backend's tables may name, at 4 or 8 bytes each."""
 WORTHWHILE_LEN = 8
 """Rows per run, on average, from which a backend is worth its while: it reads the prefix once per run."""
 
@@ -53,6 +55,10 @@ class Runs:
             lens.append(np.diff(begins, append=len(own)))
             rows.append(np.full(len(begins), row, dtype=np.int64))
         return cls(np.concatenate(rows), np.concatenate(starts), np.concatenate(lens))
+
+    def fit(self, max_entries: int) -> bool:
+        """Whether a backend's tables have room for them; some have buffers of `max_entries`."""
+        return len(self.lens) <= max_entries and int((self.starts + self.lens).sum()) <= MAX_KEYS
 
     @property
     def mean_len(self) -> float:

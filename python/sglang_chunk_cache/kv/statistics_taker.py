@@ -146,10 +146,6 @@ class StatisticsTaker:
         self._sums = torch.split(self._total, [sum(job.sizes) for job in jobs])  # views
         self._is_observed = False
 
-    def again(self) -> StatisticsTaker:
-        """For the same chunks, when their forward is begun once more."""
-        return StatisticsTaker(self._jobs, sorted(self._layers), self._kv_pool, self._kernel)
-
     @classmethod
     def plan(
         cls,
@@ -157,12 +153,12 @@ class StatisticsTaker:
         layers: Sequence[int],
         kv_pool: Any,
         kernel: str,
-        load_starts: Sequence[int | None] | None = None,
+        computed: Sequence[tuple[int, int]],
     ) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`.
 
         Args:
-            load_starts: per request, where the loaded range begins whose rows this forward adds; None = it adds none.
+            computed: per request, the positions within which this forward computes what is not reused.
         """
         if not layers:
             return None
@@ -173,10 +169,7 @@ class StatisticsTaker:
             state = state_of(req)
             if state is None or state.unsupported or not state.options.remembers or not state.keys:
                 continue
-            begin = batch.prefix_lens[i]
-            load_start = None if load_starts is None else load_starts[i]
-            first = begin if load_start is None else load_start
-            ranges = _computed_ranges(state, first, begin + batch.extend_lens[i])
+            ranges = _computed_ranges(state, *computed[i])
             if not ranges:
                 continue
             if state.sums is None:

@@ -30,6 +30,8 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> li
     # Pinned memory is handed out again only behind the copies that read it.
     on_device = packed.to(device, non_blocking=True)
     return [
-        on_device[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        on_device[offset : offset + array.nbytes]
+        .view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        .view(array.shape)
         for array, offset in zip(arrays, offsets, strict=True)
     ]

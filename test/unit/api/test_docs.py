@@ -66,8 +66,11 @@ def test_keys_reasons_and_options_are_told() -> None:
 
 
 def test_what_is_refused_and_served_is_told() -> None:
-    flags = (f"--{rule.name.replace('_', '-')}" for rule in refusals.FLAG_RULES + refusals.BACKEND_RULES)
-    assert not told((*flags, *refusals.ARCHITECTURES, *refusals.ROPE_TYPES, *refusals.ATTENTION_BACKENDS))
+    fields = (*(rule.name for rule in refusals.FLAG_RULES), *refusals.CHOICE_RULES)
+    flags = (f"--{field.replace('_', '-')}" for field in fields)
+    variables = (rule.name for rule in refusals.VARIABLE_RULES)
+    values = (value for served in refusals.CHOICE_RULES.values() for value in served)
+    assert not told((*flags, *variables, *values, *refusals.ARCHITECTURES, *refusals.ROPE_TYPES))
 
 
 def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
 from sglang_chunk_cache.host import refusals
-from sglang_chunk_cache.server_args import StartRefused
+from sglang_chunk_cache.host.runtime import create_runtime
+from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),
@@ -56,20 +60,22 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_mis", True, "--enable-mis"),
     ("enable_return_hidden_states", True, "--enable-return-hidden-states"),
     ("return_hidden_states_mode", "last", "--return-hidden-states-mode"),
+    ("enable_return_aux_hidden_states", True, "--enable-return-aux-hidden-states"),
     ("enable_return_routed_experts", True, "--enable-return-routed-experts"),
     ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache"),
     ("is_embedding", True, "--is-embedding"),
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm"),
     ("model_impl", "transformers", "--model-impl"),
-    ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype"),
-    ("attention_backend", "fa3", "--attention-backend fa3"),
-    ("prefill_attention_backend", "fa3", "--prefill-attention-backend fa3"),
-    ("decode_attention_backend", "fa3", "--decode-attention-backend fa3"),
+    ("enable_nvidia_megakernel", True, "--enable-nvidia-megakernel"),
+    ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4 does not work with --chunk-cache; use one of auto, bf16"),
+    ("attention_backend", "intel_amx", "--attention-backend intel_amx does not work with --chunk-cache; use one of"),
+    ("prefill_attention_backend", "flex_attention", "--prefill-attention-backend flex_attention"),
+    ("decode_attention_backend", "flashmla", "--decode-attention-backend flashmla"),
 ]
 
 
 def test_every_rule_has_a_case():
-    rules = {rule.name for rule in refusals.FLAG_RULES + refusals.BACKEND_RULES}
+    rules = {rule.name for rule in refusals.FLAG_RULES} | refusals.CHOICE_RULES.keys()
     assert rules == {name for name, _, _ in FLAGS}
 
 
@@ -80,6 +86,19 @@ def test_defaults_are_served():
 @pytest.mark.parametrize("backend", refusals.ATTENTION_BACKENDS)
 def test_supported_attention_backends(backend):
     refusals.check_flags(ServerArgs(model_path="none", attention_backend=backend))
+    refusals.check_flags(ServerArgs(model_path="none", prefill_attention_backend=backend))
+    refusals.check_flags(ServerArgs(model_path="none", decode_attention_backend=backend))
+
+
+@pytest.mark.parametrize("dtype", refusals.KV_CACHE_DTYPES)
+def test_supported_types_of_the_kv_cache(dtype):
+    refusals.check_flags(ServerArgs(model_path="none", kv_cache_dtype=dtype))
+
+
+def test_what_is_left_open_is_left_to_sglang():
+    server_args = ServerArgs(model_path="none")
+    refusals.prepare_flags(server_args, parse_config({}))
+    assert vars(server_args) == vars(ServerArgs(model_path="none"))
 
 
 @pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])
@@ -93,16 +112,35 @@ def test_flag_is_refused_with_one_sentence(name, value, word):
     assert "\n" not in str(refused.value.code)
 
 
-@pytest.mark.parametrize(("name", "value"), [("SGLANG_RUST_SERVER", "1"), ("SGLANG_GRPC_PORT", "50051")])
-def test_server_chosen_by_a_variable_is_refused(monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("name", "value"), [("SGLANG_RUST_SERVER", "1"), ("SGLANG_GRPC_PORT", "50051"), ("SGLANG_USE_HND_KVCACHE", "1")]
+)
+def test_variable_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    with pytest.raises(StartRefused, match=name):
+    with pytest.raises(StartRefused, match=rf"\({name}\) cannot be combined with --chunk-cache; unset"):
         refusals.check_flags(ServerArgs(model_path="none"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("disable_radix_cache", True, "--disable-radix-cache, which SGLang turned on by itself, cannot be combined"),
+        (
+            "attention_backend",
+            "dsa",
+            r"--attention-backend dsa, which SGLang chose by itself, .*; add --attention",
+        ),
+    ],
+)
+def test_what_sglang_chose_is_not_blamed_on_the_user(name, value, sentence):
+    server_args = ServerArgs(model_path="none")
+    declare_resolution(server_args, "a handler of SGLang", **{name: value})
+    with pytest.raises(StartRefused, match=sentence):
+        refusals._check_chosen(server_args)
 
 
 def test_another_radix_cache_is_refused():
     from sglang_chunk_cache import plugin
-    from sglang_chunk_cache.server_args import ChunkCacheArgs
 
     with pytest.raises(StartRefused, match="--radix-cache-backend flexkv"):
         plugin.enable(ServerArgs(model_path="none", radix_cache_backend="flexkv"), ChunkCacheArgs())
@@ -246,17 +284,37 @@ def test_multimodal_model_is_refused(tmp_path):
         refusals.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
 
 
-@pytest.mark.parametrize(
-    ("settings", "quantized"),
-    [
-        (None, False),
-        ({"quant_method": "fp8"}, False),
-        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
-        ({"quantization": {"kv_cache_quant_algo": None}}, False),
-    ],
-)
-def test_checkpoint_with_a_quantized_kv_cache_is_noticed(settings, quantized):
-    assert refusals.quantizes_kv_cache(settings) is quantized
+# The KV pool.
+
+
+def kv_pool(dtype: torch.dtype = torch.bfloat16, **extra: Any) -> MHATokenToKVPool:
+    shape = {"head_num": 2, "head_dim": 16, "layer_num": 1, "device": "cpu", "enable_memory_saver": False}
+    return MHATokenToKVPool(8, 4, dtype, **shape, **extra)
+
+
+@pytest.mark.parametrize("name", refusals.POOL_DTYPES)
+def test_pool_of_a_type_that_we_can_move(name):
+    refusals.check_pool(kv_pool(getattr(torch, name)))
+
+
+def test_pool_of_another_type_is_refused():
+    with pytest.raises(StartRefused, match="holds int8, which --chunk-cache cannot move; add --kv-cache-dtype bf16"):
+        refusals.check_pool(kv_pool(torch.int8))
+
+
+def test_pool_of_another_layout_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(StartRefused, match="MHATokenToKVPool of the layout hnd, and"):
+        refusals.check_pool(kv_pool())
+    with pytest.raises(StartRefused, match="SimpleNamespace of the layout None, and"):
+        refusals.check_pool(SimpleNamespace())
+
+
+def test_scheduler_checks_its_pool():
+    allocator = SimpleNamespace(get_kvcache=lambda: kv_pool(torch.int8))
+    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device="cpu")))
+    with pytest.raises(StartRefused, match="the KV cache holds int8"):
+        create_runtime(SimpleNamespace(token_to_kv_pool_allocator=allocator), ChunkCacheArgs(), context)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
+from torch.overrides import TorchFunctionMode
 
 from sgl_kernel_ext import RotarySpec, UnsupportedRotaryError, copy_rotate, spec_from_sglang_rope, verify_spec
 from sgl_kernel_ext.rotary import RotaryMismatchError, default_inv_freq
@@ -74,6 +75,50 @@ def test_moved_key_equals_key_computed_at_the_target(scaling, is_neox, partial):
 def test_other_bases(scaling, base):
     rope = make_rope(scaling, base=base)
     verify_spec(spec_from_sglang_rope(rope), rope.cos_sin_cache)
+
+
+class CudaPower(TorchFunctionMode):
+    """A device whose powers are 4 units in the last place off, the most that CUDA's powf may be."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__rpow__:
+            off = torch.where(torch.arange(len(result)) % 2 == 0, torch.inf, -torch.inf)
+            for _ in range(4):
+                result = torch.where(result == 1, result, torch.nextafter(result, off))  # a power of 0 is exact
+        return result
+
+
+# Llama 3.1 8B, Llama 3.2 1B, Qwen 2.5 with YaRN, Mistral Nemo; by their config.json.
+LONG_ROPES = {
+    "llama 3.1": (128, 5e5, {**LLAMA3, "original_max_position_embeddings": 8192}),
+    "llama 3.2": (64, 5e5, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}),
+    "qwen 2.5": (128, 1e6, {**YARN, "original_max_position_embeddings": 32768}),
+    "nemo": (128, 1e6, None),
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROPES)
+def test_frequencies_are_those_of_the_device_that_made_the_table(name):
+    dim, base, scaling = LONG_ROPES[name]
+    with CudaPower():
+        rope = get_rope(dim, dim, 131072 + 1, base, True, scaling, torch.float32)
+        spec = spec_from_sglang_rope(rope)
+    positions = torch.arange(130000, 131072)
+    verify_spec(spec, rope.cos_sin_cache, positions)
+    elsewhere = spec_from_sglang_rope(rope)
+    with pytest.raises(RotaryMismatchError):
+        verify_spec(elsewhere, rope.cos_sin_cache, positions)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies_are_computed_where_the_table_is(scaling):
+    rope = make_rope(scaling)
+    table = SimpleNamespace(device=torch.device("meta"))
+    on_meta = type(rope.__class__.__name__, (SimpleNamespace,), {})(**{**vars(rope), "cos_sin_cache": table})
+    assert spec_from_sglang_rope(on_meta).inv_freq.device.type == "meta"
+    on_meta._force_native = True  # SGLang computes them on the CPU then
+    assert spec_from_sglang_rope(on_meta).inv_freq.device.type == "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -45,6 +45,19 @@ def test_a_method_that_asks_first_begins_with_what_is_missing() -> None:
     assert plan.selection.stage is Stage.QUESTION
 
 
+@pytest.mark.parametrize(("method", "num_rows"), [("cacheblend", 68), ("a3", 68), ("fusionrag", 32)])
+def test_a_method_that_begins_with_too_many_rows_leaves_them_to_epic(method: str, num_rows: int) -> None:
+    assert scored(method, 0.25, max_unknown_rows=num_rows).method == method
+    plan = scored(method, 0.25, max_unknown_rows=num_rows - 1)
+    assert (plan.method, plan.fallback_reason) == ("epic", "too_many_rows")
+    assert (plan.selection, plan.num_late_rows) == (None, 0)
+    assert 0 < plan.num_recomputed < plan.num_reused == 48
+
+
+def test_rows_that_are_known_may_be_any_number() -> None:
+    assert scored("epic", 0.25, max_unknown_rows=1).fallback_reason is None
+
+
 @SCORED
 @pytest.mark.parametrize("ratio", [0.0, -0.0])
 def test_at_ratio_zero_nothing_is_chosen(method: str, ratio: float) -> None:

@@ -1,0 +1,144 @@
+"""Recompute ratio 1.0 against stock SGLang on a GPU, in bf16: the cases of the exactness matrix on every backend.
+
+    python benchmark/gpu/exactness.py [--backends fa3,triton] [--device cuda] [--cases 04_miss...] [--out FOLDER]
+
+In bf16 two ways of computing the same prompt differ by rounding, stock's own whole and chunked prefill too. So the
+difference of log-probabilities between ours and stock is held against that between stock in steps of 64 tokens and
+stock in one: at most `FACTOR` times as large. Tokens are compared until both sides first choose otherwise, where the
+two must have been as good as equal. `--device cpu` is a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "test"))
+
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+
+from exactness.cases import CASES
+from exactness.runner import Config, run_cases
+
+FACTOR = 2.0
+# Heads of 64, which every backend serves.
+BASE = Config(hidden=256, max_total_tokens=8192)
+SITUATIONS = {
+    "page 1, whole": {"page_size": 1},
+    "page 1, steps of 64": {"page_size": 1, "chunked": True},
+    "page 16, steps of 64": {"page_size": 16, "chunked": True},
+    "page 64, whole, prefill graphs": {"page_size": 64},
+}
+
+
+def configs_of(backend: str, device: str) -> dict[str, Config]:
+    """What is run on a backend, by the name that the table uses."""
+    without_graphs = (("disable_cuda_graph", True),)
+    server = (
+        ("attention_backend", backend),
+        ("dtype", "bfloat16"),
+        ("device", device),
+        ("sampling_backend", "pytorch"),
+    )
+    options = (("attention", "runs"),) if device == "cpu" else ()
+    return {
+        name: replace(BASE, options=options, server=(*server, *(() if "graphs" in name else without_graphs)), **fields)
+        for name, fields in SITUATIONS.items()
+        if device != "cpu" or "graphs" not in name
+    }
+
+
+def difference(ours: list[Any], stock: list[Any]) -> tuple[float, int]:
+    """The largest difference of log-probabilities where both chose the same tokens, and how often they parted.
+
+    Where they part, what counts is how far apart the first side held its own choice and the other's.
+    """
+    largest, parted = 0.0, 0
+    for mine, theirs in zip(ours, stock, strict=True):
+        pairs = zip(mine.input_logprobs, theirs.input_logprobs, strict=True)
+        largest = max([largest, *(abs(a - b) for a, b in pairs if a is not None and b is not None)])
+        for i, (a, b) in enumerate(zip(mine.output_ids, theirs.output_ids, strict=True)):
+            if a != b:
+                parted += 1
+                largest = max(largest, mine.logprobs[i] - mine.top_logprobs[i].get(b, -100.0))
+                break
+            largest = max(largest, abs(mine.logprobs[i] - theirs.logprobs[i]))
+    return largest, parted
+
+
+def measure(backend: str, device: str, cases: list[str]) -> list[dict[str, Any]]:
+    """One row per situation."""
+    configs = configs_of(backend, device)
+    rows = []
+    stock_of: dict[str, Any] = {}
+    for name, config in configs.items():
+        began = time.perf_counter()
+        row: dict[str, Any] = {"backend": backend, "situation": name, "cases": len(cases)}
+        try:
+            stock_of[name] = stock = run_cases(config, is_ours=False, names=cases)
+            ours = run_cases(config, is_ours=True, names=cases)
+            errors = [f"{side}, {case}: {found[case]}" for side, found in (("stock", stock), ("ours", ours))
+                      for case in cases if isinstance(found[case], str)]  # fmt: skip
+            differences = [difference(ours[case], stock[case]) for case in cases if not errors]
+            noise = [difference(stock[case], other[case]) for other in stock_of.values() for case in cases]
+            row |= {
+                "requests": sum(len(ours[case]) for case in cases if not isinstance(ours[case], str)),
+                "difference": max((one for one, _ in differences), default=None),
+                "parted": sum(times for _, times in differences),
+                "stock_noise": max(one for one, _ in noise),
+                "errors": errors,
+            }
+        except RuntimeError as error:
+            row |= {"requests": 0, "difference": None, "parted": 0, "stock_noise": None, "errors": [str(error)]}
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        rows.append(row)
+        print(row["backend"], row["situation"], row["difference"], row["stock_noise"], row["errors"], flush=True)
+    # The noise of a backend is the largest that any of its situations showed.
+    noise = max((row["stock_noise"] or 0.0 for row in rows), default=0.0)
+    for row in rows:
+        row["met"] = not row["errors"] and row["difference"] <= FACTOR * noise
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--backends", default="fa3,triton", help="attention backends, with commas (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help="names of cases (default: all)")
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR / "gpu", help="folder of the results")
+    args = parser.parse_args()
+    rows = [row for backend in args.backends.split(",") for row in measure(backend, args.device, args.cases)]
+    header = ("backend", "situation", "requests", "ours to stock", "stock's own noise", "tokens parted", "holds", "s")
+    cells = [
+        (
+            row["backend"],
+            row["situation"],
+            row["requests"],
+            "" if row["difference"] is None else f"{row['difference']:.4f}",
+            "" if row["stock_noise"] is None else f"{row['stock_noise']:.4f}",
+            row["parted"],
+            "yes" if row["met"] else "no",
+            row["seconds"],
+        )
+        for row in rows
+    ]
+    report = {**describe_run(), "device": args.device, "rows": rows}
+    lines = ["# Exactness in bf16", "", *run_markdown(report), f"- device: {args.device}", ""]
+    lines += ["Largest difference of log-probabilities, ratio 1.0.", "", *markdown_table(header, cells)]
+    lines += [
+        f"\n{row['backend']}, {row['situation']}:\n\n```\n{e[-3000:]}\n```" for row in rows for e in row["errors"]
+    ]
+    write_result(args.out, "exactness", report, lines)
+    print("\n".join(lines))
+    return 0 if all(row["met"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""What SGLang chooses on a GPU for checkpoints that people use, and what the chunk cache refuses; no GPU is needed.
+
+Verbs: `choices` (for every generation of GPUs, each in a process of its own), `tables` (of docs/compatibility.md).
+`python test/stock_choices.py` writes that page's section anew.
+
+torch is made to tell of a GPU, and SGLang's own functions do the rest. `checkpoints.json` holds configurations as far
+as they matter to a start: `config` is config.json (on top of that of `like`), `hf_quant_config` the file of that name,
+`flags` what the command line adds, `source` where it is from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CHECKPOINTS = Path(__file__).with_name("checkpoints.json")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    memory_gib: int
+
+
+GPUS = {"sm_80": Gpu("A100", (8, 0), 80), "sm_90": Gpu("H100", (9, 0), 80), "sm_100": Gpu("B200", (10, 0), 180)}
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+DETERMINISTIC = {"enable_deterministic_inference": True}
+RUNS = {"attention": "runs"}
+STARTS: dict[str, dict[str, Any]] = {
+    "deterministic": {"flags": DETERMINISTIC, "options": {"config": RUNS}},
+    "deterministic, triton": {"flags": {**DETERMINISTIC, "attention_backend": "triton"}, "options": {"config": RUNS}},
+    "deterministic, flashinfer": {"flags": {**DETERMINISTIC, "attention_backend": "flashinfer"}},
+    "deterministic, any attention": {"flags": {**DETERMINISTIC, "attention_backend": "triton"}},
+    "deterministic, cacheblend": {
+        "flags": {**DETERMINISTIC, "attention_backend": "triton"},
+        "options": {"config": RUNS, "method": "cacheblend"},
+    },
+    "on policy": {"flags": {"rl_on_policy_target": "fsdp", "attention_backend": "flashinfer"}},
+    "split": {"flags": {"prefill_attention_backend": "triton", "decode_attention_backend": "flashinfer"}},
+    "fa4": {"flags": {"attention_backend": "fa4"}},
+    "fa3, e5m2": {"flags": {"attention_backend": "fa3", "kv_cache_dtype": "fp8_e5m2"}},
+    "e4m3": {"flags": {"kv_cache_dtype": "fp8_e4m3"}},
+    "full prefill graphs": {"flags": {"cuda_graph_backend_prefill": "full"}},
+    "hnd": {"variables": {"SGLANG_USE_HND_KVCACHE": "1"}},
+    "post-capture": {"variables": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}},
+    "post-capture, no graphs": {
+        "variables": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
+        "flags": {"disable_cuda_graph": True},
+    },
+}
+"""Starts of `LLAMA` with flags, options of the chunk cache or variables."""
+
+
+@cache
+def checkpoints() -> dict[str, dict[str, Any]]:
+    """By name; each with its whole `config`."""
+    found = {one["name"]: one for one in json.loads(CHECKPOINTS.read_text())}
+    for one in found.values():
+        one["config"] = {**found.get(one.get("like"), {}).get("config", {}), **one.get("config", {})}
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a start.
+
+    Attributes:
+        attention: backends for prefill and for decoding.
+        kv: type of the KV pool.
+        page_size: tokens per page.
+        prefill_graph: how prefills are captured.
+        refused: our sentence; None = it starts.
+        error: SGLang's own; None = it starts.
+    """
+
+    attention: tuple[str, str] = ("", "")
+    kv: str = ""
+    page_size: int = 0
+    prefill_graph: str = ""
+    refused: str | None = None
+    error: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no server; None = there is one."""
+        return self.refused or self.error
+
+
+@dataclass(frozen=True)
+class Choices:
+    """By name of a checkpoint, or of one of `STARTS`.
+
+    Attributes:
+        stock: without the chunk cache.
+        ours: with it.
+    """
+
+    stock: dict[str, Choice]
+    ours: dict[str, Choice]
+
+
+@cache
+def choices() -> dict[str, Choices]:
+    """By name of one of `GPUS`; found in another process, since a pretence cannot be taken back."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "choices"
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        subprocess.run([sys.executable, __file__, str(file)], check=True, env={**os.environ, **hidden})
+        found = json.loads(file.read_text())
+    return {gpu: Choices(**{side: _choice_by_name(one) for side, one in sides.items()}) for gpu, sides in found.items()}
+
+
+def _choice_by_name(found: dict[str, dict[str, Any]]) -> dict[str, Choice]:
+    return {name: Choice(**{**one, "attention": tuple(one["attention"])}) for name, one in found.items()}
+
+
+# In the process of one generation.
+
+
+def pretend(gpu: Gpu) -> None:
+    """Makes this process, which has imported SGLang without a GPU, take the machine for one that has it."""
+    import sglang.srt.platforms as platforms
+    import torch
+    from sglang.srt.utils import common
+
+    memory = gpu.memory_gib << 30
+    told = {
+        "is_available": True,
+        "is_initialized": True,  # or SGLang asks the driver instead of torch
+        "device_count": 8,
+        "current_device": 0,
+        "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "get_device_properties": SimpleNamespace(name=gpu.name, total_memory=memory, multi_processor_count=108),
+        "mem_get_info": (memory, memory),
+        "synchronize": None,
+    }
+    for name, value in told.items():
+        setattr(torch.cuda, name, lambda *_, value=value: value)
+    for value in vars(common).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    before, now = platforms.current_platform, platforms.CudaSRTPlatform()
+    platforms._current_platform = now
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang.")]:
+        for name, value in list(vars(module).items()):
+            if value is before:
+                setattr(module, name, now)
+            elif name in ("_is_cuda", "_is_cpu"):
+                setattr(module, name, name == "_is_cuda")
+
+
+def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | None) -> Choice:
+    """What becomes of a start, up to its children; `options` are the chunk cache's, None = without it."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.common import get_device_sm
+
+    from sglang_chunk_cache.plugin import enable
+    from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
+
+    server_args = ServerArgs(model_path=str(folder), skip_tokenizer_init=True, **flags)
+    try:
+        if options is not None:
+            enable(server_args, ChunkCacheArgs(**options))
+        server_args.resolve_once()
+    except StartRefused as refusal:
+        return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return Choice(error=str(error).partition("\n")[0])
+    quant_config = _quant_config(server_args)
+    if quant_config is not None and get_device_sm() < quant_config.get_min_capability():  # the model loader would stop
+        return Choice(error=f"{quant_config.get_name()} needs sm_{quant_config.get_min_capability()}")
+    view = resolved_view(server_args)
+    return Choice(
+        attention=attention_backends_of(view),
+        kv=_kv_dtype(server_args, view.kv_cache_dtype, quant_config),
+        page_size=view.page_size,
+        prefill_graph=view.cuda_graph_config.prefill.backend,
+    )
+
+
+def _quant_config(server_args: Any) -> Any:
+    """The quantization that a model is built with."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.weight_utils import get_quant_config
+
+    config = model_config_of(server_args)
+    return None if config.quantization is None else get_quant_config(config, LoadConfig(), {})
+
+
+def _kv_dtype(server_args: Any, asked: str, quant_config: Any) -> str:
+    """The type of the KV pool, as a scheduler finds it once it has the model."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=asked,
+        model=SimpleNamespace(quant_config=quant_config),
+        model_dtype=model_config_of(server_args).dtype,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend="",
+    )
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _folder(checkpoint: Mapping[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        for file, key in (("config.json", "config"), ("hf_quant_config.json", "hf_quant_config")):
+            if key in checkpoint:
+                (Path(name) / file).write_text(json.dumps(checkpoint[key]))
+        yield Path(name)
+
+
+def _choices_on(gpu: str) -> Choices:
+    pretend(GPUS[gpu])
+    found = Choices({}, {})
+    starts = {name: (one, one.get("flags", {}), {}, {}) for name, one in checkpoints().items()}
+    for name, one in STARTS.items():
+        rest = (one.get("flags", {}), one.get("options", {}), one.get("variables", {}))
+        starts[name] = (checkpoints()[LLAMA], *rest)
+    for name, (checkpoint, flags, options, variables) in starts.items():
+        os.environ.update(variables)
+        with _folder(checkpoint) as folder:
+            found.stock[name] = start(folder, flags, None)
+            found.ours[name] = start(folder, flags, options)
+        for variable in variables:
+            del os.environ[variable]
+    return found
+
+
+def _write_choices(file: Path) -> None:
+    """Imports what a start imports, once, and forks a process for each generation."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_chunk_cache.plugin import enable
+    from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+    enable(ServerArgs(model_path="none"), ChunkCacheArgs())
+    logging.disable(logging.WARNING)
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        found = zip(GPUS, pool.map(_choices_on, GPUS, chunksize=1), strict=True)
+        file.write_text(json.dumps({gpu: asdict(one) for gpu, one in found}))
+
+
+# docs/compatibility.md
+
+
+def tables() -> str:
+    """The tables as Markdown."""
+    served, refused = [], []
+    for name in checkpoints():
+        found = [one.ours[name] for one in choices().values()]
+        kv = next((one.kv for one in found if one.reason is None), None)
+        if kv is None:
+            reason = str(found[0].reason).removeprefix("this model cannot be served with --chunk-cache because ")
+            refused.append(f"| {name} | {reason.rstrip('.')} |")
+        else:
+            served.append(f"| {name} | `{kv}` | {' | '.join(map(_cell, found))} |")
+    gpus = " | ".join(f"{gpu.name} ({name})" for name, gpu in GPUS.items())
+    head = f"| checkpoint | KV cache | {gpus} |\n| --- | --- |{' --- |' * len(GPUS)}"
+    return "\n".join([head, *served, "", "| checkpoint | refused because |\n| --- | --- |", *refused])
+
+
+def _cell(choice: Choice) -> str:
+    if choice.reason is not None:
+        return f"SGLang: {choice.error}" if choice.refused is None else choice.refused
+    backends = " and ".join(f"`{backend}`" for backend in dict.fromkeys(choice.attention))
+    return backends if choice.page_size == 1 else f"{backends}, pages of {choice.page_size}"
+
+
+BEGIN, END = "<!-- made by python test/stock_choices.py -->\n", "<!-- end -->\n"
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        _write_choices(Path(sys.argv[1]))
+        return
+    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

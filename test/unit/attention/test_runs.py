@@ -1,0 +1,26 @@
+"""Runs of rows: nothing lost, nothing joined, in order."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_chunk_cache.kv.runs import Runs
+
+rows_of_a_request = st.sets(st.integers(0, 60), min_size=1).map(sorted)
+
+
+@given(st.lists(rows_of_a_request, min_size=1, max_size=5))
+def test_runs_are_the_rows(requests):
+    pool_rows = list(range(7, 7 + len(requests)))
+    runs = Runs.of([np.array(rows, dtype=np.int64) for rows in requests], pool_rows)
+    triples = list(zip(runs.pool_rows.tolist(), runs.starts.tolist(), runs.lens.tolist(), strict=True))
+    listed = [(row, position) for row, start, length in triples for position in range(start, start + length)]
+    assert listed == [(row, position) for row, rows in zip(pool_rows, requests, strict=True) for position in rows]
+    ends = {(row, start + length) for row, start, length in triples}
+    assert ends.isdisjoint((row, start) for row, start, _ in triples)  # each is as long as can be
+    assert runs.mean_len == len(listed) / len(triples)
+    pool_rows, ends, starts, lens, begins = runs.arrays()
+    assert (ends - starts == lens).all()
+    assert (begins == np.cumsum([0, *lens[:-1]])).all()

@@ -1,0 +1,104 @@
+"""What SGLang chooses for real checkpoints on three generations of GPUs stands, or is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import stock_choices
+from sglang_chunk_cache.host.refusals import ATTENTION_BACKENDS, POOL_DTYPES
+from stock_choices import GPUS, STARTS, Choice, checkpoints, choices
+
+PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+BACKENDS = {"sm_80": "flashinfer", "sm_90": "fa3", "sm_100": "trtllm_mha"}
+"""What stock SGLang 0.5.23 prefers for the models that we serve."""
+
+
+def both(gpu: str, name: str) -> tuple[Choice, Choice]:
+    """With the chunk cache, and without it."""
+    return choices()[gpu].ours[name], choices()[gpu].stock[name]
+
+
+def test_checkpoints_name_their_sources():
+    assert len(checkpoints()) >= 25
+    assert all(checkpoint["source"] for checkpoint in checkpoints().values())
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [*checkpoints(), *STARTS])
+def test_choice_of_stock_stands_or_is_refused_in_one_sentence(gpu, name):
+    ours, stock = both(gpu, name)
+    if ours.refused is not None:
+        assert "--chunk-cache" in ours.refused
+        assert ours.refused.endswith(".")
+        assert "\n" not in ours.refused
+        return
+    assert ours == stock
+    if ours.error is None:
+        assert set(ours.attention) <= set(ATTENTION_BACKENDS)
+        assert ours.kv in POOL_DTYPES
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_backends_are_those_of_the_generation(gpu):
+    served = [choices()[gpu].ours[name] for name in checkpoints()]
+    attention = {choice.attention for choice in served if choice.reason is None}
+    assert attention == {(BACKENDS[gpu], BACKENDS[gpu])}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("ModelOpt FP8, quantization_config, FP8 KV", "float8_e4m3fn"),
+        ("ModelOpt FP8, hf_quant_config.json, FP8 KV", "float8_e4m3fn"),
+        ("ModelOpt FP8, hf_quant_config.json, 16-bit KV", "bfloat16"),
+        ("ModelOpt NVFP4, hf_quant_config.json, FP8 KV", "float8_e4m3fn"),
+        ("compressed-tensors with kv_cache_scheme in FP8", "float8_e4m3fn"),
+        ("e4m3", "float8_e4m3fn"),
+        ("fa3, e5m2", "float8_e5m2"),
+    ],
+)
+def test_fp8_kv_is_served_whoever_asks_for_it(name, kv):
+    assert both("sm_90", name)[0].kv == kv
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("deterministic, flashinfer", "--enable-deterministic-inference turns the radix cache off with the attention"),
+        ("deterministic, any attention", 'add "attention": "runs" to --chunk-cache-config'),
+        ("deterministic, cacheblend", "cacheblend does not; name another with --chunk-cache-method"),
+        ("on policy", "--rl-on-policy-target turns the radix cache off with the attention backend flashinfer"),
+        ("hnd", "SGLANG_USE_HND_KVCACHE"),
+        ("post-capture", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+    ],
+)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_start_is_refused_by_what_was_given(gpu, name, word):
+    assert word in str(both(gpu, name)[0].refused)
+
+
+def test_determinism_is_served_where_the_radix_cache_stays():
+    assert both("sm_90", "deterministic")[0].attention == ("fa3", "fa3")
+    assert "attention backend flashinfer" in str(both("sm_100", "deterministic")[0].refused)  # stock's default there
+    assert both("sm_100", "deterministic, triton")[0].attention == ("triton", "triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "page_size", "prefill_graph"),
+    [
+        ("split", ("triton", "flashinfer"), 64, "breakable"),
+        ("fa4", ("fa4", "fa4"), 128, "breakable"),
+        ("fa3, e5m2", ("triton", "triton"), 1, "breakable"),
+        ("full prefill graphs", ("trtllm_mha", "trtllm_mha"), 64, "full"),
+        ("post-capture, no graphs", ("trtllm_mha", "trtllm_mha"), 64, "disabled"),
+    ],
+)
+def test_start_is_served_as_it_was_asked_for(name, attention, page_size, prefill_graph):
+    found = both("sm_100", name)[0]
+    assert (found.attention, found.page_size, found.prefill_graph) == (attention, page_size, prefill_graph)
+
+
+def test_page_has_the_tables_of_today():
+    assert stock_choices.tables() in PAGE.read_text(encoding="utf-8"), "run python test/stock_choices.py"
