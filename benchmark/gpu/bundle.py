@@ -92,7 +92,8 @@ def install(uv: str, args: argparse.Namespace, tree: Path) -> None:
     host = ("--python-version", args.python, "--python-platform", args.platform)
     quiet = ("--quiet", "--no-header", "--no-annotate")
     subprocess.run(
-        [uv, "pip", "compile", *quiet, *host, "--extra", "bench", "--output-file", pins, ROOT / "pyproject.toml"], check=True
+        [uv, "pip", "compile", *quiet, *host, "--extra", "bench", "--output-file", pins, ROOT / "pyproject.toml"],
+        check=True,
     )
     there, without = set(assumed.split()), {_normal(name) for name in args.without}
     carried = [
@@ -129,10 +130,10 @@ def main() -> None:
     add = parser.add_argument
     add("--python", default="3.12", help="the host's")
     add("--platform", default="x86_64-manylinux_2_34", help="the host's, as uv names it")
-    add("--assume", type=Path, metavar="FREEZE", help="`pip freeze` of the host: what is there in the version asked for")
+    add("--assume", type=Path, metavar="FREEZE", help="`pip freeze` of the host: what it has as asked for stays out")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages to leave out, or @FILE")
     add("--drop", nargs="+", default=[], metavar="GLOB", help="files and folders of the packages to leave out")
-    add("--gpu", type=int, metavar="90", help="the host's architecture: GPU code for others is cut out of the libraries")
+    add("--gpu", type=int, metavar="90", help="the architecture of the host's GPUs: code for others is taken out")
     add("--part-size", type=int, default=1024, metavar="MIB", help="the largest part")
     add("--folder", type=Path, help="pack this folder and no packages")
     add("--out", type=Path, default=ROOT / "build" / "bundle" / "parts", help="folder of the parts, emptied first")

@@ -34,13 +34,17 @@ def keep_only(library: Path, architecture: int) -> int:
         for begin, end in _fatbin_sections(image):
             for fatbin, first, after in _fatbins(image, begin, end):
                 entries = list(_entries(image, first, after))
-                fits = [code for kind, arch, code in entries if arch == architecture or kind == _PTX and arch < architecture]
+                fits = [code for kind, arch, code in entries if _runs(kind, arch, architecture)]
                 # One without any code is nothing a driver expects: it keeps an entry that does not fit, the smallest.
                 kept = b"".join(fits or sorted((code for *_, code in entries), key=len)[:1])
                 image[first:after] = kept + bytes(after - first - len(kept))
                 struct.pack_into("<Q", image, fatbin + 8, len(kept))
                 taken += after - first - len(kept)
     return taken
+
+
+def _runs(kind: int, arch: int, architecture: int) -> bool:
+    return arch == architecture or (kind == _PTX and arch < architecture)
 
 
 def _fatbin_sections(image: mmap.mmap) -> Iterator[tuple[int, int]]:
