@@ -10,11 +10,12 @@
 # make gpu-check   on a CUDA host: checks and measures all that needs a GPU, about an hour, one report (docs/gpu.md);
 #                  GPU_CHECK="--rehearse" tries it on a CPU
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
+# make bundle   SGLang and this project in parts for a CUDA host without internet, in build/bundle (BUNDLE='--gpu 90'; docs/gpu.md)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check \
+.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
 	clean distclean
 
 BIN := .venv/bin
@@ -77,6 +78,9 @@ bench-quality: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(PY) benchmark/gpu/check.py $(GPU_CHECK)
+
+bundle: $(STAMP)
+	$(PY) benchmark/gpu/bundle.py $(BUNDLE)
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist
