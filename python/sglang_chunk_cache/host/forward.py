@@ -26,13 +26,13 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 
 from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.step import step_len
-from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
