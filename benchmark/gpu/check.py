@@ -57,10 +57,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
         Stage("waits", "where the host waits for the GPU", ("benchmark/gpu/waits.py",), 600),
         Stage("long", "time to first token of long prompts",
               ("benchmark/gpu/bench_long.py", *model, *long, *flags), 2400),
-        *(
-            Stage(f"bench_{name}", f"speed of {name}", (f"benchmark/kernel/bench_{name}.py", *bench), 900)
-            for name in ("sparse_extend", "copy_rotate", "attention_mass", "kv_deviation", "forward")
-        ),
+        Stage("kernel_times", "our kernels beside a full prefill's attention, by tile",
+              ("benchmark/kernel/time_on_gpu.py", *bench), 900),
         Stage("serving", "stock, reordering and reuse under load",
               ("benchmark/serving/bench_serving.py", "--plan", "quick"), 1800),
     ]  # fmt: skip

@@ -46,3 +46,11 @@ def check_dense(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(2) != 1:
             raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, fp8 as bytes; other dtypes as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype in FP8 else tensor

@@ -1,4 +1,15 @@
-"""Parts that several Triton kernels share: `LOG2_E`, `tanh`, `load_q`, and the options of products, `dot_options`."""
+"""Parts that several Triton kernels share.
+
+    tanh, load_q                what the attention kernels compute and read alike
+    fp32_of_fp8, fp8_of_fp32    fp8 as bytes, in and out
+    operand                     an element of K or V as a factor of a matrix product
+    dot_options, fp8_options    compile-time constants of those
+    gpu_arch                    the GPU that is compiled for
+
+fp8 is read and written as bytes. GPUs from sm_89 on convert it themselves. For older ones Triton has no e4m3, and its
+interpreter's conversion loses NaN and carries: there integer arithmetic does the same, at twice the instructions for an
+element (30 instead of 15, counted in what ptxas makes for sm_90 of `copy_rotate` with 8 heads x 128).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -26,6 +37,55 @@ def load_q(q_ptr, row_at, is_row, dim, HEAD_DIM: tl.constexpr, UPCAST: tl.conste
     return q
 
 
+@triton.jit
+def fp32_of_fp8(raw, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """The numbers that the bytes stand for, all exact: 3 bits of mantissa are e4m3fn, 2 are e5m2."""
+    if HAS_FP8:
+        return raw.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5, bitcast=True).to(tl.float32)
+    bits = raw.to(tl.int32)
+    if MANTISSA == 2:
+        return (bits << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    # fp16 has one bit of exponent more and a bias that is larger by 8. It has other NaNs too.
+    size = bits & 0x7F
+    half = (((bits & 0x80) << 8) | (size << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.where(size == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Bytes of the nearest finite numbers, ties to even; NaN stays NaN."""
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    if HAS_FP8:
+        # Without this, whether too large a number becomes infinite is up to Triton's version.
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
+    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    size = tl.minimum(tl.abs(x), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    # Adding just less than half of what is kept rounds up what is above a tie; the last kept bit decides a tie.
+    rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # The last bit of this sum is worth the smallest fp8 number: the addition rounds to a multiple of it, and its low
+    # bits count the multiples. Eight (or four) of them are the code of the smallest normal number.
+    MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    subnormal = (size + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(size < SMALLEST_NORMAL, subnormal, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (((x.to(tl.int32, bitcast=True) >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@triton.jit
+def operand(x, q, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """x in q's dtype, which holds every fp8 number; bytes where MANTISSA is above 0."""
+    if MANTISSA == 0:
+        return x.to(q.dtype)
+    if HAS_FP8:
+        return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5, bitcast=True).to(q.dtype)
+    return fp32_of_fp8(x, MANTISSA, False).to(q.dtype)
+
+
 def dot_options(q: torch.Tensor) -> dict[str, object]:
     """`PRECISION` and `UPCAST` of a kernel that multiplies with q."""
     return {
@@ -34,3 +94,17 @@ def dot_options(q: torch.Tensor) -> dict[str, object]:
         # The interpreter keeps bfloat16 as 16-bit integers and would multiply those.
         "UPCAST": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
     }
+
+
+def gpu_arch() -> int:
+    """90 for sm_90, of the device that Triton launches on; 0 where there is none of NVIDIA's."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return arch if isinstance(arch, int) else 0
+
+
+def fp8_options(dtype: torch.dtype) -> dict[str, object]:
+    """`MANTISSA` and `HAS_FP8` of a kernel that reads buffers of `dtype`, given to it by `raw`."""
+    mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype, 0)
+    return {"MANTISSA": mantissa, "HAS_FP8": mantissa > 0 and gpu_arch() >= 89}

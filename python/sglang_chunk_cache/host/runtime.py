@@ -15,7 +15,6 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selector_answer import asks_selector
-from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.gate.gate import Gate
 from sglang_chunk_cache.gate.metrics import GateMetrics
@@ -23,6 +22,7 @@ from sglang_chunk_cache.gate.state_file import StateFile
 from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
@@ -100,14 +100,15 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     """Puts the parts of a radix cache together.
 
     Raises:
-        StartRefused: the KV pool or the model's rotation is not supported, or a tier cannot be opened.
+        StartRefused: the KV pool or the model's rotation is not supported, a kernel that was asked for is wrong here,
+            or a tier cannot be opened.
     """
     config = args.parsed_config
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
     check_pool(allocator.get_kvcache())
-    kernel = resolve_backend(config.kernel, torch.device(model_runner.device), has_flashinfer=True)
     rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), rotary)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
     store = VariantStore(cache)
     manager = ChunkManager(

@@ -32,6 +32,7 @@ def attention_mass(
     *,
     sm_scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
     lse: torch.Tensor | None = None,
@@ -44,9 +45,10 @@ def attention_mass(
 
     Args:
         q: [num_rows, num_q_heads, head_dim].
-        k: [kv_len, num_kv_heads, head_dim]; query head h reads key head h // (num_q_heads // num_kv_heads).
+        k: [kv_len, num_kv_heads, head_dim], fp8 too; query head h reads key head h // (num_q_heads // num_kv_heads).
         row_positions: [num_rows] int64, each in [0, kv_len); the row sees keys up to and including its own.
         sm_scale: factor of q.k.
+        k_scale: K is this times what is stored; for fp8.
         logit_cap: where positive, scores are `cap * tanh(score / cap)`.
         segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
         skip_self: leave out of `received` what a row gives to the key at its own position.
@@ -68,6 +70,7 @@ def attention_mass(
         (torch.Size([10]), 2.0)
     """
     _check(q, k, row_positions, segment_starts, lse)
+    sm_scale *= k_scale
     if q.shape[0] and k.shape[0] and resolve_backend(backend, q.device) == "triton":
         if row_starts is not None:
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")

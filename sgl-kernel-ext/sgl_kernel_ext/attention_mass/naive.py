@@ -15,6 +15,7 @@ def attention_mass_reference(
     *,
     sm_scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
     row_starts: torch.Tensor | None = None,
@@ -26,7 +27,7 @@ def attention_mass_reference(
     weights = torch.zeros(num_rows, kv_len, dtype=dtype, device=q.device)
     for row, position in enumerate(row_positions.tolist()):
         for head in range(num_heads):
-            scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * sm_scale
+            scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * (sm_scale * k_scale)
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
             weights[row, : position + 1] += torch.softmax(scores, dim=0) / num_heads

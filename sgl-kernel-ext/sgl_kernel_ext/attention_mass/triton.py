@@ -18,27 +18,24 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.backend import check_dense
-from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, load_q, tanh
-
-_BLOCK_ROWS, _BLOCK_KEYS = 32, 64
+from sgl_kernel_ext.backend import check_dense, raw
+from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, fp8_options, load_q, operand, tanh
 
 
 @triton.jit
 def _scores(
-    q, k_ptr, n, is_key, k_stride, dim, sm_scale, logit_cap, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k_ptr, n, is_key, k_stride, dim, score_scale, logit_cap, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_ROWS, BLOCK_KEYS] fp32 in units of log2, not masked; n are keys, k_ptr begins with the head's first."""
     k_at = n.to(tl.int64)[None, :] * k_stride + dim[:, None]
-    k = tl.load(k_ptr + k_at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * sm_scale
-    if HAS_CAP:
-        scores = logit_cap * tanh(scores / logit_cap)
-    return scores * LOG2_E
+    k = tl.load(k_ptr + k_at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0)
+    scores = tl.dot(q, operand(k, q, MANTISSA, HAS_FP8), input_precision=PRECISION) * score_scale
+    return logit_cap * tanh(scores) if HAS_CAP else scores
 
 
-@triton.jit
+# Neither counts nor the alignment of an index may compile the kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["positions_ptr", "starts_ptr", "num_rows", "num_segments"])
 def _lse_kernel(
     q_ptr,
     k_ptr,
@@ -48,7 +45,7 @@ def _lse_kernel(
     segment_lse_ptr,
     num_rows,
     num_segments,
-    sm_scale,
+    score_scale,
     logit_cap,
     q_row_stride,
     q_head_stride,
@@ -62,6 +59,8 @@ def _lse_kernel(
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """starts: [num_segments + 1], the last one kv_len. lse [heads, rows], segment_lse [heads, rows, segments], log2."""
     head = tl.program_id(1)
@@ -83,7 +82,21 @@ def _lse_kernel(
         for start in range(begin, end, BLOCK_KEYS):
             n = start + tl.arange(0, BLOCK_KEYS)
             is_key = n < end
-            scores = _scores(q, k_ptr, n, is_key, k_stride, dim, sm_scale, logit_cap, HEAD_DIM, HAS_CAP, PRECISION)
+            scores = _scores(
+                q,
+                k_ptr,
+                n,
+                is_key,
+                k_stride,
+                dim,
+                score_scale,
+                logit_cap,
+                HEAD_DIM,
+                HAS_CAP,
+                PRECISION,
+                MANTISSA,
+                HAS_FP8,
+            )
             scores = tl.where((n[None, :] <= position[:, None]) & is_key[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             # A row that has seen nothing yet has a top of -inf, and -inf - -inf is no number.
@@ -100,7 +113,7 @@ def _lse_kernel(
     tl.store(lse_ptr + head.to(tl.int64) * num_rows + row, all_top + tl.log2(all_total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "num_rows", "kv_len"])
 def _received_kernel(
     q_ptr,
     k_ptr,
@@ -109,7 +122,7 @@ def _received_kernel(
     received_ptr,
     num_rows,
     kv_len,
-    sm_scale,
+    score_scale,
     logit_cap,
     q_row_stride,
     q_head_stride,
@@ -124,6 +137,8 @@ def _received_kernel(
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """received: [heads, kv_len]."""
     head = tl.program_id(1)
@@ -142,7 +157,21 @@ def _received_kernel(
             q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
             # What no row of the tile sees is not read: it may be anything.
             seen = is_key & (n <= last)
-            scores = _scores(q, k_ptr, n, seen, k_stride, dim, sm_scale, logit_cap, HEAD_DIM, HAS_CAP, PRECISION)
+            scores = _scores(
+                q,
+                k_ptr,
+                n,
+                seen,
+                k_stride,
+                dim,
+                score_scale,
+                logit_cap,
+                HEAD_DIM,
+                HAS_CAP,
+                PRECISION,
+                MANTISSA,
+                HAS_FP8,
+            )
             lse = tl.load(lse_ptr + head.to(tl.int64) * num_rows + row, mask=is_row, other=0.0)
             visible = (n[None, :] <= position[:, None]) & seen[None, :]
             if SKIP_SELF:
@@ -175,30 +204,41 @@ def attention_mass_triton(
     own_lse = torch.empty(num_heads, num_rows, dtype=torch.float32, device=q.device)
     segment_lse = torch.empty(num_heads, num_rows, num_segments, dtype=torch.float32, device=q.device)
     received = torch.empty(num_heads, kv_len, dtype=torch.float32, device=q.device)
+    # A cap stands between two scales: cap * tanh(score / cap).
+    scales = (sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
+    block_rows, block_keys = _choose_blocks(head_dim, q.element_size())
     options = {
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": max(triton.next_power_of_2(head_dim), 16),
         "HAS_CAP": logit_cap > 0,
-        "BLOCK_ROWS": _BLOCK_ROWS,
-        "BLOCK_KEYS": _BLOCK_KEYS if head_dim <= 128 else _BLOCK_KEYS // 2,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": block_keys,
         **dot_options(q),
+        **fp8_options(k.dtype),
         "num_warps": 4,
     }
     positions = row_positions.contiguous()
     if lse is None or starts is not None:
-        _lse_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS), num_heads)](
-            *(q, k, positions, bounds, own_lse, segment_lse, num_rows, num_segments, sm_scale, logit_cap),
+        _lse_kernel[(triton.cdiv(num_rows, block_rows), num_heads)](
+            *(q, raw(k), positions, bounds, own_lse, segment_lse, num_rows, num_segments, *scales),
             *strides,
             **options,
         )
     row_lse = own_lse if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
-    _received_kernel[(triton.cdiv(kv_len, options["BLOCK_KEYS"]), num_heads)](
-        *(q, k, positions, row_lse, received, num_rows, kv_len, sm_scale, logit_cap),
+    _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
+        *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
         *strides,
         SKIP_SELF=skip_self,
         **options,
     )
     by_segment = None if starts is None else torch.exp2(segment_lse - row_lse[:, :, None]).mean(0)
     return received.mean(0), by_segment
+
+
+def _choose_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
+    """(BLOCK_ROWS, BLOCK_KEYS): without spills, and the 64 rows that sm_90's matrix products want."""
+    if element_size == 4:
+        return 16, 32
+    return 64, 64 if head_dim <= 128 else 32

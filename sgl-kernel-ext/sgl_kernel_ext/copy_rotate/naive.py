@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 
 # Measured on 2 cores (AMD EPYC, Zen 5), 4,096 tokens of 12 heads x 64 in fp32: slices of 16 tokens cost as much as an
@@ -52,13 +53,13 @@ def copy_rotate_reference(
     second = first + (half if spec.is_neox else 1)
     moved = position_delta != 0
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
-        k, v = _raw(k_buffer), _raw(v_buffer)
+        k, v = raw(k_buffer), raw(v_buffer)
         v[dst_loc] = v[src_loc]
         old = k[src_loc]
         new = old.clone()
         x, y = (old.view(k_buffer.dtype).double()[..., dims] for dims in (first, second))
-        new[..., first] = _raw(_rounded(x * cos - y * sin, k_buffer.dtype))
-        new[..., second] = _raw(_rounded(y * cos + x * sin, k_buffer.dtype))
+        new[..., first] = raw(_rounded(x * cos - y * sin, k_buffer.dtype))
+        new[..., second] = raw(_rounded(y * cos + x * sin, k_buffer.dtype))
         k[dst_loc] = torch.where(moved[:, None, None], new, old)
 
 
@@ -75,9 +76,9 @@ def copy_rotate_torch(
     blocks = list(_cut(src_loc, dst_loc, position_delta, spec, min_run_len))
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
         for block in blocks:
-            _copy(_raw(v_buffer), block)
+            _copy(raw(v_buffer), block)
             if block.cos is None:
-                _copy(_raw(k_buffer), block)
+                _copy(raw(k_buffer), block)
             else:
                 _copy_rotated(k_buffer, block, spec)
 
@@ -143,29 +144,24 @@ def _copy(buffer: torch.Tensor, block: _Block) -> None:
 
 
 def _copy_rotated(buffer: torch.Tensor, block: _Block, spec: RotarySpec) -> None:
-    raw = _raw(buffer)
+    bits = raw(buffer)
     in_place = isinstance(block.src, slice)
-    old = raw[block.src] if in_place else raw.index_select(0, block.src)
+    old = bits[block.src] if in_place else bits.index_select(0, block.src)
     if in_place and buffer.dtype == torch.float32:
         rotate(old, buffer[block.dst], block.cos, block.sin, spec)
         return
     turned = torch.empty(old.shape, dtype=torch.float32, device=old.device)
     rotate(old.view(buffer.dtype).float(), turned, block.cos, block.sin, spec)
-    new = _raw(_rounded(turned, buffer.dtype))
+    new = raw(_rounded(turned, buffer.dtype))
     if spec.rotary_dim < old.shape[2]:
         new[..., spec.rotary_dim :] = old[..., spec.rotary_dim :]  # the bits of a NaN do not survive two conversions
     if in_place:
-        raw[block.dst].copy_(new)
+        bits[block.dst].copy_(new)
     else:
-        raw.index_copy_(0, block.dst, new)
+        bits.index_copy_(0, block.dst, new)
 
 
 # --- fp8 --------------------------------------------------------------------------------------------------------------
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, fp8 as bytes; other dtypes as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,10 +5,6 @@ layers, so the kernel is a pure copy in memory terms, and needs no fast-math sin
 table of addresses on the device. A program handles some heads of some tokens of one layer: neighbouring heads are
 neighbours in memory, and share the cos and sin of their token. No value leaves the registers between the read and the
 write.
-
-fp8 is read and written as bytes. GPUs from sm_89 on convert it themselves. For older ones Triton has no e4m3, and its
-interpreter's conversion loses NaN and carries: there integer arithmetic does the same, at twice the instructions for an
-element (30 instead of 15, counted in what ptxas makes for sm_90 of 8 heads x 128).
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
 
 # Bounds the cos/sin tables and their float64 temporaries to about 40 MB at 128 rotary dimensions.
 _TABLE_LEN = 16384
@@ -32,56 +29,8 @@ _TABLE_LEN = 16384
 _TILE_LEN = 4096
 _MAX_BLOCK_HEADS = 8
 _MAX_BLOCK_TOKENS = 16
-# How the kernel sees an element, and the bits of its mantissa where it is fp8.
-_ELEMENTS = {
-    torch.float32: (tl.float32, 0),
-    torch.float16: (tl.float16, 0),
-    torch.bfloat16: (tl.bfloat16, 0),
-    torch.float8_e4m3fn: (tl.uint8, 3),
-    torch.float8_e5m2: (tl.uint8, 2),
-}
-
-
-# --- fp8 --------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _fp32_of_fp8(raw, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    """The numbers that the bytes stand for, all exact: 3 bits of mantissa are e4m3fn, 2 are e5m2."""
-    if HAS_FP8:
-        return raw.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5, bitcast=True).to(tl.float32)
-    bits = raw.to(tl.int32)
-    if MANTISSA == 2:
-        return (bits << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    # fp16 has one bit of exponent more and a bias that is larger by 8. It has other NaNs too.
-    size = bits & 0x7F
-    half = (((bits & 0x80) << 8) | (size << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.where(size == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-
-
-@triton.jit
-def _fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    """Bytes of the nearest finite numbers, ties to even; NaN stays NaN."""
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
-    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
-    if HAS_FP8:
-        # Without this, whether too large a number becomes infinite is up to Triton's version.
-        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
-    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    size = tl.minimum(tl.abs(x), LARGEST)
-    bits = size.to(tl.int32, bitcast=True)
-    # Adding just less than half of what is kept rounds up what is above a tie; the last kept bit decides a tie.
-    rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
-    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # The last bit of this sum is worth the smallest fp8 number: the addition rounds to a multiple of it, and its low
-    # bits count the multiples. Eight (or four) of them are the code of the smallest normal number.
-    MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
-    subnormal = (size + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(size < SMALLEST_NORMAL, subnormal, normal)
-    code = tl.where(x == x, code, 0x7F)
-    return (((x.to(tl.int32, bitcast=True) >> 24) & 0x80) | code).to(tl.uint8)
+# How the kernel sees an element; fp8 as bytes.
+_ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -91,9 +40,9 @@ def _fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
 def _rotate(x, y, cos, sin, stays, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     """Both halves of the pairs turned, in the dtype that they came in."""
     if MANTISSA > 0:
-        x32, y32 = _fp32_of_fp8(x, MANTISSA, HAS_FP8), _fp32_of_fp8(y, MANTISSA, HAS_FP8)
-        new_x = _fp8_of_fp32(x32 * cos - y32 * sin, MANTISSA, HAS_FP8)
-        new_y = _fp8_of_fp32(y32 * cos + x32 * sin, MANTISSA, HAS_FP8)
+        x32, y32 = fp32_of_fp8(x, MANTISSA, HAS_FP8), fp32_of_fp8(y, MANTISSA, HAS_FP8)
+        new_x = fp8_of_fp32(x32 * cos - y32 * sin, MANTISSA, HAS_FP8)
+        new_y = fp8_of_fp32(y32 * cos + x32 * sin, MANTISSA, HAS_FP8)
     else:
         x32, y32 = x.to(tl.float32), y.to(tl.float32)
         new_x = (x32 * cos - y32 * sin).to(x.dtype)
@@ -103,7 +52,7 @@ def _rotate(x, y, cos, sin, stays, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr
 
 
 # A count of tokens or the alignment of an index must not compile the kernel again in the middle of serving.
-@triton.jit(do_not_specialize=["src_ptr", "dst_ptr", "delta_ptr", "num_tokens"])
+@triton.jit(do_not_specialize=["k_ptrs", "v_ptrs", "src_ptr", "dst_ptr", "delta_ptr", "num_tokens"])
 def _copy_rotate_kernel(
     k_ptrs,
     v_ptrs,
@@ -255,8 +204,7 @@ def _launch(
     half, pass_len = spec.rotary_dim // 2, layout.k_dim - spec.rotary_dim
     half_pad, pass_pad, v_pad = (triton.next_power_of_2(max(n, 1)) for n in (half, pass_len, layout.v_dim))
     block_heads, block_tokens = _choose_block(layout.num_heads, max(2 * half_pad, v_pad))
-    num_tokens, device = tokens[0].numel(), tokens[0].device
-    dtype, mantissa = _ELEMENTS[layout.dtype]
+    num_tokens = tokens[0].numel()
     # Heads are the fastest axis: programs that run together write neighbouring memory.
     grid = (layout.num_heads // block_heads, triton.cdiv(num_tokens, block_tokens), k_table.addresses.numel())
     _copy_rotate_kernel[grid](
@@ -265,9 +213,8 @@ def _launch(
         *tokens,
         num_tokens,
         *layout.strides,
-        DTYPE=dtype,
-        MANTISSA=mantissa,
-        HAS_FP8=mantissa > 0 and _has_fp8(device),
+        DTYPE=_ELEMENTS.get(layout.dtype, tl.uint8),
+        **fp8_options(layout.dtype),
         IS_ALIGNED=k_table.is_aligned and v_table.is_aligned,
         HALF=half,
         PASS_LEN=pass_len,
@@ -280,10 +227,6 @@ def _launch(
         BLOCK_HEADS=block_heads,
         num_warps=4,
     )
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _choose_block(num_heads: int, dim_pad: int) -> tuple[int, int]:

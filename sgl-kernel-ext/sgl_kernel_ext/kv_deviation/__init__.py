@@ -25,6 +25,8 @@ def kv_deviation(
     slots: torch.Tensor | None = None,
     position_delta: torch.Tensor | None = None,
     spec: RotarySpec | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """Squared deviation per token, in fp32 whatever the dtype.
@@ -32,11 +34,12 @@ def kv_deviation(
     Args:
         k_new: [num_tokens, num_kv_heads, head_dim].
         v_new: [num_tokens, num_kv_heads, v_head_dim].
-        k_old, v_old: the same shapes; with `slots` [num_slots, ...] instead.
+        k_old, v_old: the same shapes; with `slots` [num_slots, ...] instead; fp8 too.
         slots: [num_tokens] int64, where the old K and V of each token lie; None = token i at i.
         position_delta: [num_tokens] int64, by how many positions the old K is turned first; None = K is at the phase of
             the new one already. Given together with `spec`.
         spec: the model's rotation.
+        k_scale, v_scale: the old K and V are these times what is stored; for fp8.
 
     Returns:
         [num_tokens] fp32. Of one tensor-parallel rank's heads; the sum over ranks is the deviation.
@@ -48,12 +51,14 @@ def kv_deviation(
     if k_new.shape[0] and resolve_backend(backend, k_new.device) == "triton":
         from sgl_kernel_ext.kv_deviation.triton import kv_deviation_triton
 
-        return kv_deviation_triton(k_new, v_new, k_old, v_old, slots, position_delta, spec)
+        return kv_deviation_triton(
+            k_new, v_new, k_old, v_old, slots, position_delta, spec, k_scale=k_scale, v_scale=v_scale
+        )
     if slots is not None:
         k_old, v_old = k_old[slots], v_old[slots]
     if position_delta is not None and spec is not None:
         k_old = _turned(k_old, position_delta, spec)
-    return _squared(k_new, k_old) + _squared(v_new, v_old)
+    return _squared(k_new, k_old, k_scale) + _squared(v_new, v_old, v_scale)
 
 
 def _turned(k: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec) -> torch.Tensor:
@@ -65,8 +70,8 @@ def _turned(k: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec) -> 
     return new
 
 
-def _squared(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    difference = new.flatten(1).float() - old.flatten(1).float()
+def _squared(new: torch.Tensor, old: torch.Tensor, scale: float) -> torch.Tensor:
+    difference = torch.sub(new.flatten(1).float(), old.flatten(1).float(), alpha=scale)
     return torch.linalg.vecdot(difference, difference)
 
 

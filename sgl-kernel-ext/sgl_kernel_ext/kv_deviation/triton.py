@@ -10,18 +10,29 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.backend import check_dense
+from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.triton_parts import fp8_options, fp32_of_fp8
 
 
 @triton.jit
-def _sum_of_squares(new_ptr, old_ptr, head, new_head_stride, old_head_stride, dim, mask):
-    new = tl.load(new_ptr + head * new_head_stride + dim, mask=mask, other=0.0).to(tl.float32)
-    old = tl.load(old_ptr + head * old_head_stride + dim, mask=mask, other=0.0).to(tl.float32)
+def _fp32(ptr, at, mask, scale, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    x = tl.load(ptr + at, mask=mask, other=0)
+    return (fp32_of_fp8(x, MANTISSA, HAS_FP8) if MANTISSA > 0 else x.to(tl.float32)) * scale
+
+
+@triton.jit
+def _sum_of_squares(
+    new_ptr, old_ptr, head, new_head_stride, old_head_stride, dim, mask, scale,
+    MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr,
+):  # fmt: skip
+    new = tl.load(new_ptr + head * new_head_stride + dim, mask=mask, other=0).to(tl.float32)
+    old = _fp32(old_ptr, head * old_head_stride + dim, mask, scale, MANTISSA, HAS_FP8)
     return tl.sum((new - old) * (new - old))
 
 
-@triton.jit
+# The alignment of an index must not compile the kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["slots_ptr"])
 def _kv_deviation_kernel(
     k_new_ptr,
     v_new_ptr,
@@ -31,6 +42,8 @@ def _kv_deviation_kernel(
     cos_ptr,
     sin_ptr,
     out_ptr,
+    k_scale,
+    v_scale,
     k_new_stride,
     k_new_head_stride,
     v_new_stride,
@@ -49,6 +62,8 @@ def _kv_deviation_kernel(
     V_PAD: tl.constexpr,
     IS_NEOX: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     # int64: token * stride passes 2**31 in a large pool.
     token = tl.program_id(0).to(tl.int64)
@@ -64,13 +79,16 @@ def _kv_deviation_kernel(
 
     dim = tl.arange(0, V_PAD)[None, :]
     total = _sum_of_squares(
-        v_new_ptr, v_old_ptr, head, v_new_head_stride, v_old_head_stride, dim, is_head & (dim < V_DIM)
-    )
+        v_new_ptr, v_old_ptr, head, v_new_head_stride, v_old_head_stride, dim, is_head & (dim < V_DIM), v_scale,
+        MANTISSA, HAS_FP8,
+    )  # fmt: skip
     if PASS_LEN > 0:
         rest = tl.arange(0, PASS_PAD)[None, :]
         at = 2 * HALF + rest
         mask = is_head & (rest < PASS_LEN)
-        total += _sum_of_squares(k_new_ptr, k_old_ptr, head, k_new_head_stride, k_old_head_stride, at, mask)
+        total += _sum_of_squares(
+            k_new_ptr, k_old_ptr, head, k_new_head_stride, k_old_head_stride, at, mask, k_scale, MANTISSA, HAS_FP8
+        )
     if HALF > 0:
         pair = tl.arange(0, HALF_PAD)[None, :]
         mask = is_head & (pair < HALF)
@@ -80,8 +98,8 @@ def _kv_deviation_kernel(
             first, second = 2 * pair, 2 * pair + 1
         cos = tl.load(cos_ptr + token * HALF + pair, mask=pair < HALF, other=1.0)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0)
-        x = tl.load(k_old_ptr + head * k_old_head_stride + first, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(k_old_ptr + head * k_old_head_stride + second, mask=mask, other=0.0).to(tl.float32)
+        x = _fp32(k_old_ptr, head * k_old_head_stride + first, mask, k_scale, MANTISSA, HAS_FP8)
+        y = _fp32(k_old_ptr, head * k_old_head_stride + second, mask, k_scale, MANTISSA, HAS_FP8)
         new_x = tl.load(k_new_ptr + head * k_new_head_stride + first, mask=mask, other=0.0).to(tl.float32)
         new_y = tl.load(k_new_ptr + head * k_new_head_stride + second, mask=mask, other=0.0).to(tl.float32)
         off_x = new_x - (x * cos - y * sin)
@@ -98,6 +116,9 @@ def kv_deviation_triton(
     slots: torch.Tensor | None,
     position_delta: torch.Tensor | None,
     spec: RotarySpec | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """`kv_deviation` without a host synchronisation; the last dimension of all four must be dense."""
     check_dense(k_new=k_new, v_new=v_new, k_old=k_old, v_old=v_old)
@@ -111,12 +132,14 @@ def kv_deviation_triton(
     _kv_deviation_kernel[(num_tokens,)](
         k_new,
         v_new,
-        k_old,
-        v_old,
+        raw(k_old),
+        raw(v_old),
         out if slots is None else slots.contiguous(),
         cos,
         sin,
         out,
+        float(k_scale),
+        float(v_scale),
         *k_new.stride()[:2],
         *v_new.stride()[:2],
         *k_old.stride()[:2],
@@ -131,6 +154,7 @@ def kv_deviation_triton(
         V_PAD=triton.next_power_of_2(v_dim),
         IS_NEOX=is_neox,
         HAS_SLOTS=slots is not None,
+        **fp8_options(k_old.dtype),
         num_warps=4,
     )
     return out

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.backend import FP8, Backend, resolve_backend
 from sgl_kernel_ext.sparse_extend.torch_blocked import IndPtr, TorchPlan
 
 __all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
@@ -104,10 +104,12 @@ class SparseExtend:
         *,
         sm_scale: float,
         logit_cap: float = 0.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer; arguments, result and errors as in `sparse_extend`."""
-        _check(q, k_buffer, v_buffer)
+        _check(q, k_buffer, v_buffer, sm_scale * k_scale)
         if self._num_rows != q.shape[0]:
             raise ValueError(f"row_positions: {self._num_rows} entries, but q has {q.shape[0]} rows")
         shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
@@ -117,18 +119,19 @@ class SparseExtend:
             raise ValueError(f"out: {out.dtype} {out.shape} on {out.device}, need {q.dtype} {shape} on {q.device}")
         if not q.shape[0]:
             return out
+        scales = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
         implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
         if implementation == "flashinfer":
             from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
 
-            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
+            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **scales)
         elif implementation == "triton":
             from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
-            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, sm_scale=sm_scale, logit_cap=logit_cap)
+            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, **scales)
         else:
             self._torch_plan = self._torch_plan or TorchPlan(self._index)
-            self._torch_plan.attend(q, k_buffer, v_buffer, out, sm_scale=sm_scale, logit_cap=logit_cap)
+            self._torch_plan.attend(q, k_buffer, v_buffer, out, **scales)
         return out
 
 
@@ -143,6 +146,8 @@ def sparse_extend(
     *,
     sm_scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     private: PrivateKeys | None = None,
     backend: Backend = "auto",
     out: torch.Tensor | None = None,
@@ -152,10 +157,15 @@ def sparse_extend(
     Query head h reads key-value head h // (num_q_heads // num_kv_heads). Scores are `sm_scale * q.k`, and with a
     positive `logit_cap` then `cap * tanh(score / cap)`; they and the sums are fp32 whatever the dtype.
 
+    With buffers of fp8 K is `k_scale` and V is `v_scale` times what is stored. q's dtype holds every fp8 number, so the
+    only error of fp8 is what its rounding did when K and V were stored: the bounds against a definition that reads the
+    same buffers are those of q's dtype.
+
     Args:
         q: [num_rows, num_q_heads, head_dim], rows grouped by request.
-        k_buffer: [num_slots, num_kv_heads, head_dim]; its dtype may differ from q's (it is cast to q's).
-        v_buffer: [num_slots, num_kv_heads, v_head_dim].
+        k_buffer: [num_slots, num_kv_heads, head_dim] fp32, fp16, bf16, float8_e4m3fn or float8_e5m2; cast to q's dtype.
+            SGLang keeps pools of fp8 as uint8: pass `buffer.view(torch.float8_e4m3fn)`, which is not a copy.
+        v_buffer: [num_slots, num_kv_heads, v_head_dim] of the same dtype.
         kv_indptr: [num_requests + 1] from 0; request i owns kv_indices[kv_indptr[i]:kv_indptr[i + 1]]. A list of ints,
             or int64. The torch and FlashInfer paths read it on the host, so a list is better there; the Triton path
             reads it on the device, so a tensor already there is better.
@@ -180,16 +190,24 @@ def sparse_extend(
         torch.Size([2, 8, 64])
     """
     attention = SparseExtend(kv_indptr, kv_indices, row_indptr, row_positions, private=private, backend=backend)
-    return attention(q, k_buffer, v_buffer, sm_scale=sm_scale, logit_cap=logit_cap, out=out)
+    scales = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
+    return attention(q, k_buffer, v_buffer, **scales, out=out)
 
 
-def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:
+def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, score_scale: float) -> None:
     for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, need three dimensions")
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"{name}: {tensor.dtype}, need float32, float16 or bfloat16")
-    if k_buffer.shape[:2] != v_buffer.shape[:2]:
-        raise ValueError(f"v_buffer: {tuple(v_buffer.shape)} has other slots or heads than k_buffer")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) and (
+            name == "q" or tensor.dtype not in FP8
+        ):
+            fp8 = "" if name == "q" else ", or fp8 (of a pool of uint8: .view of it)"
+            raise ValueError(f"{name}: {tensor.dtype}, need float32, float16 or bfloat16{fp8}")
+    if k_buffer.shape[:2] != v_buffer.shape[:2] or k_buffer.dtype != v_buffer.dtype:
+        raise ValueError(
+            f"v_buffer: {v_buffer.dtype} {tuple(v_buffer.shape)} has not the dtype, slots and heads of k_buffer"
+        )
     if q.shape[2] != k_buffer.shape[2] or q.shape[1] % k_buffer.shape[1]:
         raise ValueError(f"q: {tuple(q.shape)} does not fit k_buffer {tuple(k_buffer.shape)}: head_dim or head count")
+    if not score_scale > 0:
+        raise ValueError(f"sm_scale, k_scale: their product is {score_scale}, need a positive number")

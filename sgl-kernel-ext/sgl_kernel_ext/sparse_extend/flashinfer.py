@@ -254,7 +254,9 @@ def sparse_extend_flashinfer(
     out: torch.Tensor,
     *,
     sm_scale: float,
-    logit_cap: float,
+    logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write `out`; arguments as in `sparse_extend`, `index` being those of `SparseExtend`.
 
@@ -266,7 +268,7 @@ def sparse_extend_flashinfer(
     _check_supported(q, k_buffer, v_buffer)
     attention = _attentions.setdefault(q.device, FlashInferSparseExtend(q.device))
     heads: dict[str, Any] = {"num_q_heads": q.shape[1], "num_kv_heads": k_buffer.shape[1], "head_dim": q.shape[2]}
-    options = heads | {"dtype": q.dtype, "sm_scale": sm_scale, "logit_cap": logit_cap}
+    options = heads | {"dtype": q.dtype, "sm_scale": sm_scale * k_scale, "logit_cap": logit_cap}
     planned, last_options = _planned.get(q.device, (None, None))
     if planned is not index or last_options != options:
         _planned.pop(q.device, None)
@@ -274,6 +276,8 @@ def sparse_extend_flashinfer(
         attention.plan(as_list(kv_indptr), kv_indices, as_list(row_indptr), row_positions, **options)
         _planned[q.device] = index, options
     attention.run(q, k_buffer, v_buffer, out)
+    if v_scale != 1.0:
+        out *= v_scale
 
 
 def _check_supported(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:

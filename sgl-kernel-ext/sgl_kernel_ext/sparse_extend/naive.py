@@ -18,6 +18,8 @@ def sparse_extend_reference(
     *,
     sm_scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """[num_rows, num_q_heads, v_head_dim] in `dtype`, everything computed in it."""
@@ -29,9 +31,9 @@ def sparse_extend_reference(
         rows = slice(int(row_indptr[request]), int(row_indptr[request + 1]))
         visible = torch.arange(slots.numel(), device=q.device) <= row_positions[rows, None]
         for head in range(num_q_heads):
-            k = k_buffer[slots, head // group].to(dtype)
+            k = k_buffer[slots, head // group].to(dtype) * k_scale
             # A key nobody sees may hold NaN, and 0 * NaN is NaN.
-            v = torch.where(visible.any(0)[:, None], v_buffer[slots, head // group].to(dtype), 0)
+            v = torch.where(visible.any(0)[:, None], v_buffer[slots, head // group].to(dtype) * v_scale, 0)
             scores = q[rows, head].to(dtype) @ k.T * sm_scale
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)

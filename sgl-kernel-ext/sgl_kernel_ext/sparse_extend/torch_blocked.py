@@ -22,6 +22,8 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sgl_kernel_ext.backend import raw
+
 # Measured on 2 cores (AMD EPYC, Zen 5), torch 2.14, 14 query heads and 2 key-value heads x 64, fp32, one and two
 # threads, as ms in blocks of 32 / 64 / 192: 192 rows over 1,300 keys 10.0 / 11.8 / 15.1 and 5.1 / 5.8 / 7.6, 632 over
 # 4,160 86 / 92 / 103 and 45 / 47 / 49, 52 over 4,160 12.2 / 14.7 / 14.6. On an Intel Xeon at 2.5 GHz 576 rows in eight
@@ -84,14 +86,17 @@ class TorchPlan:
         out: torch.Tensor,
         *,
         sm_scale: float,
-        logit_cap: float,
+        logit_cap: float = 0.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Write `out`, for one layer."""
+        sm_scale *= k_scale
         can_run = logit_cap <= 0 and q.shape[2] == v_buffer.shape[2] and q.device.type == "cpu"
         if can_run not in self._requests:
             self._requests[can_run] = list(self._cut(can_run))
         for request in self._requests[can_run]:
-            k, v = (_gather(buffer, request).to(q.dtype) for buffer in (k_buffer, v_buffer))
+            k, v = (_gather(raw(buffer), request).view(buffer.dtype).to(q.dtype) for buffer in (k_buffer, v_buffer))
             for block in request.blocks:
                 args = q[block.rows], k[: block.end], v[: block.end]
                 if block.seen is None:
@@ -100,6 +105,8 @@ class TorchPlan:
                     out[block.rows] = _attend_capped(*args, block.seen, sm_scale, logit_cap)
                 else:
                     out[block.rows] = _flash(*args, attn_mask=block.seen, scale=sm_scale)
+        if v_scale != 1.0:
+            out *= v_scale
 
     def _cut(self, can_run: bool) -> Iterator[_Request]:
         for request, (begin, end) in enumerate(pairwise(self._row_bounds)):

@@ -117,13 +117,13 @@ def test_fp8():
 @triton.jit
 def _widen(raw_ptr, out_ptr, MANTISSA: tl.constexpr):
     at = tl.arange(0, 256)
-    tl.store(out_ptr + at, kernels._fp32_of_fp8(tl.load(raw_ptr + at), MANTISSA, False))
+    tl.store(out_ptr + at, kernels.fp32_of_fp8(tl.load(raw_ptr + at), MANTISSA, False))
 
 
 @triton.jit
 def _narrow(x_ptr, out_ptr, num_values, MANTISSA: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
-    code = kernels._fp8_of_fp32(tl.load(x_ptr + at, mask=at < num_values), MANTISSA, False)
+    code = kernels.fp8_of_fp32(tl.load(x_ptr + at, mask=at < num_values), MANTISSA, False)
     tl.store(out_ptr + at, code, mask=at < num_values)
 
 

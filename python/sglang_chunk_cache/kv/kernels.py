@@ -1,0 +1,79 @@
+"""Which of our kernels serve: those that agree with their definitions on the device at hand.
+
+Verb: `choose_kernel` (at the start of a server; on a GPU everything that serving can need is compiled by it).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
+from sglang_chunk_cache.kv.statistics_taker import sampled_heads
+from sglang_chunk_cache.server_args import refuse
+
+logger = logging.getLogger(__name__)
+
+
+def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, rotary: RotarySpec) -> str:
+    """The backend of our operations.
+
+    Args:
+        asked: `kernel` of `--chunk-cache-config`.
+
+    Raises:
+        StartRefused: the one that was asked for by name does not agree with its definition.
+    """
+    device = torch.device(model_runner.device)
+    first = resolve_backend(asked, device, has_flashinfer=True)
+    if device.type == "cpu":
+        return first
+    shape = _shape_of(model_runner, kv_pool, rotary)
+    for kernel in (first,) if asked != "auto" else dict.fromkeys((first, "torch")):
+        failed = _failures(kernel, shape, device)
+        if not failed:
+            break
+    else:
+        remedy = "" if asked == "auto" else '; use "auto" or "torch"'
+        refuse(f'--chunk-cache-config: kernel: "{asked}": on this device {_told(failed[0])}{remedy}.')
+    return kernel
+
+
+def _failures(kernel: str, shape: ModelShape, device: torch.device) -> list[Result]:
+    """What does not hold; the log says so."""
+    # FlashInfer's is one operation; the others are Triton's beside it.
+    results = check_kernels(shape, device, ("flashinfer", "triton") if kernel == "flashinfer" else (kernel,))
+    seconds = sum(result.seconds for result in results)
+    logger.info("Chunk cache: %s kernels, %d cases compiled and checked in %.1f s", kernel, len(results), seconds)
+    failed = [result for result in results if not result.holds]
+    for result in failed:
+        logger.error("Chunk cache: not used: %s", _told(result))
+    return failed
+
+
+def _told(result: Result) -> str:
+    what = f"{result.kernel} ({result.case}) by {result.implementation}"
+    return f"{what} {result.failure or f'is wrong by {result.error:.1f} times what is allowed'}"
+
+
+def _shape_of(model_runner: Any, kv_pool: Any, rotary: RotarySpec) -> ModelShape:
+    layer = next(module for module in model_runner.model.modules() if isinstance(module, RadixAttention))
+    return ModelShape(
+        dtype=model_runner.dtype,
+        kv_dtype=kv_pool.dtype,
+        num_q_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        rotary_dim=rotary.rotary_dim,
+        is_neox=rotary.is_neox,
+        logit_cap=layer.logit_cap,
+        q_stride=(layer.tp_q_head_num + layer.tp_k_head_num) * layer.qk_head_dim
+        + layer.tp_v_head_num * layer.v_head_dim,
+        sampled_heads=len(sampled_heads(layer.tp_q_head_num)),
+    )

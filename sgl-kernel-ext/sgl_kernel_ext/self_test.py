@@ -1,0 +1,393 @@
+"""Self-test: every kernel compiled and compared with its definition, on the device at hand.
+
+    python -m sgl_kernel_ext.self_test [--device cuda] [--out FOLDER]
+
+    check_kernels   results for the shapes of one model; what a server runs at its start
+    first_sound     the first implementation of a kernel whose results all hold
+
+The cases of a model meet every compile key that its requests can meet, so that nothing compiles later. Inputs are small
+and poisoned: slots that nobody may read hold NaN. Triton compiles a key in one to two seconds, and once for all starts
+(it keeps them on disk).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kernel_ext.attention_mass import attention_mass
+from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
+from sgl_kernel_ext.backend import FP8, raw
+from sgl_kernel_ext.copy_rotate import copy_rotate
+from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
+from sgl_kernel_ext.kv_deviation import kv_deviation
+from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq
+from sgl_kernel_ext.sparse_extend import sparse_extend
+from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What kernels see of a model on one rank.
+
+    Attributes:
+        dtype: of queries, and of new K and V.
+        kv_dtype: of the pool.
+        q_stride: elements between the queries of two tokens; 0 = they are dense. SGLang's lie among K and V.
+        rotary_dim: leading dimensions of K that are rotated.
+        sampled_heads: query heads that statistics look at.
+    """
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary_dim: int
+    is_neox: bool = True
+    logit_cap: float = 0.0
+    q_stride: int = 0
+    sampled_heads: int = 2
+
+    def __str__(self) -> str:
+        names = " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype)))
+        dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.v_head_dim)))
+        cap = f", cap {self.logit_cap:g}" if self.logit_cap else ""
+        return f"{self.num_q_heads}/{self.num_kv_heads} heads x {dims}, {names}{cap}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One case of one implementation.
+
+    Attributes:
+        error: the largest difference from the definition, as a share of what is allowed; above 1 it does not hold.
+        seconds: of the first call, which compiles, with the copy of its result to the host.
+        failure: what was raised instead of a result.
+    """
+
+    kernel: str
+    case: str
+    implementation: str
+    error: float
+    seconds: float
+    failure: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the implementation agrees with the definition."""
+        return not self.failure and self.error <= 1
+
+    def __str__(self) -> str:
+        what = self.failure or f"off by {self.error:.2g} of what is allowed"
+        return f"{self.kernel}, {self.implementation}, {self.case}: {what} ({self.seconds:.1f} s)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        run: given the name of an implementation, its results.
+        error: of those results, as in `Result`.
+    """
+
+    kernel: str
+    case: str
+    run: Callable[[str], Sequence[torch.Tensor]]
+    error: Callable[[Sequence[torch.Tensor]], float]
+
+
+def check_kernels(
+    shape: ModelShape, device: torch.device | str, implementations: Sequence[str] = ("triton", "torch")
+) -> list[Result]:
+    """Every case of `cases` by every implementation; an exception is a result.
+
+    An implementation that an operation does not have is left out: FlashInfer's is one of `sparse_extend`.
+    """
+    results = []
+    with torch.inference_mode():
+        for case in cases(shape, torch.device(device)):
+            for implementation in implementations:
+                if implementation == "flashinfer" and case.kernel != "sparse_extend":
+                    continue
+                results.append(_check(case, implementation))
+    return results
+
+
+def first_sound(results: Iterable[Result], kernel: str, implementations: Sequence[str]) -> str | None:
+    """The first of `implementations` that was checked for a kernel and held in all cases; None = there is none."""
+    held: dict[str, bool] = {}
+    for result in results:
+        if result.kernel == kernel:
+            held[result.implementation] = held.get(result.implementation, True) and result.holds
+    return next((name for name in implementations if held.get(name)), None)
+
+
+def _check(case: Case, implementation: str) -> Result:
+    start = time.perf_counter()
+    error, failure = float("nan"), ""
+    try:
+        found = case.run(implementation)
+        if found[0].device.type == "cuda":
+            torch.cuda.synchronize(found[0].device)
+        seconds = time.perf_counter() - start
+        error = case.error(found)
+    except Exception as problem:  # noqa: BLE001  compilers and drivers raise of all kinds, and each is an answer
+        seconds = time.perf_counter() - start
+        lines = str(problem).strip().splitlines()
+        failure = f"{type(problem).__name__}: {lines[0] if lines else ''}"
+    return Result(
+        kernel=case.kernel,
+        case=case.case,
+        implementation=implementation,
+        error=error,
+        seconds=round(seconds, 3),
+        failure=failure,
+    )
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+# Results of attention are means of V, whose entries are of size 1: the rounding of weights and of the result. Of bf16
+# 2**-9 each, twice that for the largest of thousands of entries, and as much for the sums.
+_ATTENTION_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# Masses are sums of weights in fp32, of scores that are products of the same operands as the definition's.
+_MASS_ERROR = 1e-4
+# One step of the dtype, and what fp32 leaves of a difference of two entries, or fp8's smallest number.
+_ROTATION_ERROR = {
+    torch.float32: (1e-6, 1e-6),
+    torch.float16: (2.0**-10, 1e-6),
+    torch.bfloat16: (2.0**-7, 1e-6),
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
+    torch.float8_e5m2: (2.0**-2, 2.0**-16),
+}
+_DEVIATION_ERROR = 1e-4
+_K_SCALE, _V_SCALE = 0.75, 1.5
+
+
+def cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    """Calls that meet every compile key of the Triton kernels."""
+    yield from _sparse_extend_cases(shape, device)
+    yield from _copy_rotate_cases(shape, device)
+    yield from _attention_mass_cases(shape, device)
+    yield from _kv_deviation_cases(shape, device)
+
+
+def _normal(rng: torch.Generator, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(*size, generator=rng).to(device).to(dtype)
+
+
+def _queries(rng: torch.Generator, num_rows: int, shape: ModelShape, device: torch.device) -> torch.Tensor:
+    width = shape.num_q_heads * shape.head_dim
+    wide = torch.full((num_rows, max(shape.q_stride, width)), float("nan"), dtype=shape.dtype, device=device)
+    q = wide[:, :width]
+    q.copy_(torch.randn(num_rows, width, generator=rng))
+    return q.view(num_rows, shape.num_q_heads, shape.head_dim)
+
+
+def _fill(buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    raw(buffer)[slots] = raw(values)
+
+
+def _share(found: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> float:
+    """The largest difference over what is allowed; infinite where `found` is not finite."""
+    found, expected = found.double(), expected.double()
+    share = (found - expected).abs() / (absolute + relative * expected.abs())
+    return float(torch.where(found.isfinite(), share, float("inf")).max())
+
+
+def _scales(shape: ModelShape) -> tuple[float, float]:
+    return (_K_SCALE, _V_SCALE) if shape.kv_dtype in FP8 else (1.0, 1.0)
+
+
+# (kv_len, rows) of each request. Among few keys none are split: one key, no row, a whole prompt, runs and single rows,
+# over 64 rows and more requests than are searched at one time. A long request is split where there is a GPU to fill.
+_SHORT = [(1, [0]), (67, [0, 1, 5, 31, 32, 33, 64, 66]), (17, []), (150, list(range(150)))]
+_SHORT += [(300, sorted({*range(3, 300, 7), *range(200, 240)}))] + [(5, [i % 5]) for i in range(40)]
+_LONG = [(4500, [0, 63, 64, 1000, *range(4400, 4460), 4498]), (9, [8])]
+
+
+def _sparse_extend_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    for name, requests in (("many requests", _SHORT), ("a long request", _LONG)):
+        yield Case("sparse_extend", name, *_sparse_extend_case(shape, device, requests))
+
+
+def _sparse_extend_case(shape: ModelShape, device: torch.device, requests: list[tuple[int, list[int]]]) -> tuple:
+    rng = torch.Generator().manual_seed(0)
+    lens = torch.tensor([[kv_len, len(rows)] for kv_len, rows in requests])
+    kv_indptr, row_indptr = torch.cat([lens.new_zeros(1, 2), lens.cumsum(0)]).t().contiguous()
+    num_keys, num_rows = int(kv_indptr[-1]), int(row_indptr[-1])
+    kv_indices = torch.randperm(num_keys + 9, generator=rng)[:num_keys].to(device)
+    k, v = (
+        torch.full((num_keys + 9, shape.num_kv_heads, dim), float("nan"), device=device).to(shape.kv_dtype)
+        for dim in (shape.head_dim, shape.v_head_dim)
+    )
+    for (_, rows), begin in zip(requests, kv_indptr[:-1].tolist(), strict=True):
+        seen = kv_indices[begin : begin + (max(rows) + 1 if rows else 0)]
+        for buffer in (k, v):
+            _fill(buffer, seen, _normal(rng, (len(seen), *buffer.shape[1:]), shape.kv_dtype, device))
+    q = _queries(rng, num_rows, shape, device)
+    positions = torch.tensor([row for _, rows in requests for row in rows], device=device)
+    k_scale, v_scale = _scales(shape)
+    args = q, k, v, kv_indptr.to(device), kv_indices, row_indptr.to(device), positions
+    options = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap, "k_scale": k_scale, "v_scale": v_scale}
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        return [sparse_extend(*args, **options, backend=implementation)]
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        allowed = _ATTENTION_ERROR[shape.dtype]
+        return _share(found[0], sparse_extend_reference(*args, **options), allowed, allowed)
+
+    return run, error
+
+
+def _copy_rotate_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    rng = torch.Generator().manual_seed(0)
+    num_layers, num_tokens = 2, 300
+    slots = torch.randperm(2 * num_tokens + 5, generator=rng).to(device)
+    src, dst = slots[:num_tokens], slots[num_tokens : 2 * num_tokens]
+    delta = torch.randint(-5000, 5000, (num_tokens,), generator=rng).to(device)
+    delta[::7] = 0
+    spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(10_000.0, shape.rotary_dim)).to(device)
+    pools = [
+        [_normal(rng, (len(slots), shape.num_kv_heads, dim), shape.kv_dtype, device) for _ in range(num_layers)]
+        for dim in (shape.head_dim, shape.v_head_dim)
+    ]
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        k, v = ([buffer.clone() for buffer in buffers] for buffers in pools)
+        copy_rotate(k, v, src, dst, delta, spec, backend=implementation)
+        return [*k, *v]
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        k, v = ([buffer.clone() for buffer in buffers] for buffers in pools)
+        copy_rotate_reference(k, v, src, dst, delta, spec)
+        relative, absolute = _ROTATION_ERROR[shape.kv_dtype]
+        pairs = [*zip(found, [*k, *v], strict=True)]
+        shares = [_share(mine, expected, relative, absolute) for mine, expected in pairs[:num_layers]]
+        still = dst[::7]
+        kept = [(mine[still], expected[still]) for mine, expected in pairs[:num_layers]] + pairs[num_layers:]
+        are_equal = all(torch.equal(raw(mine), raw(expected)) for mine, expected in kept)
+        return max(shares) if are_equal else float("inf")
+
+    yield Case("copy_rotate", "two layers", run, error)
+
+
+def _attention_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    # Statistics look at some heads with the K of each, by segments; a question's rows at all heads.
+    yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device, False))
+    yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, True))
+
+
+def _attention_mass_case(shape: ModelShape, device: torch.device, of_chunks: bool) -> tuple:
+    rng = torch.Generator().manual_seed(0)
+    kv_len, num_rows = 333, 37
+    heads = shape.sampled_heads if of_chunks else shape.num_q_heads
+    kv_heads = heads if of_chunks else shape.num_kv_heads
+    q = _queries(rng, num_rows, shape, device)
+    q = q[:, :heads].contiguous() if of_chunks else q
+    k = _normal(rng, (kv_len, kv_heads, shape.head_dim), shape.kv_dtype, device)
+    rows = torch.randperm(kv_len, generator=rng)[:num_rows].sort().values
+    raw(k)[int(rows[-1]) + 1 :] = raw(torch.full((1,), float("nan"), device=device).to(shape.kv_dtype))
+    options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap}
+    options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks}
+    options |= {"segment_starts": [0, 1, 64, 100, 300]} if of_chunks else {}
+    args = q, k, rows.to(device)
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        return [part for part in attention_mass(*args, **options, backend=implementation) if part is not None]
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        expected = [part for part in attention_mass_reference(*args, **options) if part is not None]
+        return max(_share(mine, its, _MASS_ERROR, _MASS_ERROR) for mine, its in zip(found, expected, strict=True))
+
+    return run, error
+
+
+def _kv_deviation_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    rng = torch.Generator().manual_seed(0)
+    num_tokens = 65
+    slots = torch.randperm(2 * num_tokens, generator=rng)[:num_tokens].to(device)
+    dims = shape.head_dim, shape.v_head_dim
+    k, v = (_normal(rng, (num_tokens, shape.num_kv_heads, dim), shape.dtype, device) for dim in dims)
+    old = [_normal(rng, (2 * num_tokens, shape.num_kv_heads, dim), shape.kv_dtype, device) for dim in dims]
+    k_scale, v_scale = _scales(shape)
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        return [kv_deviation(k, v, *old, slots=slots, k_scale=k_scale, v_scale=v_scale, backend=implementation)]
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        expected = kv_deviation_reference(k, v, *old, slots=slots, k_scale=k_scale, v_scale=v_scale)
+        return _share(found[0], expected, _DEVIATION_ERROR, _DEVIATION_ERROR)
+
+    yield Case("kv_deviation", "of slots", run, error)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def shape_of(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, **others: Any) -> ModelShape:
+    """A common model's: dense heads of one size, all dimensions rotated, queries among K and V."""
+    fields = {"kv_dtype": dtype, "v_head_dim": head_dim, "rotary_dim": head_dim}
+    fields |= {"q_stride": (num_q_heads + 2 * num_kv_heads) * head_dim} | others
+    return ModelShape(dtype=dtype, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **fields)
+
+
+def common_shapes() -> list[ModelShape]:
+    """Llama, Qwen2.5, Gemma 2, a small one in fp32, a partial rotation; fp16 and both kinds of fp8."""
+    bf16 = torch.bfloat16
+    return [
+        shape_of(32, 8, 128, bf16),
+        shape_of(32, 8, 128, torch.float16),
+        *(shape_of(32, 8, 128, bf16, kv_dtype=fp8) for fp8 in FP8),
+        shape_of(28, 4, 128, bf16),
+        shape_of(14, 2, 64, bf16),
+        shape_of(8, 4, 256, bf16, logit_cap=50.0),
+        shape_of(32, 32, 80, bf16, rotary_dim=32, is_neox=False),
+        shape_of(12, 12, 64, torch.float32),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--implementations", nargs="+", help="default: triton and torch on a GPU, else torch")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write self_test.json and self_test.md there")
+    args = parser.parse_args(argv)
+    has_triton = args.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+    implementations = args.implementations or (["triton", "torch"] if has_triton else ["torch"])
+    lines = [
+        "| model | kernel | case | implementation | error / allowed | s | |",
+        "| --- | --- | --- | --- | ---: | ---: | --- |",
+    ]
+    report, has_failed = [], False
+    for shape in common_shapes():
+        for result in check_kernels(shape, args.device, implementations):
+            has_failed |= not result.holds
+            report.append({"model": str(shape), **asdict(result)})
+            cells = (str(shape), result.kernel, result.case, result.implementation, f"{result.error:.2g}")
+            verdict = "holds" if result.holds else result.failure or "DISAGREES"
+            lines.append(f"| {' | '.join(cells)} | {result.seconds:.2f} | {verdict} |")
+            print(lines[-1], flush=True)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "self_test.json").write_text(json.dumps(report, indent=1))
+        (args.out / "self_test.md").write_text("\n".join(["# Kernels against their definitions", "", *lines, ""]))
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

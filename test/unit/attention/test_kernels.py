@@ -1,0 +1,53 @@
+"""Which kernels serve once they were compared with their definitions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.self_test import Result
+from sglang_chunk_cache.kv import kernels
+from sglang_chunk_cache.server_args import StartRefused
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """`choose_kernel` on a GPU on which the named implementations are wrong, without the GPU."""
+
+    def made(asked: str, wrong: set[str]) -> str:
+        def check(shape, device, implementations):
+            assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 32)
+            return [
+                Result(kernel="sparse_extend", case="a case", implementation=one, error=7.0 if one in wrong else 0.5,
+                       seconds=0.0, failure="")
+                for one in implementations
+            ]  # fmt: skip
+
+        monkeypatch.setattr(kernels, "check_kernels", check)
+        model = torch.nn.ModuleList([RadixAttention(4, 32, 1.0, 2, 0)])
+        runner = SimpleNamespace(device="cuda", model=model, dtype=torch.bfloat16)
+        pool = SimpleNamespace(dtype=torch.bfloat16)
+        return kernels.choose_kernel(asked, runner, pool, RotarySpec(32, True, torch.ones(16)))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong", "chosen"),
+    [("auto", set(), "triton"), ("auto", {"triton"}, "torch"), ("torch", {"triton"}, "torch"),
+     ("flashinfer", set(), "flashinfer")],
+)  # fmt: skip
+def test_the_first_that_agrees_with_its_definition_serves(choose, asked, wrong, chosen):
+    assert choose(asked, wrong) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong"), [("triton", {"triton"}), ("flashinfer", {"flashinfer"}), ("auto", {"triton", "torch"})]
+)
+def test_a_kernel_that_was_asked_for_and_is_wrong_stops_the_start(choose, asked, wrong):
+    with pytest.raises(StartRefused, match=rf'kernel: "{asked}".*sparse_extend \(a case\).* wrong by 7.0 times'):
+        choose(asked, wrong)

@@ -1,0 +1,41 @@
+"""What the compiled kernels use, for GPUs that need not be there: no spills, shared memory, tensor cores.
+
+Every launch of the self-test is compiled with the specialisations that it has there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from sgl_kernel_ext.self_test import cases, common_shapes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+# Bytes that a program may have; sm_89 stands for consumer cards, whose limit the tiles of sm_80 keep too.
+SHARED = {80: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+TENSOR_CORES = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+MULTIPLIES = ("_sparse_extend_kernel", "_lse_kernel", "_received_kernel")
+SHAPES = {str(shape): shape for shape in common_shapes()}
+FAST = [(90, "32/8 heads x 128, bfloat16"), (90, "8/4 heads x 256, bfloat16, cap 50")]
+SLOW = [(arch, name) for arch in SHARED for name in SHAPES if (arch, name) not in FAST]
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_no_spills_and_tensor_cores(arch, name):
+    from test.unit.kernels.absent_gpu import launches_for, resources
+
+    shape = SHAPES[name]
+    with torch.inference_mode(), launches_for(arch) as launches:
+        for case in cases(shape, torch.device("cpu")):
+            case.run("triton")
+    found = {(launch.kernel, launch.key): resources(launch.compiled) for launch in launches}
+    for (kernel, _), used in found.items():
+        assert used.stack == 0, f"{kernel}: {used}"
+        assert used.shared <= SHARED[arch], f"{kernel}: {used}"
+        if kernel in MULTIPLIES and shape.dtype != torch.float32:
+            assert TENSOR_CORES[arch] in used.mma, f"{kernel}: {used}"

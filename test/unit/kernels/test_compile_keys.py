@@ -1,0 +1,88 @@
+"""Nothing compiles while serving: what the self-test runs at the start meets every compile key of later traffic."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
+from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
+from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
+from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq  # noqa: E402
+from sgl_kernel_ext.self_test import ModelShape, cases, common_shapes  # noqa: E402
+from sgl_kernel_ext.sparse_extend import sparse_extend  # noqa: E402
+
+SHAPES = common_shapes()
+
+
+def odd_view(values: torch.Tensor) -> torch.Tensor:
+    """The same values at an address that is aligned to one element only, as a part of a packed upload is."""
+    return torch.cat([values.new_zeros(1), values])[1:]
+
+
+def serve(shape: ModelShape, rng: random.Random) -> None:
+    """Calls of one forward: sizes are small, but odd and even, 1, and multiples of 16."""
+    num_requests = rng.choice([1, 2, 3, 16, 33, 64])
+    kv_lens = [rng.choice([1, 16, 17, 2000]) for _ in range(num_requests)]
+    row_lens = [rng.randint(1, min(kv_len, 20)) for kv_len in kv_lens]
+    kv_indptr, row_indptr = (
+        odd_view(torch.tensor([0, *lens]).cumsum(0)) if rng.random() < 0.5 else torch.tensor([0, *lens]).cumsum(0)
+        for lens in (kv_lens, row_lens)
+    )
+    num_rows, width = sum(row_lens), shape.num_q_heads * shape.head_dim
+    stride = rng.choice([width, max(width, shape.q_stride)])
+    q = torch.zeros(num_rows, stride, dtype=shape.dtype)[:, :width].view(num_rows, shape.num_q_heads, -1)
+    k, v = (
+        torch.zeros(64, shape.num_kv_heads, dim, dtype=shape.kv_dtype) for dim in (shape.head_dim, shape.v_head_dim)
+    )
+    index = torch.zeros(sum(kv_lens), dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
+    kv_indices, positions = (odd_view(one) if rng.random() < 0.5 else one for one in index)
+    options = {"sm_scale": 0.1, "logit_cap": shape.logit_cap, "backend": "triton"}
+    sparse_extend(q, k, v, kv_indptr, kv_indices, row_indptr, positions, **options)
+
+    num_tokens = rng.choice([1, 3, 16, 40])
+    locs = [odd_view(torch.arange(num_tokens)), torch.arange(num_tokens), torch.arange(num_tokens)]
+    spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(1e4, shape.rotary_dim))
+    num_layers = rng.choice([1, 2, 5])
+    copy_rotate([k] * num_layers, [v] * num_layers, *locs, spec, backend="triton")
+
+    new = [torch.zeros(num_tokens, *buffer.shape[1:], dtype=shape.dtype) for buffer in (k, v)]
+    kv_deviation(*new, k, v, slots=locs[0], backend="triton")
+
+    kv_len = rng.choice([16, 33, 50])
+    keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
+    attention_mass(q[:kv_len], keys, positions[:kv_len], **options)
+    heads = shape.sampled_heads
+    keys = torch.zeros(kv_len, heads, shape.head_dim, dtype=shape.kv_dtype)
+    starts = list(range(0, kv_len, rng.choice([1, 7, 16])))
+    rows = torch.zeros(min(num_rows, kv_len), heads, shape.head_dim, dtype=shape.dtype)
+    attention_mass(rows, keys, positions[:kv_len], **options, segment_starts=starts, skip_self=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
+    from test.unit.kernels.absent_gpu import launches_for
+
+    rng = random.Random(0)
+    with torch.inference_mode(), launches_for(90, compiles=False) as launches:
+        for case in cases(shape, torch.device("cpu")):
+            case.run("triton")
+        at_start = {(launch.kernel, launch.key) for launch in launches}
+        launches.clear()
+        for _ in range(30):
+            serve(shape, rng)
+    assert {(launch.kernel, launch.key) for launch in launches} <= at_start
+    assert Counter(kernel for kernel, _ in at_start) == {
+        "_sparse_extend_kernel": 2,  # with and without a split
+        "_combine_splits_kernel": 1,
+        "_copy_rotate_kernel": 1,
+        "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads
+        "_received_kernel": 2,
+        "_kv_deviation_kernel": 1,
+    }
