@@ -1,7 +1,8 @@
 """Transfers between host and device that nobody waits for.
 
-    upload     several host arrays to the device, in one copy
-    Download   one tensor of the device to the host: it is read once it is there
+    upload        several host arrays to the device, in one copy
+    Download      one tensor of the device to the host: it is read once it is there
+    host_buffer   memory of the host that such copies are made from and to
 
 Both go through page-locked memory: the driver may make a copy from or to any other memory wait for the stream.
 """
@@ -40,6 +41,18 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> li
         for i, view in zip(group, same.split([arrays[i].size for i in group]), strict=True):
             uploaded[i] = view if arrays[i].ndim == 1 else view.view(arrays[i].shape)
     return [tensor for tensor in uploaded if tensor is not None]
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the host for copies that nobody waits for, not initialised; ordinary memory where there is no GPU.
+
+    PyTorch rounds page-locked blocks up to powers of two and keeps freed ones: they take up to twice their bytes.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=_has_gpu())
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 class Download:

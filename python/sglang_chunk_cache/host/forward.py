@@ -128,6 +128,7 @@ def init_forward_batch(
     chunks = runtime_of(batch.tree_cache)
     if chunks is None or batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
+    chunks.pool.flush()
     due = _take_due_rows(batch)
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
@@ -410,9 +411,7 @@ def _layerwise(
     first_positions, ids_on_device, places = uploaded
     first_lens = [len(own) for own in first]
     first_pass = FirstPass(first_lens, first_positions, ids_on_device, rows.kv_indices[places]) if asking else None
-    starts = zip(
-        first_positions.split(first_lens), rows.row_positions.split(rows.row_lens), due, strict=True
-    )
+    starts = zip(first_positions.split(first_lens), rows.row_positions.split(rows.row_lens), due, strict=True)
     requests: list[RequestProgress] = []
     late: list[LateRows | None] = []
     for i, (asked, positions, one) in enumerate(starts):

@@ -142,7 +142,9 @@ class RequestProgress:
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
-        return cls(None, None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False)
+        return cls(
+            None, None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False
+        )
 
     @property
     def asks_first(self) -> bool:

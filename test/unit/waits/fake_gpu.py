@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -21,10 +21,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from sgl_kernel_ext import transfer
 
 OURS = ("/sglang_chunk_cache/", "/sgl_kernel_ext/", "/chunk_cache/")
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -116,6 +120,11 @@ class Stream:
     def __exit__(self, *_: Any) -> None: ...
 
 
+class _TritonDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
 class FakeGpu(TorchDispatchMode):
     """See the head of this file; enter it by `with FakeGpu.there() as gpu`."""
 
@@ -171,10 +180,12 @@ class FakeGpu(TorchDispatchMode):
             mock.patch.object(torch, "get_device_module", get_device_module),
             mock.patch.object(torch, "tensor", tensor),
             mock.patch.object(torch.Tensor, "tolist", tolist),
-            mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None),
+            mock.patch.object(torch.Tensor, "record_stream", return_value=None),
             mock.patch.object(torch.Tensor, "pin_memory", lambda self, device=None: gpu._pin(self)),
             mock.patch.object(torch.Tensor, "is_pinned", lambda self, device=None: gpu._is_pinned(self)),
             mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(triton.runtime.driver, "_active", _TritonDriver()),
+            mock.patch.object(transfer, "_has_gpu", return_value=True),
             *(mock.patch.object(torch.cuda, name, value) for name, value in vars(gpu.module).items()),
         ]
         with contextlib.ExitStack() as stack:
@@ -294,5 +305,3 @@ def _place() -> tuple[str, bool]:
             return f"{'/'.join(Path(path).parts[-2:])}:{frame.f_lineno}", is_ours
         frame = frame.f_back
     return "elsewhere", False
-
-

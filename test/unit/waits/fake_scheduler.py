@@ -101,7 +101,9 @@ class Fake:
         move_to_gpu(scheduler, self.gpu.module)
         chunks = scheduler.tree_cache.chunks
         assembler = chunks.assembler
-        assembler.rotary = replace(assembler.rotary, inv_freq=torch.empty_like(assembler.rotary.inv_freq, device="cuda"))
+        assembler.rotary = replace(
+            assembler.rotary, inv_freq=torch.empty_like(assembler.rotary.inv_freq, device="cuda")
+        )
         assembler._kernel, assembler._is_cpu = "triton", False
         scheduler.tree_cache.chunks = replace(chunks, kernel="triton", min_run_len=8)
         forward_batch_info.support_triton = lambda _: True
