@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -31,8 +32,10 @@ from triton.runtime.jit import JITFunction
 from sgl_kernel_ext import transfer
 
 OURS = ("/sglang_chunk_cache/", "/sgl_kernel_ext/", "/chunk_cache/")
+_HELPER = "sgl_kernel_ext/transfer.py"  # its callers are named
 aten, prim = torch.ops.aten, torch.ops.prim
 
+_MAKES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.full_like.default, aten.ones_like.default)
 _SILENT = (prim.device.default, aten.lift_fresh.default, aten.is_pinned.default)
 _NEEDS_A_COUNT = (
     *(aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default),
@@ -72,7 +75,7 @@ class Watch:
 
 
 class Event:
-    """Done as soon as the GPU has caught up."""
+    """Done as soon as the GPU has caught up, which it does while the host asks in vain."""
 
     def __init__(self, gpu: FakeGpu, *args: Any, **kwargs: Any) -> None:
         self._gpu = gpu
@@ -82,7 +85,10 @@ class Event:
         self._recorded_at = self._gpu.num_issued
 
     def query(self) -> bool:
-        return self._recorded_at is None or self._recorded_at <= self._gpu.num_done
+        is_done = self._recorded_at is None or self._recorded_at <= self._gpu.num_done
+        if not is_done:
+            self._gpu.go_on()
+        return is_done
 
     def synchronize(self) -> None:
         self._gpu.note_wait("Event.synchronize", up_to=self._recorded_at)
@@ -155,15 +161,18 @@ class FakeGpu(TorchDispatchMode):
     def there(cls) -> Iterator[FakeGpu]:
         """Inside, there is a GPU."""
         gpu = cls()
-        real_module, real_tensor, real_tolist = torch.get_device_module, torch.tensor, torch.Tensor.tolist
+        real_module, real_tolist = torch.get_device_module, torch.Tensor.tolist
 
         def get_device_module(device: Any = None) -> Any:
             return real_module(device) if device is not None and torch.device(device).type == "cpu" else gpu.module
 
-        def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-            made = real_tensor(*args, **kwargs)
-            if pin_memory:
-                gpu._pinned.append(made)
+        def pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+                tensor = make(*args, **kwargs)
+                if pin_memory:
+                    gpu._pinned.append(tensor)
+                return tensor
+
             return made
 
         def tolist(self: torch.Tensor) -> Any:
@@ -178,7 +187,7 @@ class FakeGpu(TorchDispatchMode):
 
         patches = [
             mock.patch.object(torch, "get_device_module", get_device_module),
-            mock.patch.object(torch, "tensor", tensor),
+            *(mock.patch.object(torch, name, pinning(getattr(torch, name))) for name in ("tensor", "empty")),
             mock.patch.object(torch.Tensor, "tolist", tolist),
             mock.patch.object(torch.Tensor, "record_stream", return_value=None),
             mock.patch.object(torch.Tensor, "pin_memory", lambda self, device=None: gpu._pin(self)),
@@ -209,8 +218,14 @@ class FakeGpu(TorchDispatchMode):
         """The GPU has done everything that it was given."""
         self.num_done = self.num_issued
 
+    def go_on(self) -> None:
+        """The GPU has done some more."""
+        self.num_done += max(1, (self.num_issued - self.num_done) // 2)
+
     def note_wait(self, name: str, up_to: int | None = None) -> None:
         """The host waits until the GPU has done what was issued up to some time; None = until now."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # workers may
         place, is_ours = _place()
         for watch in self._watches:
             watch.waits.append(Call(name, place, is_ours))
@@ -291,17 +306,20 @@ class FakeGpu(TorchDispatchMode):
                 non_blocking = kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2])
                 if not (non_blocking and self._is_pinned(one)):
                     self.note_wait(f"{name} {'from pageable memory' if non_blocking else 'blocking'}")
+        elif func in _MAKES_LIKE:
+            return
         elif any(one.ndim for one in on_host) or (on_host and func in _COPIES_NUMBERS):
             self.note_wait(f"{name} with values of the host")
 
 
 def _place() -> tuple[str, bool]:
-    """Where a call came from, and whether that is ours: the innermost line of SGLang or ours."""
+    """Where a call came from, and whether that is ours: the innermost line of SGLang or ours, and its function."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        is_ours = any(part in path for part in OURS)
-        if is_ours or "/sglang/" in path:
-            return f"{'/'.join(Path(path).parts[-2:])}:{frame.f_lineno}", is_ours
+        code = frame.f_code
+        is_ours = any(part in code.co_filename for part in OURS)
+        if (is_ours and not code.co_filename.endswith(_HELPER)) or "/sglang/" in code.co_filename:
+            path = "/".join(Path(code.co_filename).parts[-2:])
+            return f"{path}:{frame.f_lineno} {code.co_qualname}", is_ours
         frame = frame.f_back
     return "elsewhere", False

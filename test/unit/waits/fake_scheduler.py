@@ -128,8 +128,22 @@ class Fake:
 
     def send(self, name: str, requests: Sequence[Request]) -> list[Reply]:
         """All in one batch, run to the end and to an idle server; what they issue is a part."""
+        return self._run(name, lambda: self.local.generate(requests))
+
+    def idle(self, name: str, num_steps: int) -> None:
+        """So many turns of the event loop in which nothing comes; what they issue is a part."""
+        self._run(name, lambda: self.local.run(lambda step: [] if step < num_steps else None))
+
+    def settle(self) -> None:
+        """Until the tiers have written everything down."""
+        tiers = self.local.cache.chunks.tiers
+        while tiers.stats()["queued_write_bytes"]:
+            tiers.wait(1.0)
+            tiers.poll(())
+
+    def _run(self, name: str, run: Callable[[], list[Reply]]) -> list[Reply]:
         with self.gpu.watching() as watch:
-            replies = self.local.generate(requests)
+            replies = run()
         launches, views = (
             collections.Counter(str(call) for call in watch.own_operations if call.is_view == is_view)
             for is_view in (False, True)
@@ -139,34 +153,106 @@ class Fake:
         return replies
 
 
+def remember(fake: Fake) -> None:
+    """Chunks are computed and remembered: alone, several in a prompt, and beside reused ones."""
+    for i, chunk in enumerate(fake.chunks[:8]):
+        fake.send(f"observed alone {i}", [fake.request([chunk])])
+    fake.send("observed together", [fake.request(fake.chunks[8:])])
+    fake.send("observed in a batch", [fake.request([fake.tokens(40), fake.tokens(50)]) for _ in range(4)])
+    fake.send("observed beside reused ones", [fake.request([*fake.chunks[:3], fake.tokens(40), *fake.chunks[3:5]])])
+
+
 def case_methods(fake: Fake) -> None:
-    """Chunks are computed and remembered, then fused batches of every method that chooses."""
-    for i, chunk in enumerate(fake.chunks):
-        fake.send(f"observed {i}", [fake.request([chunk])])
+    """Fused batches of every method."""
     from chunk_cache.methods import METHODS
 
-    fused = [name for name in METHODS if name not in ("cacheclip", "full")]
-    for options in ({}, {"explain": True}, {"group_size": 8, "group_threshold": 2}, {"focus_window": 2}):
-        for method in fused:
-            own = {key: value for key, value in options.items() if key != "explain"}
-            explain = {"explain": True} if "explain" in options else {}
+    remember(fake)
+    for name, options in OPTIONS.items():
+        for method in CHOOSE_DIFFERENTLY if name else METHODS:
             for size in (1, 8):
-                requests = [fake.fused(method=method, ratio=0.15, options=own, **explain) for _ in range(size)]
-                fake.send(f"{method} {' '.join(options)} {size}".replace("  ", " "), requests)
+                requests = [fake.fused(method=method, ratio=0.15, **options) for _ in range(size)]
+                fake.send(f"{method}{name} {size}", requests)
 
 
-CASES: dict[str, tuple[dict[str, Any], Callable[[Fake], None]]] = {"methods": ({}, case_methods)}
+def case_steps(fake: Fake) -> None:
+    """Long prompts in steps of `--chunked-prefill-size`, exact and fused, in pages."""
+    remember(fake)
+    for method in ("epic", "cache-craft", "fusionrag"):
+        fake.send(f"{method} in steps", [fake.fused(12, method=method, ratio=0.4) for _ in range(2)])
+    fake.send("exact in steps", [fake.request([fake.tokens(300), fake.tokens(200), fake.tokens(150)])])
+
+
+def case_store(fake: Fake) -> None:
+    """What the store does by itself: promotes, refreshes, verifies; an idle server takes the time."""
+    remember(fake)
+    for i in range(6):
+        fake.send(
+            f"used {i}", [fake.fused(3, method="epic", ratio=0.2), fake.request([fake.tokens(30), fake.chunks[0]])]
+        )
+    fake.send("prepared", [fake.fused(2, mode="prepare", method="full-reuse")])
+    fake.idle("idle", 60)
+
+
+def case_tiers(fake: Fake) -> None:
+    """Chunks are written down, evicted, and come up again, layer by layer."""
+    remember(fake)
+    for i in range(3):
+        fake.settle()
+        assert fake.local.flush()
+        fake.send(f"from disk {i}", [fake.fused(4, method="epic", ratio=0.2) for _ in range(2)])
+    fake.settle()
+    for i in range(6):
+        fake.send(f"evicts {i}", [fake.request([fake.tokens(900)])])
+    fake.settle()
+    fake.send("from host memory", [fake.fused(4, method="epic", ratio=0.2)])
+
+
+CHOOSE_DIFFERENTLY = ("epic", "cacheblend", "fusionrag", "question-drift")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", explained": {"explain": True},
+    ", grouped": {"options": {"group_size": 8, "group_threshold": 2}},
+    ", focused": {"options": {"focus_window": 2}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a scheduler is started with, and sent."""
+
+    run: Callable[[Fake], None]
+    config: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "methods": Case(case_methods),
+    "steps": Case(case_steps, flags={"chunked_prefill_size": 256, "page_size": 16}),
+    "store": Case(
+        case_store,
+        {"promote_uses": 2, "refresh_uses": 3, "verify_share": 1.0},
+        {"disable_overlap_schedule": True},
+    ),
+    "tiers": Case(
+        case_tiers,
+        {"tiers": {"host_bytes": "64MB", "disk": "", "loading": "layerwise"}},
+        {"max_total_tokens": 4096},
+    ),
+}
 
 
 def main() -> None:
-    name, model_dir, out = sys.argv[1:]
-    config, case = CASES[name]
-    model = make_model("llama", model_dir, layers=NUM_LAYERS)
+    name, folder, out = sys.argv[1:]
+    case = CASES[name]
+    model = make_model("llama", Path(folder) / "model", layers=NUM_LAYERS)
     flags = {"dtype": "float32", "max_total_tokens": 16384, "sampling_backend": "pytorch"}
-    local = LocalScheduler(model, chunk_cache={"config": config}, **flags)
+    config = dict(case.config)
+    if "tiers" in config:
+        config["tiers"] |= {"disk": str(Path(folder) / "disk")}
+    local = LocalScheduler(model, chunk_cache={"config": config}, **flags | case.flags)
     with FakeGpu.there() as gpu:
         fake = Fake(gpu, local)
-        case(fake)
+        case.run(fake)
     Path(out).write_text(json.dumps({name: asdict(part) for name, part in fake.parts.items()}))
     sys.stdout.flush()
     os._exit(0)  # of threads that SGLang started
