@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TEST_DIR = Path(__file__).resolve().parent.parent
 MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several spin where cores are shared: ten times slower
-_context = multiprocessing.get_context("forkserver")
+# Importing SGLang on a CUDA host initializes the device, which a fork cannot use.
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"])
 
 
@@ -115,8 +118,6 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     os.environ["SGLANG_USE_PICKLE_IPC"] = str(int(not config.typed))
     sys.path.insert(0, str(TEST_DIR))
     import importlib
-
-    import torch
 
     from local_scheduler import LocalScheduler
     from tiny_models import make_model
