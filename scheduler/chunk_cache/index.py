@@ -4,6 +4,7 @@
     lookup        the best variant of a chunk that is still stored; forgets those that are gone
     touch         a variant was used
     move          a variant got another home
+    describe      the statistics of a variant have come
     sweep         forget some of what is gone, so that what the store has evicted takes no place here
     discard, clear   forget
 
@@ -215,7 +216,7 @@ class ChunkIndex:
             self._move(same, home)
             self._refresh(same)
             if statistics is not None:
-                same.statistics = statistics.filled_from(same.statistics)
+                self.describe(same.variant_id, statistics)
             self.version += 1
             self.counters.num_refreshed += 1
             return same
@@ -363,6 +364,14 @@ class ChunkIndex:
         assert self.get(variant.variant_id) is variant, f"{variant} is not in the index"
         _check_new(variant.length, variant.start, variant.generation, home)
         self._move(variant, home)
+
+    def describe(self, variant_id: int, statistics: ChunkStatistics) -> Variant | None:
+        """What was taken when a variant was computed, or computed anew; None when it is not there any more."""
+        variant = self.get(variant_id)
+        if variant is not None:
+            variant.statistics = statistics.filled_from(variant.statistics)
+            self.version += 1
+        return variant
 
     def discard(self, variant_id: int) -> bool:
         """Forget one variant; False when it is not there."""

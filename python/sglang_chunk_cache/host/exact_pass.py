@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -20,6 +21,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from chunk_cache.gate.selection import Candidate
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.gate.measure import ExactAnswer
 
 if TYPE_CHECKING:
@@ -92,7 +94,10 @@ class ExactPass:
         return self._end == len(self._token_ids)
 
     def step(self) -> None:
-        """One forward of at most `STEP_LEN` tokens; returns when it has ended. A step ends with the prompt."""
+        """One forward of at most `STEP_LEN` tokens; returns when it has ended. A step ends with the prompt.
+
+        It waits on purpose: nobody else has work for the GPU, and no more than one step is ever ahead of a request.
+        """
         start, prompt_len = self._end, len(self._candidate.prompt)
         in_prompt = start < prompt_len
         self._end = min(start + STEP_LEN, prompt_len if in_prompt else len(self._token_ids))
@@ -105,7 +110,7 @@ class ExactPass:
             output = runner.forward(forward_batch).logits_output
             if self._end == prompt_len:
                 self._first_logits = output.next_token_logits[0].float().clone()
-            float(output.next_token_logits[0, 0])  # waits, so that no more than one step is ever ahead of a request
+            float(output.next_token_logits[0, 0])
             if not in_prompt:
                 output.finalize_input_logprobs()  # on CUDA they come by pinned memory
                 self._logprobs += output.input_token_logprobs.tolist()
@@ -119,6 +124,10 @@ class ExactPass:
         length = end - start
         # The logits of a token are compared with the token behind it; that of the last one was sent too.
         behind = self._all_ids[start + 1 : end + 1] if with_logprobs else None
+        one = [np.array([value], dtype=np.int64) for value in (self._row, end)]
+        input_ids, row, seq_lens, orig_seq_lens = upload(
+            [np.array(self._token_ids[start:end], dtype=np.int64), *one, np.array([end], dtype=np.int32)], device
+        )
         batch = ScheduleBatch(
             reqs=[self._req],
             req_to_token_pool=scheduler.req_to_token_pool,
@@ -126,12 +135,12 @@ class ExactPass:
             model_config=scheduler.model_config,
             device=scheduler.device,
             forward_mode=ForwardMode.EXTEND,
-            input_ids=torch.tensor(self._token_ids[start:end], dtype=torch.int64, device=device),
-            req_pool_indices=torch.tensor([self._row], dtype=torch.int64, device=device),
-            req_pool_indices_cpu=torch.tensor([self._row], dtype=torch.int64),
-            seq_lens=torch.tensor([end], dtype=torch.int64, device=device),
-            seq_lens_cpu=torch.tensor([end], dtype=torch.int64),
-            orig_seq_lens=torch.tensor([end], dtype=torch.int32, device=device),
+            input_ids=input_ids,
+            req_pool_indices=row,
+            req_pool_indices_cpu=torch.from_numpy(one[0]),
+            seq_lens=seq_lens,
+            seq_lens_cpu=torch.from_numpy(one[1]),
+            orig_seq_lens=orig_seq_lens,
             seq_lens_sum=end,
             out_cache_loc=self._slots[start:end],
             prefix_lens=[start],

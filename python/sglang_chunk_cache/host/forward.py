@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,16 +27,17 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 
 from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.step import step_len
-from sglang_chunk_cache.kv.transfer import upload
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
-from sglang_chunk_cache.selection.executor import LateRows, LayerwiseForward
+from sglang_chunk_cache.selection.executor import FirstPass, LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
+from sglang_chunk_cache.selection.tables import Tables
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ def init_forward_batch(
     chunks = runtime_of(batch.tree_cache)
     if chunks is None or batch.forward_mode.is_decode_or_idle():
         return original(cls, batch, model_runner, **kwargs)
+    chunks.pool.flush()
     due = _take_due_rows(batch)
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
@@ -379,33 +382,54 @@ def _layerwise(
     batch: ScheduleBatch, due: list[DueRows], rows: FusedRows, model_runner: ModelRunner, chunks: ChunkRuntime
 ) -> LayerwiseForward:
     """The forward of a batch in which at least one request has something to choose or to drop."""
-    device = rows.row_positions.device
     tp_size = get_tp_group().world_size
+    choosing = {i: one.plan for i, one in enumerate(due) if one.plan is not None and one.plan.selection is not None}
+    asking = {i: plan for i, plan in choosing.items() if plan.num_late_rows}
+    # What must be computed in any case asks, without the placeholders.
+    first = [
+        np.concatenate((plan.row_positions, _extend_positions(batch, i))) if (plan := asking.get(i)) else _NO_ROWS
+        for i in range(len(due))
+    ]
+    prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asking]
+    begins = np.cumsum([0, *rows.kv_lens[:-1]])
+    first_ids = [ids[first[i]] for i, ids in zip(asking, prompts, strict=True)]
+    tables = [Tables.of(plan, rows.kv_lens[i]) for i, plan in choosing.items()]
+    uploaded = iter(
+        upload(
+            [
+                *(array for one in tables for array in one),
+                *(ids[: plan.load_end] for ids, plan in zip(prompts, asking.values(), strict=True)),
+                np.concatenate(first),
+                np.concatenate([_NO_ROWS, *first_ids]),
+                np.concatenate([own + begin for own, begin in zip(first, begins, strict=True)]),
+            ],
+            rows.row_positions.device,
+        )
+    )
+    tables_of = {i: Tables(*itertools.islice(uploaded, len(Tables._fields))) for i in choosing}
+    prompt_ids = {i: next(uploaded) for i in asking}
+    first_positions, ids_on_device, places = uploaded
+    first_lens = [len(own) for own in first]
+    first_pass = FirstPass(first_lens, first_positions, ids_on_device, rows.kv_indices[places]) if asking else None
+    starts = zip(first_positions.split(first_lens), rows.row_positions.split(rows.row_lens), due, strict=True)
     requests: list[RequestProgress] = []
     late: list[LateRows | None] = []
-    begin = 0
-    for i, one in enumerate(due):
-        positions = rows.row_positions[begin : begin + rows.row_lens[i]]
-        begin += rows.row_lens[i]
-        late.append(None)
-        plan = one.plan
-        if plan is None or plan.selection is None:
+    for i, (asked, positions, one) in enumerate(starts):
+        late.append(LateRows(len(one.positions), prompt_ids[i]) if i in asking else None)
+        plan = choosing.get(i)
+        if plan is None:
             requests.append(RequestProgress.unchanged(positions))
             continue
         assert one.state is not None
-        num_tail = len(positions) - len(one.positions)
-        if plan.num_late_rows:
-            # The first pass: what must be computed in any case, without the placeholders.
-            prompt_ids = np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64)[: plan.load_end]
-            known, ids = upload((plan.row_positions, prompt_ids), device)
-            positions = torch.cat([known, positions[len(one.positions) :]])
-            late[i] = LateRows(len(one.positions), ids, rows.slots_of(i))
+        assert plan.selection is not None
+        num_tail = batch.extend_lens[i]
         tail_end = batch.prefix_lens[i] + num_tail
         start, end = plan.selection.question
         num_answer = min(max(tail_end - end, 0), num_tail - 1)
         progress = RequestProgress(
             plan,
-            positions,
+            tables_of[i],
+            asked if i in asking else positions,
             num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
             num_answer=num_answer,
             num_layers=model_runner.model_config.num_hidden_layers,
@@ -413,16 +437,20 @@ def _layerwise(
             tp_size=tp_size,
             explain=one.state.options.explain,
         )
-        if one.plan is one.state.reported:  # a retracted request's reply speaks of its first forward
+        if plan is one.state.reported:  # a retracted request's reply speaks of its first forward
             one.state.selection_report = progress.report
         requests.append(progress)
-    return LayerwiseForward(rows, requests, late, tp_size)
+    return LayerwiseForward(rows, requests, late, first_pass, tp_size)
 
 
 def _positions(batch: ScheduleBatch, due: list[DueRows]) -> list[np.ndarray]:
     """Positions of the rows that each request computes: those that are due, then its extend."""
-    extends = zip(due, batch.prefix_lens, batch.extend_lens, strict=True)
-    return [np.concatenate((one.positions, np.arange(start, start + length))) for one, start, length in extends]
+    return [np.concatenate((one.positions, _extend_positions(batch, i))) for i, one in enumerate(due)]
+
+
+def _extend_positions(batch: ScheduleBatch, i: int) -> np.ndarray:
+    """Positions of the ordinary extend of request i."""
+    return np.arange(batch.prefix_lens[i], batch.prefix_lens[i] + batch.extend_lens[i])
 
 
 def _with_rows(

@@ -169,6 +169,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         chunks = self.chunks
         if chunks is None:
             return evict(params)
+        chunks.pool.flush()
         chunks.admin.before_eviction()
         if chunks.tiers is not None:
             chunks.tiers.save_victims(chunks.manager.index, params.num_tokens)
@@ -213,6 +214,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if chunks is not None:
             chunks.store.note_change()
             chunks.manager.index.clear()
+            chunks.keeper.clear()
             chunks.refresh.clear()
             chunks.admin.after_reset()
             if chunks.tiers is not None:

@@ -153,6 +153,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         refresh=refresh,
         metrics=metrics,
         note_stored=None if tiers is None else tiers.note_stored,
+        reduce_max=reduce_max,
     )
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
     logger.info(

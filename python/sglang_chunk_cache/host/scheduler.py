@@ -69,6 +69,7 @@ class ChunkScheduler(Scheduler):
             # As the original begins; here, so that their loads are known before anybody is admitted.
             for req in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(req)
+        self._chunks.keeper.poll()
         tiers, landings = self._chunks.tiers, self._chunks.landings
         queue = self.waiting_queue
         if tiers is not None:
@@ -144,7 +145,8 @@ class ChunkScheduler(Scheduler):
 
     def maybe_sleep_on_idle(self) -> None:
         gate = self._chunks.gate
-        if gate is None or not gate.has_work(self.token_to_kv_pool_allocator.available_size()):
+        is_busy = gate is not None and gate.has_work(self.token_to_kv_pool_allocator.available_size())
+        if not is_busy and not self._chunks.keeper.is_waiting:
             super().maybe_sleep_on_idle()
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> bool:

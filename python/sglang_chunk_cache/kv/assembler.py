@@ -11,7 +11,7 @@ host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,15 @@ from sglang.srt.runtime_context import get_schedule
 
 from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+MAX_STAGED_BYTES = 64 << 20
+"""Bytes on the device, on their way to or from the host, of one copy; a copy is at least a layer of K or V."""
 
 
 @dataclass(frozen=True)
@@ -82,31 +87,37 @@ class KVAssembler:
 
     def gather(self, slots: torch.Tensor) -> HostKV:
         """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
-        k, v = (
-            torch.empty(
-                (len(buffers), len(slots), *buffers[0].shape[1:]), dtype=buffers[0].dtype, pin_memory=not self._is_cpu
-            )
-            for buffers in (self._k_buffers, self._v_buffers)
-        )
         copied = None
+        kv = []
         with self._behind_launched_forwards(slots):
-            for target, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
-                for layer, buffer in enumerate(buffers):
-                    if self._is_cpu:
-                        torch.index_select(buffer, 0, slots, out=target[layer])
-                    else:
-                        self._download(buffer.index_select(0, slots), target[layer])
+            for buffers in (self._k_buffers, self._v_buffers):
+                found = host_buffer((len(buffers), len(slots), *buffers[0].shape[1:]), buffers[0].dtype)
+                for part in self._parts(found, range(len(buffers))):
+                    target = found[part.start : part.stop]
+                    staged = target if self._is_cpu else torch.empty_like(target, device=buffers[0].device)
+                    for layer, one in zip(part, staged, strict=True):
+                        torch.index_select(buffers[layer], 0, slots, out=one)
+                    if not self._is_cpu:
+                        self._download(staged, target)
+                kv.append(found)
             if not self._is_cpu:
                 copied = self._side_stream().record_event()
-        return HostKV(k, v, copied)
+        return HostKV(*kv, copied)
 
     def fill(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layers: range | None = None) -> None:
-        """Writes what `gather` gave, of all layers or of some, to other slots of equal number."""
+        """Writes what `gather` gave, of all layers or of some, to other slots of equal number.
+
+        Args:
+            k, v: of all layers, in memory of `host_buffer`.
+        """
+        layers = range(len(self._k_buffers)) if layers is None else layers
         with self._behind_launched_forwards(slots):
-            for layer in range(len(self._k_buffers)) if layers is None else layers:
-                for source, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
-                    value = source[layer] if self._is_cpu else self._upload(source[layer], buffers[layer].device)
-                    buffers[layer].index_copy_(0, slots, value)
+            for source, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
+                for part in self._parts(source, layers):
+                    values = source[part.start : part.stop]
+                    values = values if self._is_cpu else self._upload(values, buffers[0].device)
+                    for layer, value in zip(part, values, strict=True):
+                        buffers[layer].index_copy_(0, slots, value)
 
     def fingerprint(self, server_args: Any, tp_rank: int, tp_size: int) -> Fingerprint:
         """What the KV of this rank depends on."""
@@ -130,6 +141,13 @@ class KVAssembler:
         )
 
     # Copies between host and device take a stream of their own, so that forwards run on meanwhile.
+
+    @staticmethod
+    def _parts(value: torch.Tensor, layers: range) -> Iterator[range]:
+        """The layers in ranges that are copied at once, by the bytes of a layer of `value` `[num_layers, ...]`."""
+        step = max(1, MAX_STAGED_BYTES // max(1, value[0].nbytes))
+        for begin in range(layers.start, layers.stop, step):
+            yield range(begin, min(begin + step, layers.stop))
 
     def _side_stream(self) -> Any:
         if self._side is None:

@@ -46,32 +46,18 @@ def chunk_of(positions: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) 
 
 
 def group_mask(
-    positions: torch.Tensor,
-    chunk: torch.Tensor,
-    chunk_starts: Sequence[int],
-    chunk_lens: Sequence[int],
-    *,
-    size: int,
-    threshold: int,
+    window: torch.Tensor, stays: torch.Tensor, window_lens: torch.Tensor, *, size: int, threshold: int
 ) -> torch.Tensor:
     """Rows that lie in windows with more than `threshold` of `size` tokens among them (`methods.grouping`).
 
     Args:
-        positions, chunk: `[num_rows]`; chunk -1 marks rows that stay whatever their window.
-        chunk_starts, chunk_lens: of whole chunks, by chunk.
+        window: `[num_rows]` int64, the window that each row lies in.
+        stays: bool `[num_rows]`, rows that stay whatever their window, and do not count.
+        window_lens: `[num_windows]` int64, tokens of each window, `size` but where a chunk ends.
 
     Returns:
         Bool `[num_rows]`.
     """
-    device = positions.device
-    num_windows = [-(-length // size) for length in chunk_lens]
-    firsts = torch.tensor([sum(num_windows[:i]) for i in range(len(num_windows))], device=device)
-    starts, lens = torch.tensor(list(chunk_starts), device=device), torch.tensor(list(chunk_lens), device=device)
-    stays = chunk < 0
-    index = chunk.clamp(min=0)
-    window = torch.where(stays, 0, (positions - starts[index]) // size)
-    key = firsts[index] + window
-    num_selected = torch.zeros(sum(num_windows), dtype=torch.int64, device=device)
-    num_selected.scatter_add_(0, key, stays.logical_not().to(torch.int64))
-    window_len = (lens[index] - window * size).clamp(max=size)
-    return stays | (num_selected[key] * size > threshold * window_len)
+    num_selected = torch.zeros_like(window_lens).scatter_add_(0, window, stays.logical_not().to(torch.int64))
+    is_kept = num_selected * size > threshold * window_lens
+    return stays | is_kept[window]

@@ -1,27 +1,31 @@
 """ChunkKeeper: carries out what the manager decides to keep of a prompt that was computed.
 
-Verbs: `remember` (the chunks of a prompt that SGLang checkpoints, and promotions), `left_of` (what of a request's slots
-is still its own), `release`.
+Verbs: `remember` (the chunks of a prompt that SGLang checkpoints, and promotions), `poll` (their statistics, which
+follow), `left_of` (what of a request's slots is still its own), `release`, `clear`.
 
 Promises: KV of a fused request is never inserted under its exact prefix; its private slots are freed with it, or change
 owner to a node of their own, never both. A promotion copies KV bit by bit at the position that it was computed at, or
-does nothing where there is no room.
+does nothing where there is no room. A chunk is stored at once; its statistics take effect when they have come, on all
+tensor-parallel ranks from the same step on, and nobody waits for them.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
 from chunk_cache.refresh import Origin, RefreshQueue
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.ranks import Votes
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.request_state import DocChunkRequest
@@ -29,9 +33,19 @@ from sglang_chunk_cache.request_state import DocChunkRequest
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_chunk_cache.kv.statistics_taker import ChunkSums
+
 logger = logging.getLogger(__name__)
 
 Ranges = list[tuple[int, int]]
+
+
+class _Awaited(NamedTuple):
+    """A variant that is stored, and the sums that its statistics will come from."""
+
+    variant_id: int
+    sums: ChunkSums
+    chunk: int
 
 
 class ChunkKeeper:
@@ -40,7 +54,8 @@ class ChunkKeeper:
     Args:
         cache: SGLang's radix cache, whose request rows are read.
         refresh: learns how derived variants can be computed exactly.
-        note_stored: told of each variant that is stored; for the tiers below.
+        note_stored: told of each variant that is stored, with its statistics; for the tiers below.
+        reduce_max: the element-wise maximum of votes over the tensor-parallel ranks; None = there is one rank.
     """
 
     def __init__(
@@ -54,6 +69,7 @@ class ChunkKeeper:
         refresh: RefreshQueue,
         metrics: ChunkMetrics,
         note_stored: Callable[[Variant], None] | None,
+        reduce_max: Callable[[Votes], Votes] | None,
     ) -> None:
         self._cache = cache
         self._manager = manager
@@ -63,6 +79,8 @@ class ChunkKeeper:
         self._refresh = refresh
         self._metrics = metrics
         self._note_stored = note_stored
+        self._reduce_max = reduce_max
+        self._awaited: deque[_Awaited] = deque()
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
 
     def remember(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
@@ -78,6 +96,32 @@ class ChunkKeeper:
                     self._keep(req, state, action, self._own_home(req, state, action))
             for promotion in self._manager.promote(state.plan):
                 self._promote(promotion)
+        self.poll()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether statistics are still on their way."""
+        return bool(self._awaited)
+
+    def poll(self) -> None:
+        """Statistics that have come to all ranks take effect, in the order of the chunks; once per scheduling step.
+
+        Most are there when their request has finished: SGLang has waited for the result of the forward behind them.
+        """
+        if not self._awaited:
+            return  # on all ranks: they store and await the same
+        num_there = sum(1 for _ in itertools.takewhile(lambda one: one.sums.is_there(one.chunk), self._awaited))
+        if self._reduce_max is not None:
+            num_there = -int(self._reduce_max(np.array([-num_there], dtype=np.int64))[0])
+        for _ in range(num_there):
+            one = self._awaited.popleft()
+            variant = self._manager.index.describe(one.variant_id, one.sums.statistics(one.chunk))
+            if variant is not None and self._note_stored is not None:
+                self._note_stored(variant)
+
+    def clear(self) -> None:
+        """The tree was emptied."""
+        self._awaited.clear()
 
     def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
         if state.remembered or not state.keys or state.unsupported:
@@ -98,10 +142,12 @@ class ChunkKeeper:
     def _keep(self, req: Req, state: DocChunkRequest, keep: Keep, home: Home | None) -> None:
         if home is None:
             return
-        variant = self._manager.complete(state.prompt, keep, home, _statistics(state, keep.chunk))
+        variant = self._manager.complete(state.prompt, keep, home)
         if variant is None:
             return
-        if self._note_stored is not None:
+        if state.sums is not None and state.sums.has(keep.chunk):
+            self._awaited.append(_Awaited(variant.variant_id, state.sums, keep.chunk))
+        elif self._note_stored is not None:
             self._note_stored(variant)
         if keep.is_prepared:
             self._metrics.count_maintenance("prepared")
@@ -154,10 +200,6 @@ class ChunkKeeper:
     def release(self, request_row: int) -> None:
         """The row is about to belong to another request."""
         self._handed_over.pop(request_row, None)
-
-
-def _statistics(state: DocChunkRequest, chunk: int) -> ChunkStatistics | None:
-    return None if state.sums is None else state.sums.statistics(chunk)
 
 
 def subtract_ranges(ranges: Ranges, taken: Ranges | tuple[()]) -> Ranges:

@@ -1,17 +1,18 @@
 """ChunkPool: the KV pool as a place that chunks are brought into.
 
-Verbs: `allocate` (slots, by eviction where there are too few), `load` (fills private slots of a request by its plan),
-`has`, `kv_of`, `bring_in` (what the tiers below ask).
+Verbs: `allocate` (slots, by eviction where there are too few), `load` (private slots of a request, to be filled by its
+plan), `flush` (fills them, those of all loads at once), `has`, `kv_of`, `bring_in` (what the tiers below ask).
 
-Promises: a load brings all it promised or nothing. Its sources are protected from eviction while it allocates, and only
-then: the copy is enqueued before `load` returns, and whoever gets a source slot next writes to it on the same stream,
-later.
+Promises: a load brings all it promised or nothing. Its sources are protected from eviction while it allocates. From
+then on nothing leaves the tree before a `flush`, and nobody reads or frees the private slots: the forward of the same
+step begins with one. A copy that is enqueued needs no protection: whoever gets a source slot next writes to it on the
+same stream, later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
 from chunk_cache.plan import ChunkPlan, RecomputePlan
 from chunk_cache.variant import Variant
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
@@ -28,6 +30,14 @@ from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
 if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.base import StoredVariant
     from sglang_chunk_cache.tiers.stream import LayerStream
+
+
+class _Copy(NamedTuple):
+    """Slots to slots, int64 `[n]` on the device, K turned by `shift` positions."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    shift: int
 
 
 class ChunkPool:
@@ -51,6 +61,7 @@ class ChunkPool:
         self._store = store
         self._assembler = assembler
         self._landings = landings
+        self._copies: list[_Copy] = []  # of loads since the last flush
 
     def allocate(self, num_tokens: int, sources: Sequence[Variant] = ()) -> torch.Tensor | None:
         """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
@@ -76,7 +87,7 @@ class ChunkPool:
         return slots
 
     def load(self, plan: RecomputePlan) -> tuple[torch.Tensor, tuple[LayerCopy, ...]] | None:
-        """Brings in the hits of a plan; None where there is no room.
+        """Room for the hits of a plan, which `flush` brings in; None where there is none.
 
         Returns:
             `[load_len]` int64 slots, on the device, and what is still on its way, to be copied during the forward.
@@ -93,28 +104,34 @@ class ChunkPool:
                 copied.setdefault(self._store.node_id(variant), []).append((chunk, variant))
                 continue
             first = chunk.dst_start - plan.load_start
-            delta = torch.full((chunk.num_reused,), chunk.shift, dtype=torch.int64, device=slots.device)
             source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
-            layer_copies.append(LayerCopy(landing, source, slots[first : first + chunk.num_reused], delta))
-        if copied:
-            self._copy(copied, slots, plan.load_start)
+            layer_copies.append(LayerCopy(landing, source, slots[first : first + chunk.num_reused], chunk.shift))
+        self._note_copies(copied, slots, plan.load_start)
         self._manager.use(sources)
         self._touch([variant for _, variant in sources])
         return slots, tuple(layer_copies)
 
-    def _copy(self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int) -> None:
-        """One look at each path of the tree, one copy for all."""
-        sources, targets, chunks = [], [], []
+    def _note_copies(
+        self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int
+    ) -> None:
+        """One look at each path of the tree."""
         for group in copied.values():
             path, starts = self._store.path_slots([variant for _, variant in group])
             for start, (chunk, _) in zip(starts, group, strict=True):
                 first = start + chunk.src_offset
-                sources.append(path[first : first + chunk.num_reused])
-                targets.append(slots[chunk.dst_start - load_start : chunk.dst_end - load_start])
-                chunks.append(chunk)
-        delta = np.array([chunk.shift for chunk in chunks]).repeat([chunk.num_reused for chunk in chunks])
-        delta = torch.from_numpy(delta).to(slots.device, non_blocking=True)
-        self._assembler.copy(torch.cat(sources), torch.cat(targets), delta)
+                source = path[first : first + chunk.num_reused]
+                target = slots[chunk.dst_start - load_start : chunk.dst_end - load_start]
+                self._copies.append(_Copy(source, target, chunk.shift))
+
+    def flush(self) -> None:
+        """Enqueues the copies of all loads since the last time, as one."""
+        if not self._copies:
+            return
+        copies, self._copies = self._copies, []
+        sources, targets, shifts = zip(*copies, strict=True)
+        delta = np.repeat(np.array(shifts, dtype=np.int64), [len(source) for source in sources])
+        (delta_on_device,) = upload([delta], targets[0].device)
+        self._assembler.copy(torch.cat(sources), torch.cat(targets), delta_on_device)
 
     def _touch(self, variants: Sequence[Variant]) -> None:
         last_of: dict[object, Variant] = {}

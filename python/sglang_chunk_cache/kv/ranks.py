@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.distributed import tensor_model_parallel_all_gather
 
 Votes: TypeAlias = npt.NDArray[np.int64]
 
@@ -25,5 +25,9 @@ def max_over_ranks(group: torch.distributed.ProcessGroup) -> Callable[[Votes], V
 
 
 def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
-    """`values` summed over the tensor-parallel ranks, the same on each."""
-    return values if tp_size == 1 else tensor_model_parallel_all_reduce(values)
+    """`values` summed over the tensor-parallel ranks, bit for bit the same on each, so that all choose alike.
+
+    What is gathered are the parts themselves, and every rank adds them in the same order. An all-reduce may add in an
+    order of its own on each rank: no library promises otherwise.
+    """
+    return values if tp_size == 1 else tensor_model_parallel_all_gather(values[None], dim=0).sum(0)

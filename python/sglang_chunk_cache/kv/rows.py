@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kernel_ext.sparse_extend import SparseExtend
-from sglang_chunk_cache.kv.transfer import upload
+from sgl_kernel_ext.transfer import upload
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -14,14 +14,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.transfer import Download, upload
 from sglang_chunk_cache.kv.choose import chunk_of, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
@@ -41,38 +43,55 @@ def sampled_heads(num_heads: int) -> list[int]:
     return [i * num_heads // count for i in range(count)]
 
 
+class _Part(NamedTuple):
+    """What one forward found of a chunk: rows [begin, end) of the prompt, sums from `at` on in what comes."""
+
+    begin: int
+    end: int
+    sums: Download
+    at: int
+
+
 class ChunkSums:
-    """Sums over layers for the chunks of one request, as far as they were computed."""
+    """Sums over layers for the chunks of one request, as far as they were computed; they come by and by."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
         self._spans = spans
         self._num_layers = num_layers
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._parts: dict[int, list[_Part]] = {}
 
-    def add(
-        self, chunk: int, begin: int, outside: torch.Tensor, received: torch.Tensor, by_chunk: torch.Tensor
-    ) -> None:
-        """Sums of one forward, float32.
+    def add(self, chunk: int, begin: int, end: int, sums: Download, at: int) -> None:
+        """What a forward found that computed the positions [begin, end) of the prompt.
 
         Args:
-            outside: `[num computed tokens]`, from prompt position `begin` on.
-            received: `[chunk length]`.
-            by_chunk: `[chunk]` on each context chunk.
+            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
+                context chunk.
         """
-        start, end = self._spans[chunk]
-        if chunk not in self._sums:
-            missing = torch.full((end - start,), float("nan"), device=outside.device)
-            self._sums[chunk] = (missing, torch.zeros_like(missing), torch.zeros_like(by_chunk))
-        own_outside, own_received, own_by_chunk = self._sums[chunk]
-        own_outside[begin - start : begin - start + len(outside)] = outside
-        own_received += received
-        own_by_chunk += by_chunk
+        self._parts.setdefault(chunk, []).append(_Part(begin, end, sums, at))
 
-    def statistics(self, chunk: int) -> ChunkStatistics | None:
-        """Means over the layers, on the host; None where nothing of the chunk was computed."""
-        if chunk not in self._sums:
-            return None
-        outside, received, by_chunk = (sums.cpu() / self._num_layers for sums in self._sums[chunk])
+    def has(self, chunk: int) -> bool:
+        """Whether anything of the chunk was computed."""
+        return chunk in self._parts
+
+    def is_there(self, chunk: int) -> bool:
+        """Whether `statistics` returns at once."""
+        return all(part.sums.is_there for part in self._parts[chunk])
+
+    def statistics(self, chunk: int) -> ChunkStatistics:
+        """Means over the layers."""
+        start, end = self._spans[chunk]
+        outside, received, by_chunk = (
+            torch.full((end - start,), float("nan")),
+            torch.zeros(end - start),
+            torch.zeros(chunk),
+        )
+        for part in self._parts[chunk]:
+            sizes = [part.end - part.begin, part.end - start, chunk]
+            own_outside, own_received, own_by_chunk = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
+            outside[part.begin - start : part.end - start] = own_outside
+            received[: part.end - start] += own_received
+            by_chunk += own_by_chunk
+        outside, received, by_chunk = (sums / self._num_layers for sums in (outside, received, by_chunk))
         return ChunkStatistics.taken(
             outside.numpy(),
             torch.where(outside.isnan(), outside, received).numpy(),
@@ -117,16 +136,29 @@ def _grouped(jobs: Sequence[_Job], implementation: str) -> list[list[_Job]]:
     return [list(group) for _, group in itertools.groupby(jobs, lambda job: job.request)]
 
 
-def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Which rows of their request the jobs are about, in order, and where the chunk of each begins; None of one job."""
+class _Rows(NamedTuple):
+    """Rows of a batch that one call is about, `[n]` int64 on the device."""
+
+    index: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor | None
+    """Where the chunk of each begins; None of one job."""
+
+
+def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[int]) -> _Rows:
+    """The rows of the jobs, all of one request, in order."""
+    first = sum(row_lens[: jobs[0].request])
+    own = positions[first : first + row_lens[jobs[0].request]]
     num_rows = sum(job.end - job.begin for job in jobs)
-    if len(jobs) == 1:  # without a tensor of bounds, which a GPU would have to be given
-        return keep_where((positions >= jobs[0].begin) & (positions < jobs[0].end), num_rows), None
-    bounds = zip(*((job.begin, job.end, job.span[0]) for job in jobs), strict=True)
-    begins, ends, starts = torch.tensor(list(bounds), device=positions.device)
-    which = chunk_of(positions, begins, ends)
-    chosen = keep_where(which >= 0, num_rows)
-    return chosen, starts[which[chosen]]
+    if len(jobs) == 1:
+        index, starts = keep_where((own >= jobs[0].begin) & (own < jobs[0].end), num_rows), None
+    else:
+        bounds = zip(*((job.begin, job.end, job.span[0]) for job in jobs), strict=True)
+        begins, ends, chunk_starts = upload([np.array(one, dtype=np.int64) for one in bounds], own.device)
+        which = chunk_of(own, begins, ends)
+        index = keep_where(which >= 0, num_rows)
+        starts = chunk_starts[which[index]]
+    return _Rows(index + first, own[index], starts)
 
 
 class StatisticsTaker:
@@ -142,6 +174,8 @@ class StatisticsTaker:
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
         self._num_sampled = 1
         self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._row_lens: list[int] = []
+        self._rows: list[_Rows] = []  # of each group, as long as the rows are the same
         self._total = torch.zeros(sum(sum(job.sizes) for job in jobs), device=kv_pool.device)
         self._sums = torch.split(self._total, [sum(job.sizes) for job in jobs])  # views
         self._is_observed = False
@@ -194,23 +228,23 @@ class StatisticsTaker:
         heads, kv_heads = self._own_heads(layer)
         if not len(heads):
             return
+        if self._row_lens != list(row_lens):  # rows leave, but never without their number
+            self._row_lens = list(row_lens)
+            self._rows = [_rows_of(jobs, positions, row_lens) for jobs in self._groups]
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
         keys = self._kv_pool.get_key_buffer(layer.layer_id)
         sums = iter(self._sums)
-        for jobs in self._groups:
+        for jobs, rows in zip(self._groups, self._rows, strict=True):
             last = jobs[-1]
-            first = sum(row_lens[: last.request])
-            own = positions[first : first + row_lens[last.request]]
-            chosen, starts = _rows_of(jobs, own)
             received, by_segment = attention_mass(
-                q[chosen + first],
+                q[rows.index],
                 keys[last.slots[:, None], kv_heads],
-                own[chosen],
+                rows.positions,
                 sm_scale=layer.scaling,
                 logit_cap=layer.logit_cap,
                 segment_starts=last.segment_starts,
                 skip_self=True,
-                row_starts=starts,
+                row_starts=rows.starts,
                 backend=self._kernel,
             )
             assert by_segment is not None
@@ -228,8 +262,8 @@ class StatisticsTaker:
             sampled = sampled_heads(layer.tp_q_head_num * self._tp_size)
             heads = [h - first for h in sampled if 0 <= h - first < layer.tp_q_head_num]
             group = layer.tp_q_head_num // layer.tp_k_head_num
-            both = torch.tensor([heads, [h // group for h in heads]], dtype=torch.int64)
-            q_heads, kv_heads = both.to(self._kv_pool.device, non_blocking=True)
+            both = np.array([heads, [h // group for h in heads]], dtype=np.int64)
+            q_heads, kv_heads = upload([both], self._kv_pool.device)[0]
             self._num_sampled, self._heads = len(sampled), (q_heads, kv_heads)
         return self._heads
 
@@ -237,14 +271,11 @@ class StatisticsTaker:
         """Hands the sums to the requests, averaged over the sampled heads of all ranks."""
         if not self._is_observed:
             return  # the forward did not run the layers (it was replayed from a graph)
-        parts = torch.split(
-            sum_over_ranks(self._total / self._num_sampled, self._tp_size),
-            [size for job in self._jobs for size in job.sizes],
-        )
-        for job, outside, received, by_chunk in zip(self._jobs, parts[::3], parts[1::3], parts[2::3], strict=True):
-            received = torch.nn.functional.pad(received, (0, job.span[1] - job.end))
+        sums = Download(sum_over_ranks(self._total / self._num_sampled, self._tp_size))
+        begins = itertools.accumulate((sum(job.sizes) for job in self._jobs), initial=0)
+        for job, at in zip(self._jobs, begins, strict=False):
             assert job.state.sums is not None
-            job.state.sums.add(job.chunk, job.begin, outside, received, by_chunk)
+            job.state.sums.add(job.chunk, job.begin, job.end, sums, at)
 
 
 def _computed_ranges(state: DocChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:

@@ -87,8 +87,7 @@ class DriftCorrection:
     def _prepare(self, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int, kv_len: int) -> _Sides:
         device = positions.device
         recomputed = keep_where(row_chunk >= 0, num_recomputed)
-        is_row = torch.zeros(kv_len, dtype=torch.bool, device=device)
-        is_row[positions[recomputed]] = True
+        is_row = torch.zeros(kv_len, dtype=torch.bool, device=device).index_fill_(0, positions[recomputed], True)
         kept = keep_where(is_row[self._positions].logical_not(), len(self._positions) - num_recomputed)
         others = self._positions[kept]
         # A product and not a sum by index, whose order a GPU does not promise.

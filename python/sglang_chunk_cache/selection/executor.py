@@ -21,8 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.model import decoder_of, keep_residual_rows
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.selection.base import RowsAtLayer
@@ -40,11 +42,24 @@ class LateRows:
     Attributes:
         num_load_rows: rows in front of the ordinary extend.
         prompt_ids: `[load_end]` token ids, on the device.
-        slots: `[kv_len]` int64, the slot of each position.
     """
 
     num_load_rows: int
     prompt_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The rows that ask, of all requests whose question is asked first: what must be computed in any case.
+
+    Attributes:
+        row_lens: per request of the batch, 0 where nothing is asked.
+        positions, ids, slots: `[num_rows]` int64, on the device.
+    """
+
+    row_lens: list[int]
+    positions: torch.Tensor
+    ids: torch.Tensor
     slots: torch.Tensor
 
 
@@ -55,15 +70,22 @@ class LayerwiseForward:
         rows: of the pass that computes the answer, as it begins; positions of late rows are placeholders.
         requests: one per request of the batch.
         late: one per request; None where no question is asked first.
+        first: the pass of the question; None where no question is asked first.
         tp_size: ranks among which the heads are divided.
     """
 
     def __init__(
-        self, rows: FusedRows, requests: Sequence[RequestProgress], late: Sequence[LateRows | None], tp_size: int
+        self,
+        rows: FusedRows,
+        requests: Sequence[RequestProgress],
+        late: Sequence[LateRows | None],
+        first: FirstPass | None,
+        tp_size: int,
     ) -> None:
         self._rows = rows
         self._requests = requests
         self._late = late
+        self._first = first
         self._tp_size = tp_size
         self.is_asking = False
         self._is_cut = False
@@ -83,7 +105,7 @@ class LayerwiseForward:
         """Inside the scope the decoder of `model` runs with this selection."""
         decoder = decoder_of(model)
         handles = [layer.register_forward_pre_hook(self._before_layer) for layer in decoder.layers]
-        if any(late is not None for late in self._late):
+        if self._first is not None:
             handles.append(decoder.register_forward_pre_hook(self._before_decoder))
         try:
             yield
@@ -95,47 +117,31 @@ class LayerwiseForward:
 
     def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...]) -> None:
         input_ids, positions, batch = args[:3]
-        first = [
-            request.positions if late is not None else request.positions[:0]
-            for request, late in zip(self._requests, self._late, strict=True)
-        ]
+        first = self._first
+        assert first is not None
         asking = copy.copy(batch)
-        ids, slots = [], []
-        begin = 0
-        for length, late, first_positions in zip(self.row_lens, self._late, first, strict=True):
-            if late is not None:
-                # The question and what follows it are the end of the rows, missing chunks stand among the others.
-                ids.append(self._ids_of(input_ids[begin : begin + length], late, first_positions))
-                slots.append(late.slots[first_positions])
-            begin += length
-        asking.input_ids, asking.out_cache_loc = torch.cat(ids), torch.cat(slots).to(batch.out_cache_loc.dtype)
-        asking.positions = torch.cat(first).to(positions.dtype)
+        asking.input_ids, asking.positions = first.ids.to(input_ids.dtype), first.positions.to(positions.dtype)
+        asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
         main = self._rows
-        lens = [len(one) for one in first]
-        set_lengths(asking, lens, cut=[0] * len(lens))
-        self._rows, self.is_asking = main.with_rows(torch.cat(first), lens), True
+        set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
+        self._rows, self.is_asking = main.with_rows(first.positions, first.row_lens), True
         try:
             decoder.forward(asking.input_ids, asking.positions, asking)
         finally:
             self._rows, self.is_asking = main, False
         self._place_late_rows(input_ids, positions, batch)
 
-    def _ids_of(self, row_ids: torch.Tensor, late: LateRows, positions: torch.Tensor) -> torch.Tensor:
-        num_tail = len(row_ids) - late.num_load_rows
-        num_load = len(positions) - num_tail
-        return torch.cat([late.prompt_ids[positions[:num_load]], row_ids[late.num_load_rows :]])
-
     def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
         """Overwrites the placeholders; the tensors are those that the model was called with."""
         begin = 0
-        for request, late, length in zip(self._requests, self._late, self.row_lens, strict=True):
+        for i, (request, late, length) in enumerate(zip(self._requests, self._late, self.row_lens, strict=True)):
             if late is not None:
                 found = request.begin_main()
                 load = slice(begin, begin + late.num_load_rows)
                 at = found[: late.num_load_rows]
                 input_ids[load] = late.prompt_ids[at].to(input_ids.dtype)
                 positions[load] = at.to(positions.dtype)
-                batch.out_cache_loc[load] = late.slots[at].to(batch.out_cache_loc.dtype)
+                batch.out_cache_loc[load] = self._rows.slots_of(i)[at].to(batch.out_cache_loc.dtype)
             begin += length
         self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
 
@@ -235,17 +241,18 @@ class LayerwiseForward:
 def set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
     """Makes all lengths of `batch` those of `row_lens`; `cut` rows are gone from the front of each request."""
     num_rows = sum(row_lens)
-    device = batch.extend_seq_lens.device
-    batch.extend_seq_lens_cpu = row_lens
-    batch.extend_seq_lens = torch.tensor(row_lens, dtype=batch.extend_seq_lens.dtype).to(device, non_blocking=True)
-    batch.extend_num_tokens = num_rows
-    if batch.extend_start_loc is not None:
-        ends = torch.cumsum(batch.extend_seq_lens, 0)
-        batch.extend_start_loc = (ends - batch.extend_seq_lens).to(batch.extend_start_loc.dtype)
+    batch.extend_seq_lens_cpu, batch.extend_num_tokens = row_lens, num_rows
     if batch.extend_prefix_lens is not None:
         batch.extend_prefix_lens_cpu = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, cut, strict=True)]
-        prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu, dtype=batch.extend_prefix_lens.dtype)
-        batch.extend_prefix_lens = prefix_lens.to(device, non_blocking=True)
+    given = {
+        "extend_seq_lens": row_lens,
+        "extend_start_loc": np.cumsum([0, *row_lens[:-1]]),
+        "extend_prefix_lens": batch.extend_prefix_lens_cpu,
+    }
+    lengths = {name: np.array(lens, np.int32) for name, lens in given.items() if getattr(batch, name) is not None}
+    uploaded = upload(list(lengths.values()), batch.extend_seq_lens.device)
+    for name, tensor in zip(lengths, uploaded, strict=True):
+        setattr(batch, name, tensor.to(getattr(batch, name).dtype))
     if batch.extend_logprob_start_lens_cpu is not None:
         starts = zip(batch.extend_logprob_start_lens_cpu, cut, strict=True)
         batch.extend_logprob_start_lens_cpu = [start - gone for start, gone in starts]

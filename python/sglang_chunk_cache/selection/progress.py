@@ -21,12 +21,14 @@ from chunk_cache.methods import METHODS, Stage
 from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan import RecomputePlan
 from sgl_kernel_ext.rotary import RotarySpec
-from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
+from sgl_kernel_ext.transfer import Download
+from sglang_chunk_cache.kv.choose import group_mask, keep_best, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
 from sglang_chunk_cache.selection.drift import DriftCorrection
 from sglang_chunk_cache.selection.focus import FocusTracker
 from sglang_chunk_cache.selection.report import SelectionReport
+from sglang_chunk_cache.selection.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,19 @@ class Pending:
 
     def __init__(self, mask: torch.Tensor, pieces: list[Piece], settled: torch.Tensor | None) -> None:
         self.mask = mask
-        flag = torch.zeros((), dtype=torch.bool, device=mask.device) if settled is None else settled
-        counts = [part.sum() for part in torch.split(mask, [piece.num_rows for piece in pieces])]
-        values = torch.stack([flag.to(torch.int64), *counts])
-        self._event = None
-        if values.device.type == "cpu":
-            self._values = values
-            return
-        self._values = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
-        self._values.copy_(values, non_blocking=True)
-        self._event = torch.get_device_module(values.device).Event()
-        self._event.record()
+        self._has_settled = settled is not None
+        self._download = Download(mask if settled is None else torch.cat([mask, settled[None]]))
+        self._starts = np.cumsum([0, *(piece.num_rows for piece in pieces[:-1])])
 
     def read(self) -> tuple[bool, list[int]]:
         """Whether the focus has settled, and how many rows of each piece stay.
 
-        Waits for the layer that decided; the layer behind it is queued by then, so the device has work.
+        The one wait of a fused batch, of methods with grouping or focus: how many rows the next layer has is what the
+        layer before it has found. It waits for that layer; the layer behind it is queued by then, so the device works.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        settled, *counts = self._values.tolist()
-        return bool(settled), counts
+        values = self._download.read().numpy()
+        counts = np.add.reduceat(values[: len(self.mask)], self._starts, dtype=np.int64)
+        return self._has_settled and bool(values[-1]), counts.tolist()
 
 
 class RequestProgress:
@@ -85,6 +79,7 @@ class RequestProgress:
 
     Args:
         plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
+        tables: of the plan, on the device; None without one.
         positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
         num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         num_layers: of the model.
@@ -95,6 +90,7 @@ class RequestProgress:
     def __init__(
         self,
         plan: RecomputePlan | None,
+        tables: Tables | None,
         positions: torch.Tensor,
         *,
         num_question: int,
@@ -120,11 +116,10 @@ class RequestProgress:
         if plan is None:
             return
         assert plan.selection is not None
+        assert tables is not None
         selection = self._selection = plan.selection
-        device = positions.device
+        self._tables = tables
         self._hits = [chunk for chunk in plan.chunks if chunk.num_reused]
-        self._starts = torch.tensor([chunk.dst_start for chunk in self._hits], device=device)
-        self._ends = torch.tensor([chunk.dst_end for chunk in self._hits], device=device)
         if explain:
             self.report = SelectionReport(plan, num_layers)
         if selection.stage is not Stage.BEFORE:
@@ -136,22 +131,20 @@ class RequestProgress:
             self._scored_layers = method.scored_layers(selection.options, num_layers)
             self._question_scores: torch.Tensor | None = None
         if selection.focus_window:
-            self._focus = FocusTracker(len(plan.chunks), selection.focus_window, device)
-            self._bounds = torch.tensor([(chunk.start, chunk.end) for chunk in plan.chunks], device=device)
-            self._ordinals = torch.tensor([i for i, c in enumerate(plan.chunks) if c.num_reused], device=device)
+            self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
         if selection.drift:
             assert rotary is not None
-            reused = self._reused_positions()
-            self._drift = DriftCorrection(
-                rotary, reused, chunk_of(reused, self._starts, self._ends), len(self._hits), selection.drift
-            )
+            reused = tables.reused
+            self._drift = DriftCorrection(rotary, reused, tables.chunk_at[reused], len(self._hits), selection.drift)
         if not self.asks_first:
             self._begin(positions)
 
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
-        return cls(None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False)
+        return cls(
+            None, None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False
+        )
 
     @property
     def asks_first(self) -> bool:
@@ -175,12 +168,13 @@ class RequestProgress:
         """Chooses by the scores of the first pass; returns the positions of all rows, `[num_rows]`."""
         assert self._plan is not None
         assert self._question_scores is not None, "no layer of the first pass was scored"
-        reused = self._reused_positions()
+        reused = self._tables.reused
         scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
-        late = reused[keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))]
+        found = keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))
         if self.report is not None:
-            self.report.record_scores(scores, torch.isin(reused, late), layer_id=None)
-        self._begin(torch.cat([self.positions, late]).sort().values)
+            is_late = torch.zeros_like(reused, dtype=torch.bool).index_fill_(0, found, True)
+            self.report.record_scores(scores, is_late, layer_id=None)
+        self._begin(torch.cat([self.positions, reused[found]]).sort().values)
         self._after_selection()
         self.finish_layer()
         return self.positions
@@ -235,12 +229,12 @@ class RequestProgress:
         assert self._focus is not None
         received = sum_over_ranks(rows.question_mass(), self._tp_size)
         running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
-        bounds = self._bounds.clamp(max=len(received))  # a prompt's end may come in a later step
-        found = self._focus.update(layer_id, (running[bounds[:, 1]] - running[bounds[:, 0]]).float())
+        before_start, before_end = running[self._tables.bounds]
+        found = self._focus.update(layer_id, (before_end - before_start).float())
         if found is None:
             return
         settled, is_focused = found
-        stays = (self._chunk < 0) | is_focused[self._ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
+        stays = (self._chunk < 0) | is_focused[self._tables.ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
         self._settled = settled
         self._stays = stays if self._stays is None else self._stays & stays
         if self.report is not None:
@@ -264,14 +258,10 @@ class RequestProgress:
 
     # Bookkeeping.
 
-    def _reused_positions(self) -> torch.Tensor:
-        ranges = [np.arange(chunk.dst_start, chunk.dst_end) for chunk in self._hits]
-        return torch.from_numpy(np.concatenate(ranges)).to(self.positions.device)
-
     def _begin(self, positions: torch.Tensor) -> None:
         """From here on these are the rows."""
         self.positions = positions
-        self._chunk = chunk_of(positions, self._starts, self._ends)
+        self._chunk = self._tables.chunk_at[positions]
         self._pieces = self._initial_pieces(len(positions))
         self._is_selected = self._selection.stage is Stage.BEFORE
         if self.report is not None and self._is_selected:
@@ -303,10 +293,9 @@ class RequestProgress:
             self.report.record_selected(self.positions)
         if self._selection.group_size:
             self._stays = group_mask(
-                self.positions,
-                self._chunk,
-                [chunk.start for chunk in self._hits],
-                [chunk.end - chunk.start for chunk in self._hits],
+                self._tables.window_at[self.positions],
+                self._chunk < 0,
+                self._tables.window_lens,
                 size=self._selection.group_size,
                 threshold=self._selection.group_threshold,
             )

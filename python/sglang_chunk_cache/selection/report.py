@@ -1,6 +1,7 @@
 """SelectionReport: what the reply tells a researcher about one request's selection (`"explain": true`).
 
-Verbs: `record_*` (during the forward; tensors stay on the device), `complete` (after it; waits for the device).
+Verbs: `record_*` (during the forward; tensors begin their way to the host), `complete` (once SGLang has the result of
+the forward, so that they are there).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.plan import RecomputePlan
+from sgl_kernel_ext.transfer import Download
 
 
 class SelectionReport:
@@ -20,12 +22,12 @@ class SelectionReport:
     def __init__(self, plan: RecomputePlan, num_layers: int) -> None:
         self._plan = plan
         self._num_layers = num_layers
-        self._selected: torch.Tensor | None = None
-        self._unselected: list[tuple[int, torch.Tensor]] = []
-        self._left: list[tuple[int, torch.Tensor]] = []
-        self._scores: tuple[torch.Tensor, ...] | None = None
+        self._selected: Download | None = None
+        self._unselected: list[tuple[int, Download]] = []
+        self._left: list[tuple[int, Download]] = []
+        self._scores: tuple[Download, ...] | None = None
         self._scored_at: int | None = None
-        self._focus: torch.Tensor | None = None
+        self._focus: Download | None = None
         self._settled_at: int | None = None
         self.seconds = 0.0
 
@@ -35,26 +37,26 @@ class SelectionReport:
         """Scores of the first choice, all `[n]`; `layer_id` None = a pass of the question; `ignore` = not reused."""
         counted = torch.ones_like(is_left) if ignore is None else ignore.logical_not()
         self._scored_at = layer_id
-        self._scores = (scores, is_left, counted)
+        self._scores = (Download(scores), Download(is_left), Download(counted))
 
     def record_begun(self, positions: torch.Tensor) -> None:
         """All rows, where some are chosen at a layer."""
-        self._unselected.append((0, positions))
+        self._unselected.append((0, Download(positions)))
 
     def record_selected(self, positions: torch.Tensor) -> None:
         """All rows once the first choice is made."""
-        self._selected = positions
+        self._selected = Download(positions)
 
     def record_left(self, layer_id: int, positions: torch.Tensor) -> None:
         """All rows that are left from the attention of this layer on."""
         if self._selected is None:
-            self._unselected.append((layer_id, positions))  # early termination came before the first choice
+            self._unselected.append((layer_id, Download(positions)))  # early termination came before the first choice
         else:
-            self._left.append((layer_id, positions))
+            self._left.append((layer_id, Download(positions)))
 
     def record_focus(self, layer_id: int, is_focused: torch.Tensor) -> None:
         """The newest focused set."""
-        self._focus = is_focused
+        self._focus = Download(is_focused)
 
     def record_settled(self, layer_id: int) -> None:
         """The set of this layer has settled."""
@@ -74,9 +76,8 @@ class SelectionReport:
             self._selected = self._unselected[-1][1]
         focus: dict[str, Any] | None = None
         if selection.focus_window:
-            chunks = (
-                None if self._settled_at is None or self._focus is None else self._focus.nonzero().flatten().tolist()
-            )
+            is_known = self._settled_at is not None and self._focus is not None
+            chunks = self._focus.read().nonzero().flatten().tolist() if is_known else None
             focus = {"settled_at_layer": self._settled_at, "chunks": chunks}
         summary = {
             "stage": selection.stage.value,
@@ -90,7 +91,7 @@ class SelectionReport:
     def _summarize_scores(self) -> dict[str, Any] | None:
         if self._scores is None:
             return None
-        scores, is_left, counted = (tensor.cpu() for tensor in self._scores)
+        scores, is_left, counted = (download.read() for download in self._scores)
         reused, chosen = scores[counted].double(), scores[counted & is_left].double()
         return {
             "layer": self._scored_at,
@@ -114,16 +115,16 @@ class SelectionReport:
             rows.append(num)
         return rows
 
-    def _count_reused(self, positions: torch.Tensor) -> int:
-        found = positions.tolist()
+    def _count_reused(self, positions: Download) -> int:
+        found = positions.read().tolist()
         return sum(any(c.dst_start <= p < c.dst_end for c in self._plan.chunks if c.num_reused) for p in found)
 
     def _per_chunk(self) -> list[dict[str, Any]]:
         assert self._selected is not None
-        previous = self._selected.tolist()
+        selected = previous = self._selected.read().tolist()
         steps = []
         for layer, positions in self._left:
-            left = positions.tolist()
+            left = positions.read().tolist()
             steps.append((layer, sorted(set(previous) - set(left))))
             previous = left
         fields = []
@@ -132,7 +133,7 @@ class SelectionReport:
             dropped = [{"layer": layer, "positions": [p for p in gone if p in inside]} for layer, gone in steps]
             fields.append(
                 {
-                    "recomputed_positions": [p for p in self._selected.tolist() if p in inside],
+                    "recomputed_positions": [p for p in selected if p in inside],
                     "dropped": [drop for drop in dropped if drop["positions"]],
                 }
             )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from sgl_kernel_ext.transfer import host_buffer
+
 if TYPE_CHECKING:
     from sgl_kernel_ext.rotary import RotarySpec
 
@@ -88,17 +90,18 @@ class Fingerprint:
 
     def empty_layer(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[num_tokens, kv_heads, head_dim]` and V `[..., v_head_dim]` on the CPU, not initialised."""
-        return self._empty(num_tokens, self.head_dim), self._empty(num_tokens, self.v_head_dim)
-
-    def empty(self, num_tokens: int, *, pin_memory: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """K `[num_layers, num_tokens, kv_heads, head_dim]` and V on the CPU, not initialised."""
-        dims = (self.head_dim, self.v_head_dim)
-        k, v = (self._empty(self.num_layers, num_tokens, dim, pin_memory=pin_memory) for dim in dims)
+        k, v = (torch.empty(num_tokens, self.kv_heads, dim, dtype=self.torch_dtype) for dim in self._dims)
         return k, v
 
-    def _empty(self, *sizes: int, pin_memory: bool = False) -> torch.Tensor:
-        shape = (*sizes[:-1], self.kv_heads, sizes[-1])
-        return torch.empty(shape, dtype=self.torch_dtype, device="cpu", pin_memory=pin_memory)
+    def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[num_layers, num_tokens, kv_heads, head_dim]` and V in memory for copies to a GPU, not initialised."""
+        shapes = ((self.num_layers, num_tokens, self.kv_heads, dim) for dim in self._dims)
+        k, v = (host_buffer(shape, self.torch_dtype) for shape in shapes)
+        return k, v
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.head_dim, self.v_head_dim
 
 
 @lru_cache(maxsize=16)

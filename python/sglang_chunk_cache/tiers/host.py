@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-import torch
-
 from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo, in_order
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.record import check_wanted, missing
@@ -19,16 +17,12 @@ _WHERE = "host memory"
 
 
 class HostMedium:
-    """See the head of this file. With CUDA the memory is page-locked, so that copies to a GPU do not block.
-
-    PyTorch rounds page-locked blocks up to powers of two and keeps freed ones: entries take up to twice their bytes.
-    """
+    """See the head of this file. With CUDA the memory is page-locked, so entries take up to twice their bytes."""
 
     name = "host"
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
-        self._pin = torch.cuda.is_available()
         self._entries: dict[bytes, dict[str, StoredVariant]] = {}
         self._lock = threading.Lock()
 
@@ -54,7 +48,7 @@ class HostMedium:
         stored.check_fits(self.fingerprint)
         info = stored.info
         try:
-            k, v = self.fingerprint.empty(len(info.token_ids), pin_memory=self._pin)
+            k, v = self.fingerprint.empty(len(info.token_ids))
         except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
             remedy = "give the host tier fewer bytes"
             raise TierError("full", _WHERE, f"no {info.payload_len} bytes left ({error})", remedy) from error

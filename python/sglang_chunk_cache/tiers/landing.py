@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sgl_kernel_ext.transfer import upload
+
 if TYPE_CHECKING:
     from chunk_cache.index import ChunkIndex
     from chunk_cache.prefetch import Votes
@@ -64,12 +66,12 @@ class Landing:
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """What a request reads of a node that is landing: slots to slots, K turned by `delta` positions; `[n]` int64."""
+    """What a request reads of a node that is landing: slots to slots, `[n]` int64, K turned by `shift` positions."""
 
     landing: Landing
     source: torch.Tensor
     target: torch.Tensor
-    delta: torch.Tensor
+    shift: int
 
 
 class Landings:
@@ -179,9 +181,11 @@ class LayerLoads:
         self._landings = landings
         self._assembler = assembler
         self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
-        self._source, self._target, self._delta = (
-            torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target", "delta")
+        self._source, self._target = (
+            torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target")
         )
+        shifts = np.array([copy.shift for copy in copies], dtype=np.int64)
+        (self._delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
         self._num_done = 0
         self._deadline: float | None = None
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.transfer import upload
 
 __all__ = ["attention_mass"]
 
@@ -78,7 +80,7 @@ def attention_mass(
 
         starts = None
         if segment_starts is not None:
-            starts = torch.tensor([*segment_starts, k.shape[0]]).to(q.device, non_blocking=True)
+            starts = _bounds(segment_starts, k.shape[0], q.device)
         return attention_mass_triton(
             q, k, row_positions, starts, lse, sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
         )
@@ -130,9 +132,14 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
     return scores
 
 
+def _bounds(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
+    """[num_segments + 1] int64 where the segments begin, and the last one ends."""
+    return upload([np.array([*segment_starts, kv_len], dtype=np.int64)], device)[0]
+
+
 def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
     """[kv_len, num_segments] fp32, 1 where the key is of the segment; sums over it are products of matrices."""
-    bounds = torch.tensor([*segment_starts, kv_len], device=device)
+    bounds = _bounds(segment_starts, kv_len, device)
     keys = torch.arange(kv_len, device=device)[:, None]
     return ((keys >= bounds[:-1]) & (keys < bounds[1:])).float()
 

@@ -13,12 +13,14 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.transfer import upload
 from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
 
 # Bounds the cos/sin tables and their float64 temporaries to about 40 MB at 128 rotary dimensions.
@@ -188,13 +190,13 @@ class _AddressTable(NamedTuple):
     is_aligned: bool  # all of them to 16 bytes
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)  # K and V of all layers together, and of each by itself, by stream
 def _address_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> _AddressTable:
     """The addresses on the device. It holds no buffer, and is right for any that lie there.
 
     `stream` is part of the key alone: the copy is not waited for, so only work behind it on its own stream may read it.
     """
-    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    (table,) = upload([np.array(addresses, dtype=np.int64)], device)
     return _AddressTable(table, all(address % 16 == 0 for address in addresses))
 
 

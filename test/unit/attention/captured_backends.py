@@ -31,9 +31,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.runtime_context import get_context, get_exec, get_parallel, override_platform
 from transformers import LlamaConfig
 
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.host.attention_backend import attending
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
-from sglang_chunk_cache.kv.transfer import upload
 
 sys.path.insert(0, str(Path(__file__).parent))  # the folder is not a package
 import reference_kernels

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.methods.grouping import group_rows
 from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.selection.tables import Tables
 
 # Few values, so that ties are common; +inf marks rows that must stay.
 SCORES = st.sampled_from((0.0, -0.0, 0.5, 1.0, 7.0, math.inf)) | st.floats(-10, 10, width=32)
@@ -98,11 +101,19 @@ class Grouping:
         return next((i for i, (a, b) in enumerate(self.reused) if a <= position < b), -1)
 
     def mask(self) -> list[bool]:
+        spans = zip(self.ranges, self.reused, strict=True)
+        chunks = [
+            SimpleNamespace(start=a, end=b, dst_start=first, dst_end=last, num_reused=last - first)
+            for (a, b), (first, last) in spans
+        ]
+        plan: Any = SimpleNamespace(chunks=chunks, selection=SimpleNamespace(group_size=self.size))
+        tables = Tables(*map(torch.from_numpy, Tables.of(plan, self.ranges[-1][1] + 6)))
+        rows = torch.tensor(self.rows, dtype=torch.int64)
+        assert tables.chunk_at[rows].tolist() == [self.chunk(row) for row in self.rows]
         mask = group_mask(
-            torch.tensor(self.rows, dtype=torch.int64),
-            torch.tensor([self.chunk(row) for row in self.rows], dtype=torch.int64),
-            [a for a, _ in self.ranges],
-            [b - a for a, b in self.ranges],
+            tables.window_at[rows],
+            tables.chunk_at[rows] < 0,
+            tables.window_lens,
             size=self.size,
             threshold=self.threshold,
         )

@@ -93,8 +93,7 @@ class Server:
 
     def loads(self, *landings: Landing) -> LayerLoads:
         """Of a forward that reads these chunks where they were computed."""
-        delta = torch.zeros(LENGTH, dtype=torch.int64)
-        return self.landings.loads([LayerCopy(one, one.slots, self.take(), delta) for one in landings])
+        return self.landings.loads([LayerCopy(one, one.slots, self.take(), 0) for one in landings])
 
     def values(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.stack([part[slots] for part in parts]) for parts in (self.k, self.v))  # type: ignore[return-value]

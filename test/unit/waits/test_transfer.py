@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_chunk_cache.kv import transfer
+from sgl_kernel_ext import transfer
 
 ARRAYS = (
     np.arange(5, dtype=np.int64),

@@ -1,0 +1,80 @@
+"""The host never waits for the GPU because of the chunk cache, and gives it little to do; by file and line.
+
+SGLang's scheduler runs requests on a GPU that is not there (`fake_scheduler`), a process for each way to start it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from unit.waits.fake_scheduler import CASES, OPTIONS, Part
+
+ON_PURPOSE = {
+    "Pending.read": "how many rows a layer has is what the layer in front of it found, with grouping and focus alone",
+    "ExactPass.step": "a verification has the idle server to itself, and no more than one step is ever in flight",
+    "measure": "the end of a verification",
+}
+# Launches of one batch, for prompts of six chunks, with bringing them in: of one request, of eight.
+MOST_LAUNCHES = {"epic": (20, 40), "full-reuse": (20, 40), "cache-craft": (20, 40), "h2o": (20, 40), "random": (35, 55)}
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory):
+    """Of a case: what each part of its traffic has issued."""
+
+    @cache
+    def run(case: str) -> dict[str, Part]:
+        folder = tmp_path_factory.mktemp("waits")
+        out = folder / "parts.json"
+        script = Path(__file__).with_name("fake_scheduler.py")
+        command = [sys.executable, str(script), case, str(folder), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert out.exists(), done.stderr[-4000:]
+        return {name: Part(**part) for name, part in json.loads(out.read_text()).items()}
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_waits(parts, case: str) -> None:
+    waits = {
+        (name, place): times
+        for name, part in parts(case).items()
+        for place, times in part.waits.items()
+        if not any(place.split()[1].endswith(name) for name in ON_PURPOSE)
+    }
+    assert not waits
+
+
+def test_the_traffic_is_what_it_should_be(parts) -> None:
+    """Chunks are brought in and chosen from, in every way that the names of the parts say."""
+    for name, part in parts("methods").items():
+        if "observed" in name or name.startswith("full "):
+            continue
+        for reply in part.replies:
+            assert reply["reused_tokens"] > 0, name
+            assert reply["method"] == name.split(",")[0].split()[0] or "cacheclip" in name
+    assert any("selection" in reply for part in parts("methods").values() for reply in part.replies)
+    replies = [reply for part in parts("tiers").values() for reply in part.replies]
+    assert {"disk", "host", "pool"} <= {chunk.get("tier") for reply in replies for chunk in reply["chunks"]}
+    assert any("gate/" in place for part in parts("store").values() for place in part.launches)
+
+
+@pytest.mark.parametrize("method", MOST_LAUNCHES)
+def test_a_fused_batch_launches_little(parts, method: str) -> None:
+    for size, most in zip((1, 8), MOST_LAUNCHES[method], strict=True):
+        launches = parts("methods")[f"{method} {size}"].launches
+        assert sum(launches.values()) <= most, json.dumps(launches, indent=1)
+
+
+def test_only_grouping_and_focus_wait_for_a_layer(parts) -> None:
+    """Once for each request, whatever the method."""
+    for name, part in parts("methods").items():
+        may_wait = any(option in name for option in list(OPTIONS)[2:])
+        assert sum(part.waits.values()) <= (8 if may_wait else 0), (name, part.waits)
