@@ -137,6 +137,29 @@ def case_crowd(s: Session) -> list[str]:
     return s.statuses(use(s, popular))
 
 
+def case_sources_that_go(s: Session) -> dict[str, Any]:
+    """Two requests of one step: what the first brings in is evicted for what the second brings in, into its slots."""
+    first, second = s.chunks(500, 700)
+    prompts = [s.prompt([s.tokens(7), chunk]) for chunk in (first, second)]
+    assembler = s.local.cache.chunks.assembler
+    copy, copies = assembler.copy, []
+
+    def record(source: Any, target: Any, *args: Any) -> None:
+        copies.append((set(source.tolist()), set(target.tolist())))
+        copy(source, target, *args)
+
+    assembler.copy = record
+    found: dict[str, Any] = {}
+    for name, batches in {"together": [prompts], "alone": [[prompt] for prompt in prompts]}.items():
+        assert s.local.flush()
+        s.prime([first, second])
+        copies.clear()
+        replies = [s.send(*batch, ratio=0.1, max_new_tokens=2) for batch in batches]
+        found[name] = [reply for batch in replies for reply in batch]
+        found[f"copies {name}"] = list(copies)
+    return found
+
+
 def plain_prompts(s: Session, num: int) -> None:
     for _ in range(num):
         s.send(Prompt().text(s.tokens(200)), marked=False, max_new_tokens=1)

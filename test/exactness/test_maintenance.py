@@ -130,3 +130,14 @@ def test_eviction_by_frequency_keeps_what_is_reused() -> None:
 def test_a_crowd_of_requests_leaves_reused_chunks_their_room() -> None:
     assert outcome("crowd", BY_FREQUENCY) == ["miss", "hit"]
     assert outcome("crowd", (*BY_FREQUENCY, ("keep_share", 0.0))) == ["miss", "miss"]
+
+
+def test_sources_that_are_evicted_in_the_step_that_reads_them_were_read_before() -> None:
+    found = outcome("sources_that_go", (*NOTHING, ("keep_share", 0.0)))
+    (read, _), (_, written), *_ = found["copies together"]
+    assert read & written, "slots that the first has read from are given to the second"
+    assert not any(source & target for source, target in found["copies together"]), "no copy reads what it writes"
+    for together, alone in zip(found["together"], found["alone"], strict=True):
+        assert together.info["chunks"][1]["status"] == "hit"
+        assert together.output_ids == alone.output_ids
+        assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
