@@ -32,7 +32,7 @@ SITUATIONS = {
     "page 1, whole": {"page_size": 1},
     "page 1, steps of 64": {"page_size": 1, "chunked": True},
     "page 16, steps of 64": {"page_size": 16, "chunked": True},
-    "page 64, whole, prefill graphs": {"page_size": 64},
+    "page 16, whole, prefill graphs": {"page_size": 16},
 }
 
 

@@ -16,6 +16,7 @@ kept in `.cache/quality/`; CSV, page and plots go to `benchmark/results/quality/
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -156,6 +157,18 @@ def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
     return [*conditions_of(built, args.ratios), *conditions_of(composed_methods(), ratios)]
 
 
+def shown_tasks(tasks: Sequence[str]) -> str:
+    """Tasks as results name them: files by name and digest, not by where they lie."""
+    shown = []
+    for task in tasks:
+        kind, _, file = task.partition(":")
+        if file and Path(file).is_file():
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            task = f"{kind}:{Path(file).name} (sha256 {digest[:16]})"
+        shown.append(task)
+    return ", ".join(shown)
+
+
 def run(args: argparse.Namespace, console: Console) -> int:
     """Everything; the exit code."""
     about = describe_run()
@@ -179,7 +192,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         result = ask_models(models, plan, progress)
     settings = {
         "models": ", ".join(f"{name} ({fingerprint(path)})" for name, path in models.items()),
-        "tasks": f"{', '.join(args.tasks)}; seed {args.held_out_seed}, up to {args.num} prompts per family",
+        "tasks": f"{shown_tasks(args.tasks)}; seed {args.held_out_seed}, up to {args.num} prompts per family",
         "prompts": f"{'chat' if args.chat else 'plain text'}, template {args.prompt_template or 'of the task'}",
         "server flags": f"`{' '.join(plan.flags)}`",
         "replies": f"{result.num_asked} of this run, {result.num_kept} kept from earlier ones",
