@@ -8,8 +8,8 @@ is given, and a hook gives the next layers the positions of the rows that are le
 decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
 computes again.
 
-Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits inside the
-layer loop but for decisions of the layer before (see `progress`).
+Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
+what grouping or focus has decided at the layer before (see `progress`).
 """
 
 from __future__ import annotations
