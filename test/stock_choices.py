@@ -170,6 +170,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import get_device_sm
 
+    from sglang_chunk_cache.host.refusals import check_pool_dtype
     from sglang_chunk_cache.plugin import enable
     from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
@@ -186,9 +187,15 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     if quant_config is not None and get_device_sm() < quant_config.get_min_capability():  # the model loader would stop
         return Choice(error=f"{quant_config.get_name()} needs sm_{quant_config.get_min_capability()}")
     view = resolved_view(server_args)
+    kv = _kv_dtype(server_args, view.kv_cache_dtype, quant_config)
+    if options is not None:
+        try:
+            check_pool_dtype(kv)
+        except StartRefused as refusal:
+            return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
     return Choice(
         attention=attention_backends_of(view),
-        kv=_kv_dtype(server_args, view.kv_cache_dtype, quant_config),
+        kv=kv,
         page_size=view.page_size,
         prefill_graph=view.cuda_graph_config.prefill.backend,
     )
@@ -270,7 +277,7 @@ def tables() -> str:
         found = [one.ours[name] for one in choices().values()]
         kv = next((one.kv for one in found if one.reason is None), None)
         if kv is None:
-            reason = str(found[0].reason).removeprefix("this model cannot be served with --chunk-cache because ")
+            reason = str(found[-1].reason).removeprefix("this model cannot be served with --chunk-cache because ")
             refused.append(f"| {name} | {reason.rstrip('.')} |")
         else:
             served.append(f"| {name} | `{kv}` | {' | '.join(map(_cell, found))} |")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
-KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-POOL_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+POOL_DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -274,8 +274,16 @@ def check_pool(kv_pool: Any) -> None:
             f"the KV cache is a {type(kv_pool).__name__} of the layout {layout}, and --chunk-cache needs a "
             "MHATokenToKVPool of the layout nhd; drop the flag or the variable that changes SGLang's default."
         )
-    dtype = str(kv_pool.dtype).removeprefix("torch.")
-    if kv_pool.is_quantized_kv_cache or dtype not in POOL_DTYPES:
+    check_pool_dtype("packed integers" if kv_pool.is_quantized_kv_cache else str(kv_pool.dtype).removeprefix("torch."))
+
+
+def check_pool_dtype(dtype: str) -> None:
+    """Checks the numbers of a KV pool, whoever asked for them.
+
+    Raises:
+        StartRefused: they are not of `POOL_DTYPES`.
+    """
+    if dtype not in POOL_DTYPES:
         refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 
 
