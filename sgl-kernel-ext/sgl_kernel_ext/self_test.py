@@ -3,7 +3,6 @@
     python -m sgl_kernel_ext.self_test [--device cuda] [--out FOLDER]
 
     check_kernels   results for the shapes of one model; what a server runs at its start
-    first_sound     the first implementation of a kernel whose results all hold
 
 The cases of a model meet every compile key that its requests can meet, so that nothing compiles later. Inputs are small
 and poisoned: slots that nobody may read hold NaN. Triton compiles a key in one to two seconds, and once for all starts
@@ -17,7 +16,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,15 +123,6 @@ def check_kernels(
                     continue
                 results.append(_check(case, implementation))
     return results
-
-
-def first_sound(results: Iterable[Result], kernel: str, implementations: Sequence[str]) -> str | None:
-    """The first of `implementations` that was checked for a kernel and held in all cases; None = there is none."""
-    held: dict[str, bool] = {}
-    for result in results:
-        if result.kernel == kernel:
-            held[result.implementation] = held.get(result.implementation, True) and result.holds
-    return next((name for name in implementations if held.get(name)), None)
 
 
 def _check(case: Case, implementation: str) -> Result:

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+def write_kv(kv_pool: Any, layer: RadixAttention, batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor) -> None:
+    """K and V `[num_rows, num_kv_heads, head_dim]` of all rows, into their slots; `k` and `v` stay as they are.
+
+    All of them before any row attends: a row reads what rows in front of it wrote.
+    """
+    if k.dtype != kv_pool.dtype:  # such a pool scales what it is given in place, and some backends attend from it
+        k, v = k.clone(), v.clone()
+    kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc[: len(k)], None), k, v, layer.k_scale, layer.v_scale)
+
+
 @dataclass
 class FusedRows:
     """Index tensors of one forward, built once for all layers.
@@ -102,8 +112,7 @@ class FusedRows:
         """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
         pool = self.kv_pool
         if save_kv_cache and k is not None:
-            loc = KVWriteLoc(batch.out_cache_loc[: len(k)], None)
-            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            write_kv(pool, layer, batch, k, v)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_chunk_cache.kv.rows import write_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ class Runs:
         return float(self.lens.mean())
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """What `per_run` needs on the device, for `upload`."""
+        """What `BackendRuns` needs on the device, for `upload`."""
         ends = self.starts + self.lens
         begins = np.cumsum(self.lens) - self.lens
         return (self.pool_rows, ends, *(one.astype(np.int32) for one in (self.starts, self.lens, begins)))
@@ -129,9 +130,5 @@ class BackendRuns:
     ) -> torch.Tensor:
         """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
         if save_kv_cache and k is not None:
-            # All of them before any row attends: a run reads what the runs before it wrote.
-            loc = KVWriteLoc(batch.out_cache_loc[: len(k)], None)
-            # A pool of fewer bits scales what it is given in place, and some backends attend from k and v.
-            new = (k, v) if layer.k_scale is None and layer.v_scale is None else (k.clone(), v.clone())
-            self._kv_pool.set_kv_buffer(layer, loc, *new, layer.k_scale, layer.v_scale)
+            write_kv(self._kv_pool, layer, batch, k, v)
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from unit.kernels.interpreter import passes_in_the_interpreter
 
 CASES = Path(__file__).parent / "captured_backends.py"
 
@@ -15,13 +14,4 @@ CASES = Path(__file__).parent / "captured_backends.py"
 @pytest.mark.slow
 def test_on_the_cpu():
     """In a process of its own: Triton is interpreted there, and modules of kernels are replaced."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    passes_in_the_interpreter(CASES)

@@ -7,12 +7,13 @@ a process of their own and no other test sees the variable.
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from unit.kernels.interpreter import passes_in_the_interpreter
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 HERE = Path(__file__).parent
@@ -21,17 +22,7 @@ HERE = Path(__file__).parent
 @needs_triton
 @pytest.mark.parametrize("operation", ["attention_mass", "copy_rotate", "kv_deviation", "sparse_extend"])
 def test_in_the_interpreter(operation):
-    cases = HERE / f"interpreted_{operation}.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    passes_in_the_interpreter(HERE / f"interpreted_{operation}.py")
 
 
 def test_import_needs_no_triton():
