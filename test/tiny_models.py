@@ -11,31 +11,63 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
+from transformers import PreTrainedTokenizerFast
 
-Kind = Literal["llama", "qwen2", "qwen3", "mistral"]
-KINDS: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "mistral")
-
-_CLASSES: dict[str, tuple[type, type]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+# Prefix of the classes' names in transformers, and what its configuration has beside what all have.
+_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "glm4": ("Glm4", {"partial_rotary_factor": 0.5}),
+    "granite": ("Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}),
+    "olmo2": ("Olmo2", {}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.25}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "arcee": ("Arcee", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "qwen3_moe": ("Qwen3Moe", {**_MOE, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "qwen2_moe": ("Qwen2Moe", {**_MOE, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 64}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax",
+         "moe_layer_freq": 1, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+         "q_lora_rank": 24,         "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 24, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh",
+         "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "mistral_window": ("Mistral", {"sliding_window": 24}),
+}  # fmt: skip
+KINDS: tuple[str, ...] = tuple(_CLASSES)
 
 # Parameters of `rope` by name; the original context is a quarter of the model's, so that tests cross it.
 _ROPE: dict[str, dict[str, Any]] = {
@@ -53,7 +85,7 @@ CHAT_TEMPLATE = (
 
 
 def make_model(
-    kind: Kind,
+    kind: str,
     out_dir: str | Path,
     *,
     layers: int = 2,
@@ -78,29 +110,29 @@ def make_model(
     A folder that already holds exactly this model is left as it is.
     """
     out_dir = Path(out_dir)
+    prefix, own = _CLASSES[kind]
     recipe = json.dumps(
-        [kind, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 1]
+        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 2]
     )
     mark = out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == recipe:
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
-    config_class, model_class = _CLASSES[kind]
+    config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
         max_position_embeddings=max_position,
-        tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        rope_parameters=_rope_parameters(rope, max_position),
-        **({"sliding_window": None} if kind == "mistral" else {}),
+        rope_parameters=_rope_parameters(rope, max_position, own),
+        **{"num_key_value_heads": kv_heads, "tie_word_embeddings": False, **own},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -144,8 +176,16 @@ def _merges(alphabet: list[str], count: int) -> tuple[list[tuple[str, str]], lis
     return chosen, [a + b for a, b in chosen]
 
 
-def _rope_parameters(name: str | None, max_position: int) -> dict[str, Any]:
+def _rope_parameters(name: str | None, max_position: int, own: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if "partial_rotary_factor" in own:
+        base["partial_rotary_factor"] = own["partial_rotary_factor"]
+    if "kv_lora_rank" in own:  # DeepSeek's own YaRN is all that SGLang has on a CPU
+        base |= {"mscale": 1.0, "mscale_all_dim": 0.7}
+        name = "yarn"
+    if "layer_types" in own:
+        local = {"rope_type": "default", "rope_theta": 1000.0}
+        return {"sliding_attention": local, "full_attention": base}
     if name is None:
         return base
     extra = _ROPE[name]
@@ -155,6 +195,7 @@ def _rope_parameters(name: str | None, max_position: int) -> dict[str, Any]:
 
 def _widen(model: torch.nn.Module) -> None:
     """Scales the matrices so that signals keep unit size and attention logits spread over several units."""
+    is_tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             if name.endswith("bias"):
@@ -164,9 +205,9 @@ def _widen(model: torch.nn.Module) -> None:
             else:  # norms: not all one, so that a forgotten norm shows
                 torch.nn.init.uniform_(parameter, 0.7, 1.3)
             continue
-        fan_in = parameter.shape[1]
+        fan_in = parameter.shape[-1]
         if "embed_tokens" in name:
-            std = 1.0
+            std = 2.0 / fan_in**0.5 if is_tied else 1.0
         elif "q_proj" in name or "k_proj" in name:
             std = 1.6 / fan_in**0.5
         elif "lm_head" in name:

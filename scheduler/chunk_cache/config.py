@@ -15,6 +15,7 @@ from chunk_cache.victims import AGEING, EVICTIONS
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 ATTENTIONS = ("auto", "runs", "rows")
+MODELS = ("checked", "listed")
 STATISTICS_LAYERS = ("sampled", "all", "none")
 
 
@@ -51,6 +52,9 @@ class Config:
     """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; None = by ratio."""
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
+    models: str = "checked"
+    """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
+    starts; `listed`: only architectures that the tests run, which are checked too."""
     kernel: str = "auto"
     """Kernels of ours: one of `KERNELS`."""
     attention: str = "auto"
@@ -96,7 +100,7 @@ _MAXIMUM = {
     "keep_share": 0.9,  # more would leave running requests next to nothing
     "verify_share": 1.0,
 }
-_CHOICES = {"kernel": KERNELS, "attention": ATTENTIONS, "eviction": EVICTIONS}
+_CHOICES = {"models": MODELS, "kernel": KERNELS, "attention": ATTENTIONS, "eviction": EVICTIONS}
 
 
 def parse_config(value: object) -> Config:
@@ -126,7 +130,7 @@ def _check(key: str, value: object) -> object:
         choices = _CHOICES[key]
         if value not in choices:
             problem = f"unknown {key} {show(value)}"
-            raise user_error(ChunkCacheConfigError, path, problem, f"known {key}s: {', '.join(choices)}")
+            raise user_error(ChunkCacheConfigError, path, problem, f"known values: {', '.join(choices)}")
         return value
     if key in ("alpha", "max_cfo"):
         return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)

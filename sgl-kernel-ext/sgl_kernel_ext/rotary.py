@@ -214,7 +214,7 @@ def _from_yarn(rope: Any) -> RotarySpec:
         beta_fast=rope.beta_fast,
         beta_slow=rope.beta_slow,
         extrapolation_factor=rope.extrapolation_factor,
-        truncate=rope.truncate,
+        truncate=getattr(rope, "truncate", True),
         device=_device_of(rope),
     )
     return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq, magnitude=float(rope.mscale))
@@ -225,6 +225,7 @@ _READERS: dict[str, Callable[[Any], RotarySpec]] = {
     "LinearScalingRotaryEmbedding": _from_linear,
     "Llama3RotaryEmbedding": _from_llama3,
     "YaRNScalingRotaryEmbedding": _from_yarn,
+    "DeepseekScalingRotaryEmbedding": _from_yarn,
 }
 
 _REFUSED: dict[str, str] = {
@@ -238,7 +239,6 @@ _REFUSED: dict[str, str] = {
     "DualChunkRotaryEmbedding": "dual-chunk attention keeps positions modulo a chunk size",
     "FourierRotaryEmbedding": "Fourier embeddings mix several frequencies in one dimension",
     "Gemma4RotaryEmbedding": "its rotated dimensions are not the leading ones of a head",
-    "DeepseekScalingRotaryEmbedding": "it belongs to MLA, whose cache is not a key per head",
     "Llama4VisionRotaryEmbedding": "it turns with image patches, not with text positions",
 }
 

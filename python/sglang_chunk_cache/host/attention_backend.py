@@ -8,10 +8,16 @@ Promise: outside of the scope the backend is SGLang's own; within it, it is stil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+from sglang_chunk_cache.kv.rows import whole_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -20,6 +26,9 @@ if TYPE_CHECKING:
 
     from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
     from sglang_chunk_cache.tiers.landing import LayerLoads
+
+
+_NEEDS_ROWS = "chunk_cache_needs_rows"
 
 
 class Attention(Protocol):
@@ -46,6 +55,7 @@ class Attention(Protocol):
         layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool,
+        **parts: Any,
     ) -> torch.Tensor: ...
 
 
@@ -82,9 +92,10 @@ def attending(
             out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         else:
             positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_asking
-            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache)  # rows may leave inside
+            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
         if is_final and observer is not None and observer.observes(layer.layer_id):
-            observer.observe(layer, q, positions, row_lens)
+            whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
+            observer.observe(layer, whole_q, positions, row_lens)
         return out
 
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:
@@ -92,8 +103,36 @@ def attending(
         if batch is not None:
             stock_metadata(batch)
 
+    def needs_rows(layer_id: int) -> bool:
+        return attention is not None or (observer is not None and observer.observes(layer_id))
+
     backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
+    setattr(backend, _NEEDS_ROWS, needs_rows)
     try:
         yield
     finally:
         del backend.forward, backend.init_forward_metadata
+        delattr(backend, _NEEDS_ROWS)
+
+
+def keep_latent_rows() -> None:
+    """From here on a layer of latent attention (MLA) attends from the rows of the pool where one of ours looks at them.
+
+    SGLang chooses between that form and one with K and V of every head, for which a backend has no rows to attend from.
+    """
+    for name, choose in list(AttentionBackendRegistry._handlers.items()):
+        if not isinstance(choose, _LatentChoice):
+            AttentionBackendRegistry.register(name, _LatentChoice(choose))
+
+
+@dataclass(frozen=True)
+class _LatentChoice:
+    """SGLang's choice of the form, for one of its backends, but where rows are needed."""
+
+    stock: Callable[[Any, Any], Any]
+
+    def __call__(self, attention: Any, forward_batch: Any) -> Any:
+        needs_rows = getattr(get_attn_backend(), _NEEDS_ROWS, None)
+        if needs_rows is not None and needs_rows(attention.layer_id):
+            return AttnForwardMethod.MLA
+        return self.stock(attention, forward_batch)

@@ -286,6 +286,11 @@ def _init_fused(
     return Part(forward_batch, attention, taker)
 
 
+def announce(forward_batch: ForwardBatch, attention: Attention) -> None:
+    """Has `attention` attend in the forward of a batch."""
+    setattr(forward_batch, _EXTRAS, Extras(attention, None, None))
+
+
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
@@ -314,7 +319,7 @@ def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any]
         return stock()
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
-        layerwise = attention.run(model_runner.model)
+        layerwise = attention.run()
     with (
         _graphs_that_fit(model_runner, attention),
         attending(model_runner.attn_backend, attention, taker, loads),
@@ -433,14 +438,13 @@ def _layerwise(
             num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
             num_answer=num_answer,
             num_layers=model_runner.model_config.num_hidden_layers,
-            rotary=chunks.assembler.rotary,
             tp_size=tp_size,
             explain=one.state.options.explain,
         )
         if plan is one.state.reported:  # a retracted request's reply speaks of its first forward
             one.state.selection_report = progress.report
         requests.append(progress)
-    return LayerwiseForward(rows, requests, late, first_pass, tp_size)
+    return LayerwiseForward(rows, requests, late, first_pass, chunks.layers, tp_size)
 
 
 def _positions(batch: ScheduleBatch, due: list[DueRows]) -> list[np.ndarray]:

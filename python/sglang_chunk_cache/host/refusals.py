@@ -5,9 +5,9 @@ Verbs: `check_flags` (the flags as given), `check_resolved` (the model, and the 
 the options).
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
-that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. A model class is
-supported when it is in `ARCHITECTURES`: reuse depends on how a model writes and rotates its keys, so an unknown class
-is refused and not tried.
+that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. Of a model, what
+its configuration tells is refused here; whether reuse fits the model that was loaded is shown by forwards of it
+(`model_check`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from chunk_cache.config import Config
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 POOL_DTYPES = ("float32", "float16", "bfloat16")
@@ -200,7 +201,7 @@ def check_resolved(server_args: Any) -> None:
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = model_config_of(server_args)
-    check_model(model_config)
+    check_model(model_config, "checked" if args is None else args.parsed_config.models)
     _check_determinism(server_args, args)
     _check_chosen(server_args)
     if kernel == "flashinfer":
@@ -261,20 +262,23 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
 def check_pool(kv_pool: Any) -> None:
     """Checks that a KV pool is one tensor `[num_slots, num_heads, head_dim]` per layer, of numbers that we can move.
 
+    Or one row per token and layer, of latent attention (MLA).
+
     A checkpoint may ask for another type than the flags: the pool's own says what it became.
 
     Raises:
         StartRefused: it is not.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     layout = getattr(kv_pool, "kv_cache_layout", None)
-    if not isinstance(kv_pool, MHATokenToKVPool) or layout != "nhd":
+    is_by_head = isinstance(kv_pool, MHATokenToKVPool) and layout == "nhd"
+    if not is_by_head and type(kv_pool) is not MLATokenToKVPool:
         refuse(
             f"the KV cache is a {type(kv_pool).__name__} of the layout {layout}, and --chunk-cache needs a "
-            "MHATokenToKVPool of the layout nhd; drop the flag or the variable that changes SGLang's default."
+            "MHATokenToKVPool of the layout nhd or a MLATokenToKVPool; drop the flag or the variable that changes SGLang's default."
         )
-    check_pool_dtype("packed integers" if kv_pool.is_quantized_kv_cache else str(kv_pool.dtype).removeprefix("torch."))
+    check_pool_dtype("packed integers" if getattr(kv_pool, "is_quantized_kv_cache", False) else str(kv_pool.dtype).removeprefix("torch."))
 
 
 def check_pool_dtype(dtype: str) -> None:
@@ -339,20 +343,20 @@ def check_flashinfer(model_config: Any) -> None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 
 
-def check_model(model_config: Any) -> None:
-    """Checks a model by its resolved `ModelConfig`.
+def check_model(model_config: Any, models: str = "checked") -> None:
+    """Checks a model by its resolved `ModelConfig`; `models` of `--chunk-cache-config`.
 
     Raises:
         StartRefused: the model does not work with the chunk cache.
     """
-    reason = model_reason(model_config)
+    reason = model_reason(model_config) or (_architecture_reason(model_config) if models == "listed" else None)
     if reason is not None:
         refuse(f"this model cannot be served with --chunk-cache because {reason}.")
 
 
 def model_reason(model_config: Any) -> str | None:
     """Why a model cannot be served, as the end of a sentence, or None."""
-    for check in (_kind_reason, _attention_reason, _rope_reason, _architecture_reason):
+    for check in (_kind_reason, _attention_reason, _rope_reason):
         reason = check(model_config)
         if reason is not None:
             return reason
@@ -375,8 +379,6 @@ def _attention_reason(model_config: Any) -> str | None:
 
     text_config = model_config.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    if model_config.attention_arch == AttentionArch.MLA:
-        return "it uses multi-head latent attention (MLA)"
     if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
         return "it has state-space or linear-attention layers"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
@@ -419,5 +421,5 @@ def _rope_reason(model_config: Any) -> str | None:
 def _architecture_reason(model_config: Any) -> str | None:
     architectures = model_config.hf_config.architectures or ["unknown"]
     if architectures[0] not in ARCHITECTURES:
-        return f"its architecture {architectures[0]} is not one of {', '.join(ARCHITECTURES)}"
+        return f'its architecture {architectures[0]} is not listed, and "models" of --chunk-cache-config is "listed"'
     return None

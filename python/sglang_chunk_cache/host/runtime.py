@@ -19,13 +19,15 @@ from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.gate.gate import Gate
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
+from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
-from sglang_chunk_cache.kv.model import rotary_of
+from sglang_chunk_cache.kv.model import ModelLayers, describe_model
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.rows import is_latent
 from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
@@ -47,6 +49,7 @@ class ChunkRuntime:
 
     Attributes:
         method, ratio: the server's.
+        layers: of the model.
         manager: decides.
         store, assembler, pool, keeper: find, move, bring in and keep KV.
         gate: verifies replies; None = nobody does.
@@ -59,6 +62,7 @@ class ChunkRuntime:
     config: Config
     method: str
     ratio: float
+    layers: ModelLayers
     manager: ChunkManager
     store: VariantStore
     assembler: KVAssembler
@@ -107,9 +111,11 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
     check_pool(allocator.get_kvcache())
-    rotary = rotary_of(model_runner.model, model_runner.model_config.context_len)
-    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), rotary)
-    assembler = KVAssembler(model_runner, allocator.get_kvcache(), rotary, kernel)
+    if is_latent(allocator.get_kvcache()):
+        keep_latent_rows()
+    layers = describe_model(model_runner.model, model_runner.model_config.context_len)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers)
+    assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache)
     manager = ChunkManager(
         config,
@@ -168,6 +174,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         config=config,
         method=args.method,
         ratio=args.ratio,
+        layers=layers,
         manager=manager,
         store=store,
         assembler=assembler,

@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.exact_pass import open_pass
+from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
@@ -38,6 +39,10 @@ class ChunkScheduler(Scheduler):
 
     waiting_queue: list[Req]
     _num_refreshes = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_loaded_model(self, self._chunks)
 
     def get_prefill_adder_class(self) -> type[ChunkPrefillAdder]:
         return ChunkPrefillAdder

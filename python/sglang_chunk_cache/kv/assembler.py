@@ -11,7 +11,7 @@ host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import get_schedule
 from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.transfer import host_buffer
+from sglang_chunk_cache.kv.rows import is_latent
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
@@ -50,21 +51,33 @@ class HostKV:
             self.copied.synchronize()
 
 
+def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a KV pool holds per layer, as views: what is rotated, `[num_slots, heads, dim]`, and what is not.
+
+    Of latent attention (MLA), whose row is a latent vector with the rotated dimensions behind it, "K" is these
+    dimensions and "V" the vector: together they are the row.
+    """
+    if is_latent(kv_pool):
+        rows, rank = kv_pool.kv_buffer, kv_pool.kv_lora_rank
+        return [row[..., rank:] for row in rows], [row[..., :rank] for row in rows]
+    return list(kv_pool.k_buffer), list(kv_pool.v_buffer)
+
+
 class KVAssembler:
     """Copies KV between slots of one pool.
 
     Args:
         model_runner: owner of the model and of the stream that forwards run on.
-        kv_pool: SGLang's multi-head KV pool (`k_buffer` / `v_buffer`, one tensor `[num_slots, heads, dim]` per layer).
-        rotary: of the model's keys.
+        kv_pool: SGLang's.
+        rotaries: `[num_layers]` how the keys of each layer are rotated; None = they carry no position.
         kernel: backend of `copy_rotate`.
     """
 
-    def __init__(self, model_runner: ModelRunner, kv_pool: Any, rotary: RotarySpec, kernel: str) -> None:
-        # There already, or a copy that needs it would wait for the running forward.
-        self.rotary = rotary.to(kv_pool.device)
-        self._k_buffers: list[torch.Tensor] = list(kv_pool.k_buffer)
-        self._v_buffers: list[torch.Tensor] = list(kv_pool.v_buffer)
+    def __init__(
+        self, model_runner: ModelRunner, kv_pool: Any, rotaries: Sequence[RotarySpec | None], kernel: str
+    ) -> None:
+        self._k_buffers, self._v_buffers = kv_buffers(kv_pool)
+        self._rotaries = tuple(rotaries)
         self._kernel = kernel
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
@@ -80,10 +93,11 @@ class KVAssembler:
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
         """
         with self._behind_launched_forwards(src_loc, dst_loc, position_delta):
-            k_buffers, v_buffers = self._k_buffers, self._v_buffers
-            if layers is not None:
-                k_buffers, v_buffers = (buffers[layers.start : layers.stop] for buffers in (k_buffers, v_buffers))
-            copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, position_delta, self.rotary, backend=self._kernel)
+            for rotary, alike in self._by_rotary(range(len(self._rotaries)) if layers is None else layers).items():
+                k_buffers, v_buffers = ([buffers[i] for i in alike] for buffers in (self._k_buffers, self._v_buffers))
+                spec = rotary or next(filter(None, self._rotaries))
+                delta = position_delta if rotary is not None else torch.zeros_like(position_delta)
+                copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, delta, spec, backend=self._kernel)
 
     def gather(self, slots: torch.Tensor) -> HostKV:
         """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
@@ -130,7 +144,7 @@ class KVAssembler:
             kv_heads=k.shape[1],
             head_dim=k.shape[2],
             v_head_dim=v.shape[2],
-            rotary=rotary_digest(self.rotary),
+            rotary=rotary_digest(self._rotaries),
             tp_rank=tp_rank,
             tp_size=tp_size,
             settings=(
@@ -139,6 +153,13 @@ class KVAssembler:
             ),
             model=server_args.model_path,
         )
+
+    def _by_rotary(self, layers: range) -> dict[RotarySpec | None, list[int]]:
+        """The layers by how their keys are rotated, which is one way in most models."""
+        alike: dict[RotarySpec | None, list[int]] = {}
+        for layer in layers:
+            alike.setdefault(self._rotaries[layer], []).append(layer)
+        return alike
 
     # Copies between host and device take a stream of their own, so that forwards run on meanwhile.
 

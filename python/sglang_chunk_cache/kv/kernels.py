@@ -9,18 +9,17 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kernel_ext.backend import resolve_backend
-from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
+from sglang_chunk_cache.kv.model import ModelLayers
 from sglang_chunk_cache.kv.statistics_taker import sampled_heads
 from sglang_chunk_cache.server_args import refuse
 
 logger = logging.getLogger(__name__)
 
 
-def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, rotary: RotarySpec) -> str:
+def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
     """The backend of our operations.
 
     Args:
@@ -33,7 +32,7 @@ def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, rotary: RotarySpe
     first = resolve_backend(asked, device, has_flashinfer=True)
     if device.type == "cpu":
         return first
-    shape = _shape_of(model_runner, kv_pool, rotary)
+    shape = _shape_of(model_runner, kv_pool, layers)
     for kernel in (first,) if asked != "auto" else dict.fromkeys((first, "torch")):
         failed = _failures(kernel, shape, device)
         if not failed:
@@ -61,8 +60,8 @@ def _told(result: Result) -> str:
     return f"{what} {result.failure or f'is wrong by {result.error:.1f} times what is allowed'}"
 
 
-def _shape_of(model_runner: Any, kv_pool: Any, rotary: RotarySpec) -> ModelShape:
-    layer = next(module for module in model_runner.model.modules() if isinstance(module, RadixAttention))
+def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers) -> ModelShape:
+    layer, rotary = layers.attentions[0], layers.rotary
     return ModelShape(
         dtype=model_runner.dtype,
         kv_dtype=kv_pool.dtype,

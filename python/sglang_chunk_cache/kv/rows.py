@@ -33,7 +33,39 @@ def write_kv(kv_pool: Any, layer: RadixAttention, batch: ForwardBatch, k: torch.
     """
     if k.dtype != kv_pool.dtype:  # such a pool scales what it is given in place, and some backends attend from it
         k, v = k.clone(), v.clone()
-    kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc[: len(k)], None), k, v, layer.k_scale, layer.v_scale)
+    scales = () if is_latent(kv_pool) else (layer.k_scale, layer.v_scale)
+    kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc[: len(k)], None), k, v, *scales)
+
+
+def is_latent(kv_pool: Any) -> bool:
+    """Whether a pool holds one row per token and layer, of which K and V of all heads are made (MLA)."""
+    return hasattr(kv_pool, "kv_lora_rank")
+
+
+class AttentionNotServed(ValueError):
+    """A model attends with something that rows do not know; its text says with what."""
+
+
+def whole_rows(
+    q: torch.Tensor, k: torch.Tensor | None, layer: RadixAttention, parts: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Q and K of all dimensions; latent attention hands the rotated ones over by themselves.
+
+    Raises:
+        AttentionNotServed: there is something else in `parts`.
+    """
+    others = sorted(name for name, value in parts.items() if value is not None and name not in ("q_rope", "k_rope"))
+    if others:
+        raise AttentionNotServed(f"its attention takes {', '.join(others)}")
+    if parts.get("q_rope") is not None:
+        q = torch.cat([_by_head(q, layer.tp_q_head_num), _by_head(parts["q_rope"], layer.tp_q_head_num)], -1)
+    if parts.get("k_rope") is not None and k is not None:
+        k = torch.cat([_by_head(k, layer.tp_k_head_num), _by_head(parts["k_rope"], layer.tp_k_head_num)], -1)
+    return q, k
+
+
+def _by_head(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return rows.reshape(len(rows), num_heads, -1)
 
 
 @dataclass
@@ -108,9 +140,11 @@ class FusedRows:
         layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool,
+        **parts: Any,
     ) -> torch.Tensor:
-        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
+        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`; `parts` as of `whole_rows`."""
         pool = self.kv_pool
+        q, k = whole_rows(q, k, layer, parts)
         if save_kv_cache and k is not None:
             write_kv(pool, layer, batch, k, v)
         out = self._attention(

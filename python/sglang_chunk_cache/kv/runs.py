@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_chunk_cache.kv.rows import write_kv
+from sglang_chunk_cache.kv.rows import whole_rows, write_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,8 +127,9 @@ class BackendRuns:
         layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool,
+        **parts: Any,
     ) -> torch.Tensor:
-        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`."""
+        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`; `parts` go to the backend."""
         if save_kv_cache and k is not None:
-            write_kv(self._kv_pool, layer, batch, k, v)
-        return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False)
+            write_kv(self._kv_pool, layer, batch, whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1], v)
+        return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from sgl_kernel_ext.attention_mass import attention_mass
+from sgl_kernel_ext.rotary import RotarySpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class RowsAtLayer:
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` of this layer.
         sm_scale, logit_cap: of the layer's attention.
         tp_size: ranks among which the heads are divided.
+        rotary: of the keys of this layer; None where they carry no position.
+        num_unrotated: dimensions of a key in front of those that `rotary` is about; with latent attention they are V.
         kernel: backend of the operations.
     """
 
@@ -43,6 +46,8 @@ class RowsAtLayer:
     sm_scale: float
     logit_cap: float
     tp_size: int
+    rotary: RotarySpec | None = None
+    num_unrotated: int = 0
     kernel: str = "auto"
 
     @property

@@ -31,26 +31,42 @@ class _Sides(NamedTuple):
 
     rows: torch.Tensor  # [R] int64, into all rows of the request
     weights: torch.Tensor  # [C, R] fp32: s d_c as a weighted sum of d_t
-    back: tuple[torch.Tensor, torch.Tensor]  # cos and sin [R, 1, rotary_dim / 2] that turn to position 0
     others: torch.Tensor  # [N - R] int64, prompt positions
     chunk: torch.Tensor  # [N - R] int64
-    there: tuple[torch.Tensor, torch.Tensor]  # cos and sin [N - R, 1, rotary_dim / 2]
+    back: _Turn  # of the R rows, to position 0
+    there: _Turn  # from position 0 to those of the others
+
+
+class _Turn:
+    """Rotation of keys by `[n]` int64 positions; the angles are computed once for layers with the same rotary."""
+
+    def __init__(self, by: torch.Tensor) -> None:
+        self._by = by
+        self._rotary: RotarySpec | None = None
+
+    def __call__(self, keys: torch.Tensor, rotary: RotarySpec | None) -> torch.Tensor:
+        """`keys` `[n, num_kv_heads, head_dim]` fp32, turned."""
+        if rotary is None:
+            return keys
+        if self._rotary is not rotary:
+            cos, sin = rotation_table(rotary, self._by)
+            self._rotary, self._angles = rotary, (cos[:, None], sin[:, None])
+        turned = torch.empty_like(keys)
+        rotate(keys, turned, *self._angles, rotary)
+        return turned
 
 
 class DriftCorrection:
     """Of one request.
 
     Args:
-        rotary: of the model's keys, on the device.
         positions: `[N]` int64 prompt positions of all reused tokens, ascending.
         chunk: `[N]` int64, which reused chunk each lies in, from 0.
         strength: s in (0, 1].
     """
 
-    def __init__(
-        self, rotary: RotarySpec, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int, strength: float
-    ) -> None:
-        self._rotary, self._strength = rotary, strength
+    def __init__(self, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int, strength: float) -> None:
+        self._strength = strength
         self._positions, self._chunk, self._num_chunks = positions, chunk, num_chunks
         self._row_positions: torch.Tensor | None = None
         self._sides: _Sides | None = None
@@ -72,14 +88,15 @@ class DriftCorrection:
         sides = self._sides
         assert sides is not None
         slots = rows.slots()[sides.rows]
-        drift_k = self._turned(rows.k[sides.rows].float() - rows.k_buffer[slots].float(), sides.back)
+        k, k_buffer = rows.k[..., rows.num_unrotated :], rows.k_buffer[..., rows.num_unrotated :]
+        drift_k = sides.back(k[sides.rows].float() - k_buffer[slots].float(), rows.rotary)
         drift_v = rows.v[sides.rows].float() - rows.v_buffer[slots].float()
         mean_k, mean_v = (
             (sides.weights @ drift.flatten(1)).unflatten(1, drift.shape[1:]) for drift in (drift_k, drift_v)
         )
         others = rows.kv_slots[sides.others]
         for buffer, change in (
-            (rows.k_buffer, self._turned(mean_k[sides.chunk], sides.there)),
+            (k_buffer, sides.there(mean_k[sides.chunk], rows.rotary)),
             (rows.v_buffer, mean_v[sides.chunk]),
         ):
             buffer[others] = (buffer[others].float() + change).to(buffer.dtype)
@@ -96,17 +113,8 @@ class DriftCorrection:
         return _Sides(
             recomputed,
             weights.float(),
-            self._angles(-positions[recomputed]),
             others,
             self._chunk[kept],
-            self._angles(others),
+            back=_Turn(-positions[recomputed]),
+            there=_Turn(others),
         )
-
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = rotation_table(self._rotary, positions)
-        return cos[:, None], sin[:, None]
-
-    def _turned(self, keys: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        turned = torch.empty_like(keys)
-        rotate(keys, turned, *angles, self._rotary)
-        return turned

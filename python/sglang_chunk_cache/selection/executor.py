@@ -2,9 +2,10 @@
 
 Verbs: `attend` (called by every attention layer), `run` (scope of the forward, in which the decoder carries hooks).
 
-How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows, returns output for those
-that are left, and cuts the residual stream and the batch's lengths to them; what follows in the layer works on what it
-is given, and a hook gives the next layers the positions of the rows that are left. A pass of the question runs the
+How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those that
+are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works on
+what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the layer
+returns is cut. A hook gives the next layers the positions of the rows that are left. A pass of the question runs the
 decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
 computes again.
 
@@ -25,8 +26,8 @@ import numpy as np
 import torch
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.kv.model import decoder_of, keep_residual_rows
-from sglang_chunk_cache.kv.rows import FusedRows
+from sglang_chunk_cache.kv.model import ModelLayers, cut_residual, cut_rows
+from sglang_chunk_cache.kv.rows import FusedRows, is_latent, whole_rows
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress
 
@@ -63,6 +64,21 @@ class FirstPass:
     slots: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _LateCut:
+    """Rows that have left within a layer that computes on with all it was given.
+
+    Attributes:
+        index: rows that are left, of the `num_rows` that the layer was given.
+        gone: rows that have left, per request.
+    """
+
+    batch: ForwardBatch
+    index: torch.Tensor
+    num_rows: int
+    gone: list[int]
+
+
 class LayerwiseForward:
     """See the head of this file.
 
@@ -71,6 +87,7 @@ class LayerwiseForward:
         requests: one per request of the batch.
         late: one per request; None where no question is asked first.
         first: the pass of the question; None where no question is asked first.
+        layers: of the model.
         tp_size: ranks among which the heads are divided.
     """
 
@@ -80,15 +97,18 @@ class LayerwiseForward:
         requests: Sequence[RequestProgress],
         late: Sequence[LateRows | None],
         first: FirstPass | None,
+        layers: ModelLayers,
         tp_size: int,
     ) -> None:
         self._rows = rows
         self._requests = requests
         self._late = late
         self._first = first
+        self._layers = layers
         self._tp_size = tp_size
         self.is_asking = False
-        self._is_cut = False
+        self._num_given = len(rows.row_positions)
+        self._cut_later: _LateCut | None = None
 
     @property
     def row_positions(self) -> torch.Tensor:
@@ -101,12 +121,14 @@ class LayerwiseForward:
         return self._rows.row_lens
 
     @contextlib.contextmanager
-    def run(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside the scope the decoder of `model` runs with this selection."""
-        decoder = decoder_of(model)
-        handles = [layer.register_forward_pre_hook(self._before_layer) for layer in decoder.layers]
+    def run(self) -> Iterator[None]:
+        """Inside the scope the decoder of the model runs with this selection."""
+        handles = []
+        for layer in self._layers.modules:
+            handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._behind_layer))
         if self._first is not None:
-            handles.append(decoder.register_forward_pre_hook(self._before_decoder))
+            handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder))
         try:
             yield
         finally:
@@ -150,10 +172,24 @@ class LayerwiseForward:
     def for_metadata(self, batch: ForwardBatch) -> None:
         """SGLang's backend does not attend."""
 
-    def _before_layer(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self._is_cut or self.is_asking:
+    def _before_layer(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if len(self.row_positions) == self._num_given or self.is_asking:
             return None
-        return (self.row_positions.to(args[0].dtype), *args[1:])
+        return tuple(map(self._moved, args)), {name: self._moved(value) for name, value in kwargs.items()}
+
+    def _moved(self, value: Any) -> Any:
+        """The positions of the rows that are left in the place of those that the model was called with."""
+        is_given = isinstance(value, torch.Tensor) and value.shape == (self._num_given,) and not value.is_floating_point()
+        return self.row_positions.to(value.dtype) if is_given else value
+
+    def _behind_layer(self, layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cut, self._cut_later = self._cut_later, None
+        if cut is None:
+            return None
+        set_lengths(cut.batch, self.row_lens, cut=cut.gone)
+        return cut_rows(output, cut.index, cut.num_rows)
 
     def attend(
         self,
@@ -163,8 +199,10 @@ class LayerwiseForward:
         layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool,
+        **parts: Any,
     ) -> torch.Tensor:
-        """Attention of one layer over the rows that are left."""
+        """Attention of one layer over the rows that are left; `parts` as of `whole_rows`."""
+        q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self.is_asking:
             for i, request in enumerate(self._requests):
@@ -186,7 +224,9 @@ class LayerwiseForward:
                 request.observe(layer_id, self._rows_at(i, q, k, v, layer))
             request.finish_layer()
         self._count_seconds(time.perf_counter() - began)
-        return self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+        cut = self._cut_later
+        return out if cut is None else out.new_zeros(cut.num_rows, out.shape[1]).index_copy_(0, cut.index, out)
 
     def _count_seconds(self, seconds: float) -> None:
         for request in self._requests:
@@ -210,6 +250,8 @@ class LayerwiseForward:
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             tp_size=self._tp_size,
+            rotary=self._layers.rotaries[layer.layer_id],
+            num_unrotated=layer.v_head_dim if is_latent(pool) else 0,
             kernel=self._rows.kernel,
         )
 
@@ -230,10 +272,17 @@ class LayerwiseForward:
             begin += length
         index = torch.cat(pieces)
         lens = [len(piece) for piece in pieces]
-        keep_residual_rows(batch, index)
+        gone = [old - new for old, new in zip(self.row_lens, lens, strict=True)]
+        earlier = self._cut_later
+        if earlier is not None:  # rows left in this layer already
+            gone = [before + now for before, now in zip(earlier.gone, gone, strict=True)]
+            self._cut_later = _LateCut(batch, earlier.index[index], earlier.num_rows, gone)
+        elif cut_residual(batch, index):
+            set_lengths(batch, lens, cut=gone)
+        else:
+            self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
-        set_lengths(batch, lens, cut=[old - new for old, new in zip(self.row_lens, lens, strict=True)])
-        self._rows, self._is_cut = self._rows.with_rows(self.row_positions[index], lens), True
+        self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]
 

@@ -20,7 +20,6 @@ import torch
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan import RecomputePlan
-from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.transfer import Download
 from sglang_chunk_cache.kv.choose import group_mask, keep_best, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
@@ -83,7 +82,6 @@ class RequestProgress:
         positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
         num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         num_layers: of the model.
-        rotary: of its keys.
         explain: keep a `SelectionReport`.
     """
 
@@ -96,7 +94,6 @@ class RequestProgress:
         num_question: int,
         num_answer: int,
         num_layers: int,
-        rotary: RotarySpec | None,
         tp_size: int,
         explain: bool,
     ) -> None:
@@ -133,18 +130,15 @@ class RequestProgress:
         if selection.focus_window:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
         if selection.drift:
-            assert rotary is not None
             reused = tables.reused
-            self._drift = DriftCorrection(rotary, reused, tables.chunk_at[reused], len(self._hits), selection.drift)
+            self._drift = DriftCorrection(reused, tables.chunk_at[reused], len(self._hits), selection.drift)
         if not self.asks_first:
             self._begin(positions)
 
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
-        return cls(
-            None, None, positions, num_question=0, num_answer=0, num_layers=0, rotary=None, tp_size=1, explain=False
-        )
+        return cls(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
 
     @property
     def asks_first(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -112,11 +112,16 @@ def _digest(fingerprint: Fingerprint) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def rotary_digest(spec: RotarySpec) -> str:
-    """Hex of 16 bytes over the frequencies (as float64), the pairing, the dimensions and the magnitude."""
+def rotary_digest(specs: Sequence[RotarySpec | None]) -> str:
+    """Hex of 16 bytes over what each layer has: frequencies (as float64), pairing, dimensions and magnitude."""
     hasher = hashlib.blake2b(digest_size=16)
-    hasher.update(spec.inv_freq.detach().to("cpu", torch.float64).numpy().astype("<f8").tobytes())
-    hasher.update(json.dumps([bool(spec.is_neox), int(spec.rotary_dim), float(spec.magnitude)]).encode())
+    distinct = dict.fromkeys(specs)
+    for spec in filter(None, distinct):
+        hasher.update(spec.inv_freq.detach().to("cpu", torch.float64).numpy().astype("<f8").tobytes())
+        hasher.update(json.dumps([bool(spec.is_neox), int(spec.rotary_dim), float(spec.magnitude)]).encode())
+    if len(distinct) > 1:
+        order = list(distinct)
+        hasher.update(json.dumps([None if spec is None else order.index(spec) for spec in specs]).encode())
     return hasher.hexdigest()
 
 

@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.self_test import Result
 from sglang_chunk_cache.kv import kernels
+from sglang_chunk_cache.kv.model import ModelLayers
 from sglang_chunk_cache.server_args import StartRefused
 
 
@@ -28,10 +29,11 @@ def choose(monkeypatch):
             ]  # fmt: skip
 
         monkeypatch.setattr(kernels, "check_kernels", check)
-        model = torch.nn.ModuleList([RadixAttention(4, 32, 1.0, 2, 0)])
-        runner = SimpleNamespace(device="cuda", model=model, dtype=torch.bfloat16)
+        runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16)
         pool = SimpleNamespace(dtype=torch.bfloat16)
-        return kernels.choose_kernel(asked, runner, pool, RotarySpec(32, True, torch.ones(16)))
+        attention, rotary = RadixAttention(4, 32, 1.0, 2, 0), RotarySpec(32, True, torch.ones(16))
+        layers = ModelLayers(torch.nn.Module(), (torch.nn.Module(),), (attention,), (rotary,))
+        return kernels.choose_kernel(asked, runner, pool, layers)
 
     return made
 

@@ -34,13 +34,13 @@ def make(rows: list[int], change_k: torch.Tensor, change_v: torch.Tensor, seed: 
     k = k_buffer[slots[positions]] + turned(change_k[positions], positions)
     v = v_buffer[slots[positions]] + change_v[positions]
     q = torch.zeros(len(positions), HEADS, DIM)
-    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, k_buffer, v_buffer, 1.0, 0.0, 1)
+    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, k_buffer, v_buffer, 1.0, 0.0, 1, SPEC)
 
 
 def correct(given: RowsAtLayer, rows: list[int], strength: float = 1.0) -> None:
     chunk_of = dict(zip(REUSED, CHUNK, strict=True))
     row_chunk = torch.tensor([chunk_of.get(p, -1) for p in [*rows, *QUESTION]])
-    drift = DriftCorrection(SPEC, torch.tensor(REUSED), torch.tensor(CHUNK), 2, strength)
+    drift = DriftCorrection(torch.tensor(REUSED), torch.tensor(CHUNK), 2, strength)
     drift.apply(given, given.positions, row_chunk, len(rows))
 
 

@@ -99,7 +99,7 @@ class TestFingerprint:
             replace(spec, inv_freq=torch.nextafter(spec.inv_freq, torch.tensor(2.0))),
             RotarySpec(6, True, spec.inv_freq[:3]),
         ]
-        assert len({rotary_digest(each) for each in (spec, replace(spec), *others)}) == 5
+        assert len({rotary_digest([each]) for each in (spec, replace(spec), *others)}) == 5
 
 
 class TestAdapters:

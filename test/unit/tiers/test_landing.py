@@ -22,8 +22,8 @@ from chunk_cache.index import ChunkIndex
 from chunk_cache.prefetch import Votes
 from chunk_cache.tier_ledger import TierLedger
 from chunk_cache.variant import NodeHome, Variant
+from sgl_kernel_ext.rotary import spec_from_sglang_rope
 from sglang_chunk_cache.kv.assembler import KVAssembler
-from sglang_chunk_cache.kv.model import rotary_of
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
 from sglang_chunk_cache.tiers.search import TierSearch
@@ -60,7 +60,7 @@ class Server:
         self.index = ChunkIndex(16, 8, 1000)
         self.locked: set[int] = set()
         store = SimpleNamespace(lock=self._lock, unlock=self.locked.remove)
-        assembler = KVAssembler(runner, pool, rotary_of(runner.model, NUM_SLOTS), "torch")
+        assembler = KVAssembler(runner, pool, [spec_from_sglang_rope(runner.model.rotary)] * LAYERS, "torch")
         self.landings = Landings(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
         self._num_slots = 0
 
