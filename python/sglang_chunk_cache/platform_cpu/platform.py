@@ -21,7 +21,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_chunk_cache.platform_cpu import memory, operations, threads
+from sglang_chunk_cache.platform_cpu import memory, operations, speculation, threads
 from sglang_chunk_cache.platform_cpu.compiler import switch_compiler_on
 
 # Weights and pool together may take this part of the memory that is free at start-up. The pool has its own, much
@@ -49,6 +49,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.sampling_backend = "pytorch"
         server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
         server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
+        speculation.keep_overlap()
         if server_args.enable_torch_compile:
             switch_compiler_on()
         threads.publish_binding(_num_processes(server_args))
@@ -58,6 +59,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in speculation.ALGORITHMS
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """None, SGLang's own; the one call that tells a platform that this process speculates."""
+        speculation.install()
+        return None
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
