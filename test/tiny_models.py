@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_layer_freq": 1}
+_WINDOW = {"sliding_window": 24}
 # Prefix of the classes' names in transformers, and what its configuration has beside what all have.
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -37,35 +43,26 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**_MOE, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     "qwen2_moe": ("Qwen2Moe", {**_MOE, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "glm4_moe": (
-        "Glm4Moe",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
-         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5, "use_qk_norm": True},
-    ),
+    "glm4_moe": ("Glm4Moe", {**_ROUTED, "partial_rotary_factor": 0.5, "use_qk_norm": True}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
     "deepseek_v2": (
         "DeepseekV2",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
-         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax",
-         "moe_layer_freq": 1, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        {**_ROUTED, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"},
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
-         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
-         "q_lora_rank": 24,         "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        {**_ROUTED, **_LATENT, "q_lora_rank": 24, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "gemma2": (
         "Gemma2",
-        {"sliding_window": 24, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh",
-         "tie_word_embeddings": True},
+        {**_WINDOW, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     ),
     "gemma3": (
         "Gemma3",
-        {"sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
-         "layer_types": ["sliding_attention", "full_attention"]},
+        {**_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+         "layer_types": ("sliding_attention", "full_attention")},
     ),
-    "mistral_window": ("Mistral", {"sliding_window": 24}),
+    "mistral_window": ("Mistral", _WINDOW),
 }  # fmt: skip
 KINDS: tuple[str, ...] = tuple(_CLASSES)
 
@@ -111,6 +108,8 @@ def make_model(
     """
     out_dir = Path(out_dir)
     prefix, own = _CLASSES[kind]
+    if "layer_types" in own:
+        own = {**own, "layer_types": [own["layer_types"][layer % 2] for layer in range(layers)]}
     recipe = json.dumps(
         [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 2]
     )

@@ -45,6 +45,7 @@ class ModelShape:
         q_stride: elements between the queries of two tokens; 0 = they are dense. SGLang's lie among K and V.
         rotary_dim: leading dimensions of K that are rotated.
         sampled_heads: query heads that statistics look at.
+        window: of layers that have one; -1 = none has.
     """
 
     dtype: torch.dtype
@@ -58,11 +59,13 @@ class ModelShape:
     logit_cap: float = 0.0
     q_stride: int = 0
     sampled_heads: int = 2
+    window: int = -1
 
     def __str__(self) -> str:
         names = " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype)))
         dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.v_head_dim)))
         cap = f", cap {self.logit_cap:g}" if self.logit_cap else ""
+        cap += f", window {self.window}" if self.window >= 0 else ""
         return f"{self.num_q_heads}/{self.num_kv_heads} heads x {dims}, {names}{cap}"
 
 
@@ -206,15 +209,20 @@ def _scales(shape: ModelShape) -> tuple[float, float]:
 # over 64 rows and more requests than are searched at one time. A long request is split where there is a GPU to fill.
 _SHORT = [(1, [0]), (67, [0, 1, 5, 31, 32, 33, 64, 66]), (17, []), (150, list(range(150)))]
 _SHORT += [(300, sorted({*range(3, 300, 7), *range(200, 240)}))] + [(5, [i % 5]) for i in range(40)]
+_WINDOW = 70  # shorter than these, and no whole number of blocks
 _LONG = [(4500, [0, 63, 64, 1000, *range(4400, 4460), 4498]), (9, [8])]
 
 
 def _sparse_extend_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     for name, requests in (("many requests", _SHORT), ("a long request", _LONG)):
         yield Case("sparse_extend", name, *_sparse_extend_case(shape, device, requests))
+        if shape.window >= 0:
+            yield Case("sparse_extend", f"{name}, a window", *_sparse_extend_case(shape, device, requests, _WINDOW))
 
 
-def _sparse_extend_case(shape: ModelShape, device: torch.device, requests: list[tuple[int, list[int]]]) -> tuple:
+def _sparse_extend_case(
+    shape: ModelShape, device: torch.device, requests: list[tuple[int, list[int]]], window: int = -1
+) -> tuple:
     rng = torch.Generator().manual_seed(0)
     lens = torch.tensor([[kv_len, len(rows)] for kv_len, rows in requests])
     kv_indptr, row_indptr = torch.cat([lens.new_zeros(1, 2), lens.cumsum(0)]).t().contiguous()
@@ -233,6 +241,7 @@ def _sparse_extend_case(shape: ModelShape, device: torch.device, requests: list[
     k_scale, v_scale = _scales(shape)
     args = q, k, v, kv_indptr.to(device), kv_indices, row_indptr.to(device), positions
     options = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap, "k_scale": k_scale, "v_scale": v_scale}
+    options["window"] = window
 
     def run(implementation: str) -> Sequence[torch.Tensor]:
         return [sparse_extend(*args, **options, backend=implementation)]
@@ -345,7 +354,7 @@ def common_shapes() -> list[ModelShape]:
         *(shape_of(32, 8, 128, bf16, kv_dtype=fp8) for fp8 in FP8),
         shape_of(28, 4, 128, bf16),
         shape_of(14, 2, 64, bf16),
-        shape_of(8, 4, 256, bf16, logit_cap=50.0),
+        shape_of(8, 4, 256, bf16, logit_cap=50.0, window=4095),
         shape_of(32, 32, 80, bf16, rotary_dim=32, is_neox=False),
         shape_of(12, 12, 64, torch.float32),
     ]

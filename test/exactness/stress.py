@@ -69,10 +69,25 @@ UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses",
 VERIFY = (("verify_share", 1.0),)
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
 PRESSURE = [
-    Pressure(force_retract=True, options=VERIFY, target=(("kl", 0.01),)),
+    Pressure(force_retract=True, options=VERIFY, target=(("kl", 0.01),), kind="deepseek_v2"),
     # Without the room for reused chunks, so that requests are admitted until the pool overflows.
-    Pressure(max_total_tokens=1024, page_size=16, chunked=True, options=(("keep_share", 0.0), *VERIFY), typed=True),
-    Pressure(overlap=False, chunked=True, force_retract=True, tree_core="python", loading="layerwise", options=VERIFY),
+    Pressure(
+        max_total_tokens=1024,
+        page_size=16,
+        chunked=True,
+        options=(("keep_share", 0.0), *VERIFY),
+        typed=True,
+        kind="gemma3",
+    ),
+    Pressure(
+        overlap=False,
+        chunked=True,
+        force_retract=True,
+        tree_core="python",
+        loading="layerwise",
+        options=VERIFY,
+        kind="qwen3_moe",
+    ),
     Pressure(chunked=True, step_len=16, options=UPKEEP, has_priorities=True),
     Pressure(
         max_total_tokens=2048,

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.landing import LayerLoads
 
 
-_NEEDS_ROWS = "chunk_cache_needs_rows"
+_SCOPE = "chunk_cache_scope"
+"""Attribute of the backend within the scope: what attends and what looks on."""
 
 
 class Attention(Protocol):
@@ -103,16 +104,22 @@ def attending(
         if batch is not None:
             stock_metadata(batch)
 
-    def needs_rows(layer_id: int) -> bool:
-        return attention is not None or (observer is not None and observer.observes(layer_id))
-
     backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
-    setattr(backend, _NEEDS_ROWS, needs_rows)
+    setattr(backend, _SCOPE, (attention, observer))
     try:
         yield
     finally:
         del backend.forward, backend.init_forward_metadata
-        delattr(backend, _NEEDS_ROWS)
+        delattr(backend, _SCOPE)
+
+
+def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward_batch: ForwardBatch) -> bool:
+    """AROUND `models.utils.enable_fused_set_kv_buffer`: K and V are written by what attends, if that is ours.
+
+    Fused into the rotation, rows would be written that leave before they attend, and before what is loaded for a layer.
+    """
+    attention, _ = getattr(get_attn_backend(), _SCOPE, (None, None))
+    return attention is None and original(forward_batch)
 
 
 def keep_latent_rows() -> None:
@@ -132,7 +139,7 @@ class _LatentChoice:
     stock: Callable[[Any, Any], Any]
 
     def __call__(self, attention: Any, forward_batch: Any) -> Any:
-        needs_rows = getattr(get_attn_backend(), _NEEDS_ROWS, None)
-        if needs_rows is not None and needs_rows(attention.layer_id):
+        ours, observer = getattr(get_attn_backend(), _SCOPE, (None, None))
+        if ours is not None or (observer is not None and observer.observes(attention.layer_id)):
             return AttnForwardMethod.MLA
         return self.stock(attention, forward_batch)

@@ -6,8 +6,8 @@ Verb: `check_loaded_model`. Four forwards of one prompt of random tokens, longer
     whole      as SGLang serves it: K of every layer and the logits are what the others are compared with
     moved      SGLang's again, at the last positions of the context: K must be that of `whole`, turned by our rotation.
                Attention sees distances only, so K of *every* layer must
-    rows       by what attends in fused batches: all rows by our kernel, over the KV of `moved`, copied and turned back;
-               and, where SGLang's own backend serves runs, all but a gap, which keeps the KV of `whole`
+    rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
+               all but a gap, which keeps the KV of `whole`
     leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
 
 A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
@@ -21,12 +21,13 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_chunk_cache.host.forward import announce
@@ -35,6 +36,7 @@ from sglang_chunk_cache.kv.assembler import kv_buffers
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.selection.executor import LayerwiseForward
+from sglang_chunk_cache.selection.progress import RequestProgress
 from sglang_chunk_cache.server_args import refuse
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
         StartRefused: they cannot; the sentence names what was compared, the layer and the difference.
     """
     began = time.perf_counter()
-    window = max(0, *(attention.sliding_window_size for attention in chunks.layers.attentions))
+    window = max(0, *chunks.layers.windows)
     model_config = scheduler.model_config
     num_tokens = min(TAIL_LEN + max(HEAD_LEN, window + 1), model_config.context_len // 2)
     num_free = scheduler.token_to_kv_pool_allocator.available_size() - 2 * scheduler.tree_cache.page_size
@@ -88,12 +90,22 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
     num_tokens = max(num_tokens, TAIL_LEN + 2)
     with torch.no_grad(), scheduler.forward_stream_ctx:
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        _check_cap(scheduler, chunks)
         check = _Check(scheduler, chunks, num_tokens)
         try:
             check.run()
         finally:
             check.close()
     logger.info("Chunk cache: the model was checked in %.1f s (%d tokens)", time.perf_counter() - began, num_tokens)
+
+
+def _check_cap(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    if isinstance(backend, TorchNativeAttnBackend) and any(layer.logit_cap > 0 for layer in chunks.layers.attentions):
+        refuse(
+            "this model caps its attention's logits, and SGLang's attention backend torch_native leaves that out; name "
+            "another with --attention-backend."
+        )
 
 
 class _Check:
@@ -119,34 +131,28 @@ class _Check:
     def run(self) -> None:
         whole, moved = self._prompts
         chunks, num_tokens = self._chunks, self._num_tokens
-        tail = slice(num_tokens - TAIL_LEN, num_tokens)
         expected = self._forward(whole, self._positions)
         there = self._forward(moved, self._positions, shift=self._shift)
         whole_slots, moved_slots = (prompt.slots[:num_tokens].to(torch.int64) for prompt in self._prompts)
-        # Turned to where `moved` computed them, and compared there; then back, as a request would bring them in.
         delta = torch.full_like(whole_slots, self._shift)
         chunks.assembler.copy(whole_slots, moved_slots, delta)
         turned = self._keys(moved)
-        what = f"keys moved by {self._shift} positions differ from those that it computes there"
-        self._compare(turned, there.keys, what, slice(0, num_tokens), angle=self._shift + num_tokens)
+        self._compare_keys(turned, there.keys)
         chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
 
         rows = self._rows(moved, self._positions)
         found = self._forward(moved, self._positions, rows)
-        self._compare(found.keys, expected.keys, "rows attended by our kernel differ from its own forward", tail)
-        self._compare_logits(found, expected, "attended by our kernel")
+        self._compare_forward(found, expected, "computed by our kernel")
         chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
         if chunks.min_run_len is not None:
             gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
             found = self._forward(moved, gap, self._runs(moved, gap))
-            self._compare(found.keys, expected.keys, "rows attended in runs differ from its own forward", tail)
-            self._compare_logits(found, expected, "attended in runs")
+            self._compare_forward(found, expected, "computed in runs")
             chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
         leaving = _Leaving(rows.row_positions, len(chunks.layers.modules))
         layerwise = LayerwiseForward(rows, [leaving], [None], None, chunks.layers, get_tp_group().world_size)
         found = self._forward(moved, self._positions, layerwise)
-        self._compare(found.keys, expected.keys, "rows that stay while others leave differ from its own forward", tail)
-        self._compare_logits(found, expected, "where rows leave")
+        self._compare_forward(found, expected, "computed while others leave")
 
     # Forwards.
 
@@ -154,9 +160,7 @@ class _Check:
         self, prompt: OwnPrompt, positions: npt.NDArray[np.int64], attention: Attention | None = None, shift: int = 0
     ) -> _Pass:
         """One forward of some rows of a prompt, by SGLang's backend or by `attention`."""
-        batch = ForwardBatch.init_new(
-            prompt.batch(positions), self._runner, return_hidden_states_before_norm=False
-        )
+        batch = ForwardBatch.init_new(prompt.batch(positions), self._runner, return_hidden_states_before_norm=False)
         at = torch.from_numpy(positions + shift).to(batch.positions)
         batch.positions = at
         if attention is not None:
@@ -190,55 +194,60 @@ class _Check:
 
     # Comparisons.
 
-    def _compare(
-        self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str, rows: slice, angle: int = 0
-    ) -> None:
-        """The keys of `rows`, layer by layer; `angle` is the largest position of which a table of cosines was used."""
-        allowed = self._tolerance + _ANGLE_ULPS * 2.0**-24 * angle
-        for layer, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            difference = (mine[rows] - theirs[rows]).flatten(1).norm(dim=1)
-            error = float((difference / theirs[rows].flatten(1).norm(dim=1)).median())
+    def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        """Keys that were moved with those that the model computed there, layer by layer."""
+        # The model's table of cosines is fp32: an angle is known to so much.
+        allowed = self._tolerance + _ANGLE_ULPS * 2.0**-24 * (self._shift + self._num_tokens)
+        for layer, pair in enumerate(zip(found, expected, strict=True)):
+            error = _difference(*pair)
             if not error <= allowed:
-                refuse(
-                    f"this model cannot be served with --chunk-cache: at layer {layer} {what} by {error:.2g} of their "
-                    f"size ({allowed:.2g} is rounding)."
+                self._refuse(
+                    f"keys of layer {layer}, moved by {self._shift} positions, differ from those that the model "
+                    f"computes there by {error:.2g} of their size ({allowed:.2g} is rounding)"
                 )
 
-    def _compare_logits(self, found: _Pass, expected: _Pass, how: str) -> None:
-        error = float((found.logits - expected.logits).norm() / expected.logits.norm())
-        if not error <= 5 * self._tolerance:
-            refuse(
-                f"this model cannot be served with --chunk-cache: behind its last layer logits {how} differ from those "
-                f"of its own forward by {error:.2g} of their size ({5 * self._tolerance:.2g} is rounding)."
-            )
+    def _compare_forward(self, found: _Pass, expected: _Pass, how: str) -> None:
+        """Rows of the tail with those of the model's own forward: what a layer attends wrongly shows behind it."""
+        for layer in range(len(found.keys) + 1):
+            if layer < len(found.keys):
+                error = _difference(*(one.keys[layer][-TAIL_LEN:] for one in (found, expected)))
+                allowed = self._tolerance
+            else:
+                error = _difference(*(one.logits[None] for one in (found, expected)))
+                allowed = 5 * self._tolerance
+            if not error <= allowed:
+                where = f"behind layer {layer - 1}" if layer else "in front of the first layer"
+                self._refuse(
+                    f"{where} rows {how} differ from those of the model's own forward by {error:.2g} of their size "
+                    f"({allowed:.2g} is rounding)"
+                )
+
+    def _refuse(self, reason: str) -> None:
+        refuse(f"this model cannot be served with --chunk-cache: {reason}.")
 
 
-class _Leaving:
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Median over rows of their relative differences."""
+    found, expected = found.flatten(1), expected.flatten(1)
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median())
+
+
+class _Leaving(RequestProgress):
     """A request of which every second row in front of the tail leaves at the second layer, all others at the last."""
 
-    asks_first = corrects = observes = False
-    report = None
-    num_question = num_answer = 0
-
     def __init__(self, positions: torch.Tensor, num_layers: int) -> None:
-        self.positions = positions
+        super().__init__(
+            None, None, positions, num_question=0, num_answer=0, num_layers=num_layers, tp_size=1, explain=False
+        )
         self._num_layers = num_layers
 
     def leave(self, layer_id: int) -> torch.Tensor | None:
-        """As of `RequestProgress`."""
-        num_rows = len(self.positions)
-        index = torch.arange(num_rows, device=self.positions.device)
+        index = torch.arange(self.num_rows, device=self.positions.device)
         if layer_id == min(1, self._num_layers - 1):
-            index = torch.cat([index[: num_rows - TAIL_LEN : 2], index[num_rows - TAIL_LEN :]])
+            index = torch.cat([index[:-TAIL_LEN:2], index[-TAIL_LEN:]])
         elif layer_id == self._num_layers - 1:
-            index = index[num_rows - TAIL_LEN :]
+            index = index[-TAIL_LEN:]
         else:
             return None
         self.positions = self.positions[index]
         return index
-
-    def selects_at(self, layer_id: int) -> bool:
-        return False
-
-    def finish_layer(self) -> None:
-        """Nothing is decided."""

@@ -1,7 +1,7 @@
 """OwnBatch: forwards of prompts that no request asked for, beside everything that serves requests.
 
-Verbs: `take_slots` (slots and a row, if there are so many), `OwnPrompt.batch` (an extend of some of its tokens), `close`
-(gives all back).
+Verbs: `take_slots` (slots and a row, if there are so many), `OwnPrompt.batch` (an extend of some of its tokens),
+`close` (gives all back).
 
 Promises: the radix tree is not touched, nothing is evicted, and no request, batch or metric of SGLang knows of it.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def take_slots(scheduler: Scheduler, num_tokens: int) -> tuple[torch.Tensor, int] | None:
-    """Free slots for so many tokens, in whole pages, and a row of the request pool; None where there are not so many."""
+    """Free slots for so many tokens, in whole pages, and a row of the request pool; None where they are too few."""
     allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
     page_size = scheduler.tree_cache.page_size
     num_slots = -(-num_tokens // page_size) * page_size

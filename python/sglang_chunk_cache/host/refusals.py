@@ -25,7 +25,13 @@ from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 if TYPE_CHECKING:
     from chunk_cache.config import Config
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+    *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
+    *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+)
 """Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
@@ -276,9 +282,14 @@ def check_pool(kv_pool: Any) -> None:
     if not is_by_head and type(kv_pool) is not MLATokenToKVPool:
         refuse(
             f"the KV cache is a {type(kv_pool).__name__} of the layout {layout}, and --chunk-cache needs a "
-            "MHATokenToKVPool of the layout nhd or a MLATokenToKVPool; drop the flag or the variable that changes SGLang's default."
+            "MHATokenToKVPool of the layout nhd or a MLATokenToKVPool; drop the flag or the variable that changes "
+            "SGLang's default."
         )
-    check_pool_dtype("packed integers" if getattr(kv_pool, "is_quantized_kv_cache", False) else str(kv_pool.dtype).removeprefix("torch."))
+    check_pool_dtype(
+        "packed integers"
+        if getattr(kv_pool, "is_quantized_kv_cache", False)
+        else str(kv_pool.dtype).removeprefix("torch.")
+    )
 
 
 def check_pool_dtype(dtype: str) -> None:
@@ -366,7 +377,8 @@ def model_reason(model_config: Any) -> str | None:
 def _kind_reason(model_config: Any) -> str | None:
     if model_config.is_encoder_decoder:
         return "it is an encoder-decoder model"
-    if model_config.is_multimodal or model_config.is_audio_model:
+    is_wrapped = getattr(model_config.hf_config, "vision_config", None) is not None
+    if model_config.is_multimodal or model_config.is_audio_model or is_wrapped:
         return "it is a multimodal model"
     if not model_config.is_generation:
         return "it is an embedding, reward or classification model"
@@ -383,21 +395,16 @@ def _attention_reason(model_config: Any) -> str | None:
         return "it has state-space or linear-attention layers"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
-    if model_config.is_hybrid_swa or "sliding_attention" in layer_types or _sliding_window(text_config) is not None:
-        return "it uses sliding-window attention (sliding_window in its config.json)"
-    if model_config.attention_chunk_size or model_config.is_local_attention_model:
-        return "it uses local attention (attention_chunk_size in its config.json)"
     if model_config.has_attention_sinks:
         return "it uses attention sinks"
+    if model_config.is_hybrid_swa:
+        return (
+            "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
+            "keeps all of them in one"
+        )
+    if model_config.attention_chunk_size or model_config.is_local_attention_model:
+        return "it uses local attention (attention_chunk_size in its config.json)"
     return None
-
-
-def _sliding_window(text_config: Any) -> int | None:
-    """The window that is really used: Qwen2 configurations name one and switch it off."""
-    if not getattr(text_config, "use_sliding_window", True):
-        return None
-    values = (getattr(text_config, name, None) for name in ("sliding_window", "sliding_window_size", "window_size"))
-    return next((value for value in values if value is not None), None)
 
 
 def _rope_reason(model_config: Any) -> str | None:
@@ -408,13 +415,13 @@ def _rope_reason(model_config: Any) -> str | None:
         return "it uses multimodal rope (mrope_section in its config.json)"
     if getattr(text_config, "dual_chunk_attention_config", None) is not None:
         return "it uses dual-chunk attention (dual_chunk_attention_config in its config.json)"
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "it uses a rope of its own per kind of layer"
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "dynamic":
-        return "it uses dynamic NTK rope (rope_type dynamic in its config.json)"
-    if rope_type not in ROPE_TYPES or rope.get("use_fope"):
-        return f"its rope type is {'fope' if rope.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
+    of_kinds = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
+    for one in of_kinds or [rope]:
+        rope_type = one.get("rope_type", one.get("type", "default"))
+        if rope_type == "dynamic":
+            return "it uses dynamic NTK rope (rope_type dynamic in its config.json)"
+        if rope_type not in ROPE_TYPES or one.get("use_fope"):
+            return f"its rope type is {'fope' if one.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
     return None
 
 

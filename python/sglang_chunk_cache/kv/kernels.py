@@ -74,5 +74,6 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers) -> ModelShap
         logit_cap=layer.logit_cap,
         q_stride=(layer.tp_q_head_num + layer.tp_k_head_num) * layer.qk_head_dim
         + layer.tp_v_head_num * layer.v_head_dim,
+        window=max(layers.windows),
         sampled_heads=len(sampled_heads(layer.tp_q_head_num)),
     )

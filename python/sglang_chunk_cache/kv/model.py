@@ -1,8 +1,8 @@
 """ModelLayers: what is asked of a model, found by looking at the one that is loaded: where its decoder layers are, how
 the keys of each are rotated, and what a layer's attention sees.
 
-Verb: `describe_model`. What it finds is proven by forwards of the model itself when a server starts (`host/model_check.py`),
-so a class of models differs from another in nothing but what stands here.
+Verb: `describe_model`. What it finds is proven by forwards of the model itself when a server starts
+(`host/model_check.py`), so a class of models differs from another in nothing but what stands here.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class ModelLayers:
     modules: tuple[torch.nn.Module, ...]
     attentions: tuple[RadixAttention, ...]
     rotaries: tuple[RotarySpec | None, ...]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """`[num_layers]` positions that a row of each sees in front of its own; -1 = all."""
+        return tuple(attention.sliding_window_size for attention in self.attentions)
 
     @property
     def rotary(self) -> RotarySpec:
@@ -119,9 +124,13 @@ def cut_residual(batch: ForwardBatch, index: torch.Tensor) -> bool:
 
 
 def cut_rows(value: Any, index: torch.Tensor, num_rows: int) -> Any:
-    """What a layer returns, cut to the rows `index` of `num_rows`: a tensor, or several; others stay."""
+    """What a layer is given, or returns, with tensors of `num_rows` rows cut to the rows `index`; others stay."""
     if isinstance(value, torch.Tensor):
-        return value[index] if value.ndim and len(value) == num_rows else value
-    if isinstance(value, tuple | list):
+        if value.shape[:1] == (num_rows,):
+            return value[index]
+        return value[:, index] if value.ndim > 2 and value.shape[:2] == (1, num_rows) else value
+    if type(value) in (tuple, list):
         return type(value)(cut_rows(one, index, num_rows) for one in value)
+    if type(value) is dict:
+        return {name: cut_rows(one, index, num_rows) for name, one in value.items()}
     return value

@@ -142,7 +142,7 @@ class FusedRows:
         save_kv_cache: bool,
         **parts: Any,
     ) -> torch.Tensor:
-        """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`; `parts` as of `whole_rows`."""
+        """Writes K and V of the rows and attends: `[num_rows, num_q_heads * v_head_dim]`; `parts` are `whole_rows`'."""
         pool = self.kv_pool
         q, k = whole_rows(q, k, layer, parts)
         if save_kv_cache and k is not None:
@@ -153,5 +153,6 @@ class FusedRows:
             pool.get_value_buffer(layer.layer_id),
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
+            window=layer.sliding_window_size,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)

@@ -11,7 +11,7 @@ import torch
 
 
 def install() -> None:
-    """Replaces the launchers of SGLang's kernels by these functions, and lets latent attention run on `torch_native`."""
+    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`."""
     from sglang.kernels.ops.activation import softcap
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry

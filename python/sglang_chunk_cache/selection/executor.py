@@ -2,11 +2,11 @@
 
 Verbs: `attend` (called by every attention layer), `run` (scope of the forward, in which the decoder carries hooks).
 
-How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those that
-are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works on
-what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the layer
-returns is cut. A hook gives the next layers the positions of the rows that are left. A pass of the question runs the
-decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
+How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those
+that are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works
+on what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the
+layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions. A pass of the question runs
+the decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
 computes again.
 
 Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
@@ -108,6 +108,7 @@ class LayerwiseForward:
         self._tp_size = tp_size
         self.is_asking = False
         self._num_given = len(rows.row_positions)
+        self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
         self._cut_later: _LateCut | None = None
 
     @property
@@ -175,14 +176,10 @@ class LayerwiseForward:
     def _before_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if len(self.row_positions) == self._num_given or self.is_asking:
+        if self._left is None or self.is_asking:
             return None
-        return tuple(map(self._moved, args)), {name: self._moved(value) for name, value in kwargs.items()}
-
-    def _moved(self, value: Any) -> Any:
-        """The positions of the rows that are left in the place of those that the model was called with."""
-        is_given = isinstance(value, torch.Tensor) and value.shape == (self._num_given,) and not value.is_floating_point()
-        return self.row_positions.to(value.dtype) if is_given else value
+        # Positions, and what a model makes of them once for all layers.
+        return cut_rows(args, self._left, self._num_given), cut_rows(kwargs, self._left, self._num_given)
 
     def _behind_layer(self, layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         cut, self._cut_later = self._cut_later, None
@@ -282,6 +279,7 @@ class LayerwiseForward:
         else:
             self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
+        self._left = index if self._left is None else self._left[index]
         self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]

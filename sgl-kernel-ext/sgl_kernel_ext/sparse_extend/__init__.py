@@ -106,6 +106,7 @@ class SparseExtend:
         logit_cap: float = 0.0,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        window: int = -1,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer; arguments, result and errors as in `sparse_extend`."""
@@ -119,19 +120,19 @@ class SparseExtend:
             raise ValueError(f"out: {out.dtype} {out.shape} on {out.device}, need {q.dtype} {shape} on {q.device}")
         if not q.shape[0]:
             return out
-        scales = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
+        options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
         implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
-        if implementation == "flashinfer":
+        if implementation == "flashinfer" and window < 0:
             from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
 
-            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **scales)
-        elif implementation == "triton":
+            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **options)
+        elif implementation in ("triton", "flashinfer"):
             from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
-            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, **scales)
+            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, window=window, **options)
         else:
             self._torch_plan = self._torch_plan or TorchPlan(self._index)
-            self._torch_plan.attend(q, k_buffer, v_buffer, out, **scales)
+            self._torch_plan.attend(q, k_buffer, v_buffer, out, window=window, **options)
         return out
 
 
@@ -148,6 +149,7 @@ def sparse_extend(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = -1,
     private: PrivateKeys | None = None,
     backend: Backend = "auto",
     out: torch.Tensor | None = None,
@@ -173,6 +175,7 @@ def sparse_extend(
         row_indptr: [num_requests + 1] from 0; request i owns q[row_indptr[i]:row_indptr[i + 1]]; may be empty.
         row_positions: [num_rows] int64, ascending within a request, each below its kv_len. The torch path checks it;
             the Triton path does not (no host synchronisation) and then sees the existing keys only.
+        window: positions that a row sees in front of its own; -1 = all. FlashInfer's version has none: Triton's serves.
         private: keys that are read from other slots than kv_indices says.
         out: [num_rows, num_q_heads, v_head_dim] in q's dtype, to write into; last two dimensions dense.
 
@@ -191,7 +194,7 @@ def sparse_extend(
     """
     attention = SparseExtend(kv_indptr, kv_indices, row_indptr, row_positions, private=private, backend=backend)
     scales = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
-    return attention(q, k_buffer, v_buffer, **scales, out=out)
+    return attention(q, k_buffer, v_buffer, **scales, window=window, out=out)
 
 
 def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, score_scale: float) -> None:

@@ -20,6 +20,7 @@ def sparse_extend_reference(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = -1,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """[num_rows, num_q_heads, v_head_dim] in `dtype`, everything computed in it."""
@@ -29,7 +30,8 @@ def sparse_extend_reference(
     for request in range(len(kv_indptr) - 1):
         slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
         rows = slice(int(row_indptr[request]), int(row_indptr[request + 1]))
-        visible = torch.arange(slots.numel(), device=q.device) <= row_positions[rows, None]
+        distance = row_positions[rows, None] - torch.arange(slots.numel(), device=q.device)
+        visible = (distance >= 0) & ((distance <= window) | (window < 0))
         for head in range(num_q_heads):
             k = k_buffer[slots, head // group].to(dtype) * k_scale
             # A key nobody sees may hold NaN, and 0 * NaN is NaN.

@@ -49,8 +49,9 @@ Index = tuple[IndPtr, torch.Tensor, IndPtr, torch.Tensor]
 @dataclass(frozen=True)
 class _Block:
     rows: slice  # of q and out
-    end: int  # so many keys are read: position of the last row + 1
-    seen: torch.Tensor | None  # [num_rows, end] bool; None: the rows are a run
+    begin: int  # keys [begin, end) are read: from the first that the first row sees ...
+    end: int  # ... up to the position of the last row
+    seen: torch.Tensor | None  # [num_rows, end - begin] bool; None: the rows are a run
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class TorchPlan:
                 f"kv_indptr, row_indptr: end at {self._kv_bounds[-1]} and {self._row_bounds[-1]}, but there are "
                 f"{self._kv_indices.numel()} kv_indices and {self._positions.numel()} rows"
             )
-        self._requests: dict[bool, list[_Request]] = {}
+        self._requests: dict[tuple[bool, int], list[_Request]] = {}
 
     def attend(
         self,
@@ -89,16 +90,17 @@ class TorchPlan:
         logit_cap: float = 0.0,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        window: int = -1,
     ) -> None:
         """Write `out`, for one layer."""
         sm_scale *= k_scale
-        can_run = logit_cap <= 0 and q.shape[2] == v_buffer.shape[2] and q.device.type == "cpu"
-        if can_run not in self._requests:
-            self._requests[can_run] = list(self._cut(can_run))
-        for request in self._requests[can_run]:
+        can_run = logit_cap <= 0 and window < 0 and q.shape[2] == v_buffer.shape[2] and q.device.type == "cpu"
+        if (can_run, window) not in self._requests:
+            self._requests[can_run, window] = list(self._cut(can_run, window))
+        for request in self._requests[can_run, window]:
             k, v = (_gather(raw(buffer), request).view(buffer.dtype).to(q.dtype) for buffer in (k_buffer, v_buffer))
             for block in request.blocks:
-                args = q[block.rows], k[: block.end], v[: block.end]
+                args = q[block.rows], k[block.begin : block.end], v[block.begin : block.end]
                 if block.seen is None:
                     out[block.rows] = _attend_run(*args, sm_scale)
                 elif logit_cap > 0:
@@ -108,7 +110,7 @@ class TorchPlan:
         if v_scale != 1.0:
             out *= v_scale
 
-    def _cut(self, can_run: bool) -> Iterator[_Request]:
+    def _cut(self, can_run: bool, window: int) -> Iterator[_Request]:
         for request, (begin, end) in enumerate(pairwise(self._row_bounds)):
             if begin == end:
                 continue
@@ -121,12 +123,19 @@ class TorchPlan:
             slots = self._kv_indices[first : first + at[-1] + 1]
             blocks = []
             for a, b, is_run in cut_rows(at, can_run):
+                first_seen = 0 if window < 0 else max(0, at[a] - window)
                 last = at[b - 1] + 1
-                seen = None if is_run else torch.arange(last, device=positions.device) <= positions[a:b, None]
-                blocks.append(_Block(slice(begin + a, begin + b), last, seen))
+                seen = None if is_run else _seen(positions[a:b], first_seen, last, window)
+                blocks.append(_Block(slice(begin + a, begin + b), first_seen, last, seen))
             num_masked = sum(block.rows.stop - block.rows.start for block in blocks if block.seen is not None)
             by_head = num_masked >= _MIN_COPY_ROWS and slots.numel() > _MAX_SHORT_LEN
             yield _Request(slots, _runs_of(slots), blocks, by_head)
+
+
+def _seen(positions: torch.Tensor, begin: int, end: int, window: int) -> torch.Tensor:
+    """`[num_rows, end - begin]` bool: which of the keys [begin, end) each row sees."""
+    distance = positions[:, None] - torch.arange(begin, end, device=positions.device)
+    return distance >= 0 if window < 0 else (distance >= 0) & (distance <= window)
 
 
 def as_list(indptr: IndPtr) -> list[int]:

@@ -68,6 +68,7 @@ def _attend(
     begin,
     end,
     position,
+    window,
     score_scale,
     logit_cap,
     k_slot_stride,
@@ -77,6 +78,7 @@ def _attend(
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,11 +117,13 @@ def _attend(
             scale = score_scale
         if IS_MASKED:
             visible = (n[None, :] <= position[:, None]) & is_key[None, :]
+            if HAS_WINDOW:
+                visible = visible & (n[None, :] >= position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
         # Key 0 is visible to every row, so `top` is finite from the first step on; a later split may have rows that
-        # see none of its keys, and -inf minus -inf is NaN.
+        # see none of its keys, as may a block in front of a row's window, and -inf minus -inf is NaN.
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        if IS_SPLIT and IS_MASKED:
+        if (IS_SPLIT or HAS_WINDOW) and IS_MASKED:
             new_top = tl.maximum(new_top, LOWEST)
         keep = tl.exp2(top - new_top)
         p = tl.exp2(scores * scale - new_top[:, None])
@@ -145,6 +149,7 @@ def _attend(
         "num_requests",
         "num_rows",
         "num_splits",
+        "window",
     ]
 )
 def _sparse_extend_kernel(
@@ -160,6 +165,7 @@ def _sparse_extend_kernel(
     num_requests,
     num_rows,
     num_splits,
+    window,
     score_scale,
     logit_cap,
     v_scale,
@@ -178,6 +184,7 @@ def _sparse_extend_kernel(
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -206,9 +213,12 @@ def _sparse_extend_kernel(
         # Rows ascend: what the first one sees, all see.
         full_end = tl.minimum(tl.load(row_positions_ptr + row_start).to(tl.int32) + 1, kv_len) // BLOCK_N * BLOCK_N
         begin = 0
+        if HAS_WINDOW:  # every block may be cut by some row's window
+            begin = tl.maximum(tl.load(row_positions_ptr + row_start).to(tl.int32) - window, 0) // BLOCK_N * BLOCK_N
+            full_end = begin
         if IS_SPLIT:
-            split_len = tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits) * BLOCK_N
-            begin = tl.program_id(2) * split_len
+            split_len = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+            begin += tl.program_id(2) * split_len
             end = tl.minimum(end, begin + split_len)
             full_end = tl.minimum(full_end, end)
 
@@ -235,6 +245,7 @@ def _sparse_extend_kernel(
                 tl.maximum(begin, full_end) if IS_MASKED else begin,
                 end if IS_MASKED else full_end,
                 position,
+                window,
                 score_scale,
                 logit_cap,
                 k_slot_stride,
@@ -244,6 +255,7 @@ def _sparse_extend_kernel(
                 V_DIM,
                 V_PAD,
                 HAS_CAP,
+                HAS_WINDOW,
                 IS_SPLIT,
                 IS_MASKED,
                 BLOCK_N,
@@ -319,6 +331,7 @@ def sparse_extend_triton(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = -1,
     tile: Tile | None = None,
 ) -> None:
     """Write `out`; arguments as in `sparse_extend`. One launch, two where keys are split, and no host synchronisation
@@ -360,6 +373,7 @@ def sparse_extend_triton(
         num_requests,
         num_rows,
         num_splits,
+        window,
         float(score_scale),
         float(logit_cap * LOG2_E),
         float(v_scale),
@@ -378,6 +392,7 @@ def sparse_extend_triton(
         V_DIM=v_dim,
         V_PAD=v_pad,
         HAS_CAP=logit_cap > 0,
+        HAS_WINDOW=window >= 0,
         IS_SPLIT=is_split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

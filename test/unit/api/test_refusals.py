@@ -168,6 +168,19 @@ def model_config(folder: Path, model_type: str, architecture: str, **extra: Any)
     return ModelConfig(model_path=str(folder), **({"is_embedding": True} if architecture == "LlamaModel" else {}))
 
 
+MLA = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 LLAMA = ("llama", "LlamaForCausalLM")
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": (*LLAMA, {}),
@@ -195,6 +208,10 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+    "mixtral": ("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
+    "latent attention": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA),
+    "gemma 2, with windows": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 1024, "head_dim": 16}),
+    "a class that nobody listed": ("stablelm", "StableLmForCausalLM", {}),
 }
 
 
@@ -204,29 +221,9 @@ def test_model_is_served(tmp_path, name):
     refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
 
 
-MLA = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "mla": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA, "latent attention"),
-    "mistral with a window": ("mistral", "MistralForCausalLM", {"sliding_window": 1024}, "sliding-window"),
-    "qwen2 with its window on": (
-        "qwen2",
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 0},
-        "sliding-window",
-    ),
-    "gemma 2": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 1024, "head_dim": 16}, "sliding-window"),
+    "windows in a pool of their own": (*LLAMA, {"is_hybrid_swa": True}, "add --disable-hybrid-swa-memory"),
+    "sinks": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 128, "head_dim": 16}, "attention sinks"),
     "state space": (
         "falcon_h1",
         "FalconH1ForCausalLM",
@@ -254,7 +251,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "embedding": ("llama", "LlamaModel", {}, "embedding"),
     "reward": ("llama", "LlamaForSequenceClassificationWithNormal_Weights", {}, "reward"),
-    "unknown class": ("gpt2", "GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2}, "GPT2LMHeadModel"),
     "encoder-decoder": (
         "whisper",
         "WhisperForConditionalGeneration",
@@ -271,6 +267,13 @@ def test_model_is_refused_with_one_sentence(tmp_path, name):
         refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
     assert word in str(refused.value.code)
     assert "\n" not in str(refused.value.code)
+
+
+def test_only_listed_models_are_served_where_that_is_asked_for(tmp_path):
+    (tmp_path / "llama").mkdir()
+    refusals.check_model(model_config(tmp_path / "llama", *LLAMA), "listed")
+    with pytest.raises(StartRefused, match=r'architecture StableLmForCausalLM is not listed, and "models"'):
+        refusals.check_model(model_config(tmp_path, "stablelm", "StableLmForCausalLM"), "listed")
 
 
 def test_multimodal_model_is_refused(tmp_path):

@@ -19,6 +19,7 @@ def test_every_field_can_be_given() -> None:
         "max_path_tokens": 1000,
         "max_generation": 0,
         "min_reuse_len": 16,
+        "models": "listed",
         "kernel": "torch",
         "attention": "runs",
         "statistics_layers": "all",
@@ -71,7 +72,7 @@ def test_every_field_can_be_given() -> None:
         ),
         ({"verify_share": 1, "verify_file": 3}, "--chunk-cache-config: verify_file: 3 is not a file; give the path"),
         ({"verify_file": "a"}, "--chunk-cache-config: verify_file: nothing is verified; give verify_share too"),
-        ({"kernel": "cuda"}, "unknown kernel 'cuda'; known kernels: auto, torch, triton"),
+        ({"kernel": "cuda"}, "unknown kernel 'cuda'; known values: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
         *[
             (

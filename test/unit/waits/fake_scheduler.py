@@ -101,11 +101,10 @@ class Fake:
         move_to_gpu(scheduler, self.gpu.module)
         chunks = scheduler.tree_cache.chunks
         assembler = chunks.assembler
-        assembler.rotary = replace(
-            assembler.rotary, inv_freq=torch.empty_like(assembler.rotary.inv_freq, device="cuda")
-        )
-        assembler._kernel, assembler._is_cpu = "triton", False
-        scheduler.tree_cache.chunks = replace(chunks, kernel="triton", min_run_len=8)
+        rotary = replace(chunks.layers.rotary, inv_freq=torch.empty_like(chunks.layers.rotary.inv_freq, device="cuda"))
+        layers = replace(chunks.layers, rotaries=(rotary,) * len(chunks.layers.rotaries))
+        assembler._rotaries, assembler._kernel, assembler._is_cpu = layers.rotaries, "triton", False
+        scheduler.tree_cache.chunks = replace(chunks, layers=layers, kernel="triton", min_run_len=8)
         forward_batch_info.support_triton = lambda _: True
         backend = type(scheduler.tp_worker.model_runner.attn_backend)
         backend.forward = lambda self, q, *args, **kwargs: torch.empty_like(q)
