@@ -53,6 +53,8 @@ class Reply:
     retractions: int = 0
     first_step_end: int | None = None
     """Tokens of the prompt behind the first step of chunked prefill; None where it was not cut."""
+    num_verified: int = 0
+    """Drafts that the model looked at, each of several tokens; 0 without speculative decoding."""
     finish: dict[str, Any] | None = None
     info: dict[str, Any] | None = None
 
@@ -254,6 +256,8 @@ class LocalScheduler:
                 reply.cached_details = output.cached_tokens_details[i]
             if output.retraction_counts:
                 reply.retractions = output.retraction_counts[i]
+            if output.spec_verify_ct:
+                reply.num_verified = output.spec_verify_ct[i]
             if output.output_token_logprobs_val:
                 reply.logprobs += list(output.output_token_logprobs_val[i])
                 for values, indices in zip(

@@ -1,6 +1,7 @@
 """Small seeded models with their tokenizers, written as Hugging Face folders on the spot.
 
 - `make_model(kind, out_dir, ...)` writes one and returns its folder; the same arguments give the same weights.
+- `make_draft(kind, out_dir)` writes one that drafts for them (EAGLE, EAGLE3), with random weights as well.
 - `make_tokenizer(vocab_size, add_bos=...)` is the tokenizer it comes with: byte-level, so any text has ids.
 
 The weights are random, but wider than a fresh initialisation: attention is peaked and log-probabilities differ by
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -141,6 +143,40 @@ def make_model(
     if tokenizer:
         make_tokenizer(vocab, add_bos=kind in ("llama", "mistral")).save_pretrained(out_dir)
     mark.write_text(recipe)
+    return out_dir
+
+
+DRAFTS = {"llama_eagle": "LlamaForCausalLMEagle", "llama_eagle3": "LlamaForCausalLMEagle3"}
+"""Kinds of drafts, and their classes in SGLang."""
+
+
+def make_draft(kind: str, out_dir: str | Path, *, hidden: int = 64, seed: int = 1) -> Path:
+    """Writes a model of one layer that drafts from the hidden states of a "llama" of that size; returns the folder.
+
+    EAGLE3 looks at those of three layers, so the target has four.
+    """
+    out_dir = make_model("llama", out_dir, layers=1, hidden=hidden, seed=seed)
+    config, weights = out_dir / "config.json", out_dir / "model.safetensors"
+    values = json.loads(config.read_text())
+    if values["architectures"] == [DRAFTS[kind]]:
+        return out_dir
+    values |= {"architectures": [DRAFTS[kind]], "draft_vocab_size": values["vocab_size"]}
+    tensors = {name.removeprefix("model."): value for name, value in load_file(weights).items()}
+    generator = torch.Generator().manual_seed(seed)
+    num_inputs = 2
+    if kind == "llama_eagle":  # it has no norm in front of its layer, and none behind it
+        del tensors["layers.0.input_layernorm.weight"], tensors["norm.weight"], tensors["lm_head.weight"]
+        tensors["fc.bias"] = torch.zeros(hidden)
+    else:
+        num_inputs = 3
+        values["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            key = f"layers.0.self_attn.{name}.weight"
+            tensors[key] = torch.cat([tensors[key]] * 2, 1) / 2**0.5
+        tensors["layers.0.hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"].clone()
+    tensors["fc.weight"] = torch.randn(hidden, num_inputs * hidden, generator=generator) / (num_inputs * hidden) ** 0.5
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(values))
     return out_dir
 
 

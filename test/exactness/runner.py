@@ -48,6 +48,7 @@ class Config:
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
+    draft: str | None = None  # kind of the model that drafts; "self" = the model itself
     server: tuple[tuple[str, Any], ...] = ()  # more fields of ServerArgs
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
 
@@ -56,6 +57,7 @@ class Config:
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
+        parts += [f"{self.draft}-drafts"] if self.draft else []
         parts += [f"{name}={value}" for name, value in self.options + self.target + self.server]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
@@ -64,6 +66,10 @@ class Config:
         name = f"{self.kind}-{self.rope or 'default'}"
         name += f"-{self.layers}layers" if self.layers != 2 else ""
         return MODEL_DIR / (name + (f"-{self.hidden}" if self.hidden != 64 else ""))
+
+    @property
+    def draft_dir(self) -> Path:
+        return self.model_dir if self.draft == "self" else MODEL_DIR / f"{self.draft}-draft"
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -75,6 +81,7 @@ class Config:
             "disable_overlap_schedule": not self.overlap,
             "max_total_tokens": self.max_total_tokens,
             "schedule_conservativeness": self.conservativeness,
+            **({"speculative_draft_model_path": str(self.draft_dir)} if self.draft else {}),
             **dict(self.server),
         }
 
@@ -120,7 +127,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     import importlib
 
     from local_scheduler import LocalScheduler
-    from tiny_models import make_model
+    from tiny_models import DRAFTS, make_draft, make_model
 
     torch.set_num_threads(1)
     try:
@@ -130,6 +137,10 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers, hidden=config.hidden)
+        if config.draft in DRAFTS:
+            make_draft(config.draft, config.draft_dir)
+        elif config.draft not in (None, "self"):
+            make_model(config.draft, config.draft_dir, layers=1, seed=1)
         chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None} if is_ours else None
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")

@@ -1,7 +1,8 @@
 """Fused prefill: an extend with chosen rows in front.
 
 Verbs (handlers of hooks): `init_forward_batch` (adds the rows that are due to the batch that the model sees),
-`forward` (announces the rows to the attention for the time of one forward).
+`forward` (announces the rows to the attention for the time of one forward). A model that drafts sees the same rows
+behind the target, as `kv/draft.py` says.
 
 Promises: the scheduler's batch is never changed; the model sees a copy in which a fused request simply extends by more
 tokens. All lengths of that copy agree, so whatever SGLang derives from them (logit positions, LoRA segments, padding
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXTRAS = "chunk_cache_extras"
+_DUE_IN_DRAFT = "chunk_cache_due_in_draft"
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -126,10 +128,14 @@ def init_forward_batch(
 ) -> ForwardBatch:
     """AROUND `ForwardBatch.init_new`."""
     chunks = runtime_of(batch.tree_cache)
-    if chunks is None or batch.forward_mode.is_decode_or_idle():
+    if chunks is None or not batch.forward_mode.is_extend_or_draft_extend_or_mixed():
         return original(cls, batch, model_runner, **kwargs)
+    if model_runner.is_draft_worker:
+        return _init_draft_batch(original, cls, batch, model_runner, chunks, kwargs)
     chunks.pool.flush()
     due = _take_due_rows(batch)
+    if due is not None and chunks.assembler.draft is not None:
+        setattr(batch, _DUE_IN_DRAFT, [_due_in_draft(one) for one in due])
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
         taker = _taker(batch, model_runner, chunks, batch.prefix_lens)
@@ -151,6 +157,36 @@ def init_forward_batch(
     if extras.changes_anything:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
+
+
+def _due_in_draft(due: DueRows) -> DueRows:
+    """All that the target begins with; what it chooses during its forward is not chosen for a draft."""
+    positions = due.positions if due.plan is None or not due.plan.num_late_rows else due.plan.row_positions
+    return DueRows(positions, load_start=due.load_start)
+
+
+def _init_draft_batch(
+    original: Callable[..., ForwardBatch],
+    cls: type,
+    batch: ScheduleBatch,
+    model_runner: ModelRunner,
+    chunks: ChunkRuntime,
+    kwargs: dict[str, Any],
+) -> ForwardBatch:
+    """A prompt in the model that drafts, behind the target's forward of the same batch."""
+    due = vars(batch).pop(_DUE_IN_DRAFT, None)
+    if due is None:
+        return original(cls, batch, model_runner, **kwargs)
+    kwargs = kwargs | {"kv_loc_plan": None}  # the target's is of the rows of its last forward
+    *before, last = _init_parts(original, cls, batch, model_runner, chunks, kwargs, due)
+    hidden = batch.spec_info.hidden_states
+    if before and hidden is not None:
+        parts = [part.batch for part in (*before, last)]
+        for part, own in zip(parts, hidden.split([one.extend_num_tokens for one in parts]), strict=True):
+            part.spec_info = copy.copy(part.spec_info)
+            part.spec_info.hidden_states = own
+    setattr(last.batch, _EXTRAS, Extras(last.attention, None, None, tuple(before)))
+    return last.batch
 
 
 def _taker(
@@ -253,7 +289,9 @@ def _init_fused(
         prefix_len if one.load_start is None else one.load_start
         for one, prefix_len in zip(due, batch.prefix_lens, strict=True)
     ]
-    taker = _taker(batch, model_runner, chunks, begins, end)
+    draft = chunks.assembler.draft if model_runner.is_draft_worker else None
+    taker = None if draft is not None else _taker(batch, model_runner, chunks, begins, end)
+    kernel = chunks.kernel if draft is None else draft.kernel
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     positions = _positions(batch, due)
     pool_rows = batch.req_pool_indices_cpu.tolist()
@@ -264,15 +302,19 @@ def _init_fused(
         runs = found if fits and found.mean_len >= chunks.min_run_len else None
     extra = () if runs is None else runs.arrays()
     fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
+    if draft is not None:
+        fused_batch.input_ids = _one_ahead(batch, fused_batch, positions)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
     kv_pool, row_lens = model_runner.token_to_kv_pool, fused_batch.extend_lens
     if runs is not None:
-        chunks.metrics.count_fused_batch("sglang")
+        if draft is None:
+            chunks.metrics.count_fused_batch("sglang")
         stock_forward = model_runner.attn_backend.forward
         by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
         return Part(forward_batch, by_runs, taker)
-    chunks.metrics.count_fused_batch(chunks.kernel)
+    if draft is None:
+        chunks.metrics.count_fused_batch(kernel)
     rows = FusedRows.build(
         req_to_token=model_runner.req_to_token_pool.req_to_token,
         req_pool_indices=pool_rows,
@@ -280,7 +322,7 @@ def _init_fused(
         row_lens=row_lens,
         row_positions=row_positions,
         kv_pool=kv_pool,
-        kernel=chunks.kernel,
+        kernel=kernel,
     )
     attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
     return Part(forward_batch, attention, taker)
@@ -299,15 +341,19 @@ def forward(
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
     stock = partial(original, model_runner)
+    hidden = []
     with extras.timing or contextlib.nullcontext():
         try:
             for part in extras.before:
-                _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
+                done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
+                hidden.append(done.logits_output.hidden_states)
             last = Part(forward_batch, extras.attention, extras.taker)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
         except LayerFailed as failure:
             assert extras.again is not None
             output = forward(original, model_runner, extras.again(failure.reason), *args, **kwargs)
+    if hidden and forward_batch.capture_hidden_mode.is_full():  # for the draft, which sees all rows
+        output.logits_output.hidden_states = torch.cat([*hidden, output.logits_output.hidden_states])
     for place, candidate in extras.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
@@ -488,6 +534,20 @@ def _with_rows(
         moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
         fused.replace_positions = moved[batch.replace_positions]
     return fused, row_positions, uploaded
+
+
+def _one_ahead(batch: ScheduleBatch, fused: ScheduleBatch, positions: list[np.ndarray]) -> torch.Tensor:
+    """`[num_rows]` the token behind each row, which is what a draft is given; behind the last one as in `batch`."""
+    ids = [
+        np.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64), 0)[own + 1]
+        for req, own in zip(batch.reqs, positions, strict=True)
+    ]
+    has_tail = np.array(batch.extend_lens) > 0
+    ends = [np.cumsum(one.extend_lens)[has_tail] - 1 for one in (fused, batch)]
+    row_ids, last, last_of_batch = upload([np.concatenate(ids), *ends], fused.input_ids.device)
+    row_ids = row_ids.to(fused.input_ids.dtype)
+    row_ids[last] = batch.input_ids[last_of_batch]
+    return row_ids
 
 
 def _moved_indices(old_lens: list[int], new_lens: list[int], device: str) -> torch.Tensor:

@@ -35,6 +35,7 @@ ARCHITECTURES = (
 """Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 POOL_DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -81,7 +82,12 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("encoder_only", "encoder disaggregation (--encoder-only)"),
     FlagRule("language_only", "encoder disaggregation (--language-only)"),
     # Speculative decoding.
-    FlagRule("speculative_algorithm", "speculative decoding (--speculative-algorithm)", _not_null),
+    FlagRule(
+        "speculative_algorithm",
+        f"speculative decoding other than {', '.join(SPECULATIVE_ALGORITHMS)} (--speculative-algorithm)",
+        lambda value: _not_null(value) and value not in SPECULATIVE_ALGORITHMS,
+    ),
+    FlagRule("enable_multi_layer_eagle", "several drafting models (--enable-multi-layer-eagle)"),
     FlagRule("decoupled_spec_role", "speculative decoding (--decoupled-spec-role)", _not_null),
     # Other caches.
     FlagRule("disable_radix_cache", "--disable-radix-cache"),

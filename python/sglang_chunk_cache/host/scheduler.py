@@ -20,8 +20,10 @@ from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
+from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
+from sglang_chunk_cache.kv.draft import follow_draft
 from sglang_chunk_cache.request_state import state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
@@ -42,6 +44,11 @@ class ChunkScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        draft = None if self.draft_worker is None else self.draft_worker.draft_worker  # n-grams have no model
+        if draft is not None:
+            check_pool(draft.draft_runner.token_to_kv_pool)
+            chunks = self._chunks
+            follow_draft(chunks.assembler, self.tp_worker.model_runner, draft.draft_runner, chunks.config.kernel)
         check_loaded_model(self, self._chunks)
 
     def get_prefill_adder_class(self) -> type[ChunkPrefillAdder]:

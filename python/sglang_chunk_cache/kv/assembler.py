@@ -3,6 +3,8 @@
 Verbs: `copy` (slots to slots, with the rotary phase of K shifted), `gather` (slots to host memory) and `fill` (back,
 bit by bit).
 
+A model that drafts has a KV pool of its own over the same slots: what is copied within the pool is copied there too.
+
 Promises: a copy is enqueued behind every forward that was launched before it and before every later one, so its
 sources are complete, and both sources and targets may change hands as soon as `copy` returns. Nothing waits on the
 host.
@@ -82,6 +84,13 @@ class KVAssembler:
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
         self._side: Any = None
+        self.draft: KVAssembler | None = None
+        """That of the model that drafts, once it is there."""
+
+    @property
+    def kernel(self) -> str:
+        """Backend of the operations on this pool."""
+        return self._kernel
 
     def copy(
         self, src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, layers: range | None = None
@@ -98,6 +107,9 @@ class KVAssembler:
                 spec = rotary or next(filter(None, self._rotaries))
                 delta = position_delta if rotary is not None else torch.zeros_like(position_delta)
                 copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, delta, spec, backend=self._kernel)
+        if self.draft is not None:
+            assert layers is None, "chunks that arrive layer by layer have no draft"
+            self.draft.copy(src_loc, dst_loc, position_delta)
 
     def gather(self, slots: torch.Tensor) -> HostKV:
         """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""

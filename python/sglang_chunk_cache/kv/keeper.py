@@ -131,7 +131,7 @@ class ChunkKeeper:
         state.remembered = in_tree >= last_end
         if not (state.remembered or req.finished()):
             return  # the rest of the prompt is still to come
-        path = self._store.path(req.origin_input_ids[:last_end], state.partition, req.last_node)
+        path = self._store.path(req.origin_input_ids, last_end, state.partition, req.last_node)
         for keep in self._manager.remember_exact(state.prompt, state.plan, in_tree=in_tree, up_to=up_to):
             if isinstance(keep, Forgo):
                 self._metrics.count_not_remembered(keep.reason)

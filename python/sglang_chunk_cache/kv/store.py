@@ -48,12 +48,16 @@ class _Seen:
 class VariantStore:
     """View of one radix tree as a store of chunk variants.
 
+    Where a model drafts from hidden states (EAGLE), SGLang's tree knows pairs of tokens: a slot is found by its token
+    and the one behind it, so a key has one token more than slots.
+
     Args:
         tree: SGLang's cache; what we override in it is called as SGLang has it, so nothing here calls us back.
     """
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
+        self._num_behind = int(tree.tree_core.is_eagle)
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
         self._num_namespaces = 0
@@ -138,9 +142,9 @@ class VariantStore:
             self._tree, InsertParams(key=key, value=slots, prev_prefix_len=len(slots), priority=priority)
         )
 
-    def path(self, token_ids: array[int], partition: Partition, node_id: int) -> PathTokens:
-        """An exact prompt whose tokens end in a node of the tree."""
-        return PathTokens(token_ids, partition, _Seen(node_id))
+    def path(self, token_ids: array[int], length: int, partition: Partition, node_id: int) -> PathTokens:
+        """The first `length` tokens of an exact prompt, which ends in a node of the tree."""
+        return PathTokens(token_ids[: length + self._num_behind], partition, _Seen(node_id))
 
     def insert_node(self, partition: Partition, token_ids: array[int], slots: torch.Tensor, priority: int) -> NodeHome:
         """Hands `slots` (int64, whole pages) to the tree as a node of its own.
@@ -149,7 +153,8 @@ class VariantStore:
             token_ids: the chunk; padded here to the length of `slots`.
             priority: for eviction.
         """
-        node_key = token_ids + array("q", [_PADDING_TOKEN]) * (len(slots) - len(token_ids))
+        num_padding = len(slots) + self._num_behind - len(token_ids)
+        node_key = token_ids + array("q", [_PADDING_TOKEN]) * num_padding
         self._num_namespaces += 1
         namespace = f"{partition.extra_key or ''}\x1f{self._secret}\x1f{self._num_namespaces}"
         result = UnifiedRadixCache.insert(
@@ -212,11 +217,11 @@ class VariantStore:
 
     def _radix_key(self, variant: Variant, length: int | None = None) -> RadixKey:
         holder = variant.holder
+        end = None if length is None else length + self._num_behind
         if isinstance(holder, PathTokens):
             partition = holder.partition
-            tokens = holder.tokens[:length]
-            return RadixKey(tokens, extra_key=partition.extra_key, cache_salt=partition.cache_salt)
-        return RadixKey(holder.node_key[:length], extra_key=holder.namespace)
+            return RadixKey(holder.tokens[:end], extra_key=partition.extra_key, cache_salt=partition.cache_salt)
+        return RadixKey(holder.node_key[:end], extra_key=holder.namespace)
 
 
 def _seen(variant: Variant) -> _Seen:

@@ -24,14 +24,14 @@ def keep_overlap() -> None:
     """SGLang's CPU engine does not speculate with the overlap schedule; in plain torch it runs as on a GPU."""
     from sglang.srt.arg_groups import speculative_hook
 
-    setattr(speculative_hook, "_disable_overlap_schedule_for_cpu", lambda _server_args: None)
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda _server_args: None
 
 
 def install() -> None:
     """Makes drafting, verification and its sampling run on the attention backend `torch_native`."""
     os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"  # accepted KV is moved by torch, so no kernel is warmed up for it
     reconstruct = ModuleType(_RECONSTRUCT)  # SGLang's cannot be imported without a GPU
-    setattr(reconstruct, "reconstruct_indices_from_tree_mask_func", reconstruct_tree)
+    reconstruct.reconstruct_indices_from_tree_mask_func = reconstruct_tree
     sys.modules[_RECONSTRUCT] = reconstruct
     from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -42,7 +42,7 @@ def install() -> None:
     from sglang_chunk_cache.platform_cpu import speculative_attention as attention
 
     for module in (cache_locs, eagle, spec_tree, allocation, eagle_worker_common, ngram_worker):
-        setattr(module, "_is_cpu", True)
+        module._is_cpu = True
     for module, kernels in (
         (cache_locs, (assign_extend_cache_locs_cpu, assign_draft_cache_locs_contiguous_cpu)),
         (overlap_utils, (gather_spec_extras,)),
@@ -53,13 +53,13 @@ def install() -> None:
     ):
         for kernel in kernels:
             setattr(module, kernel.__name__, kernel)
-    setattr(memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", lambda pool: setattr(pool, "_kv_copy_config", None))
-    setattr(spec_tree, "sgl_build_tree_kernel_efficient_cpu", build_tree)
-    setattr(spec_tree, "sgl_verify_tree_greedy_cpu", verify_tree_greedy)
+    memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: setattr(pool, "_kv_copy_config", None)
+    spec_tree.sgl_build_tree_kernel_efficient_cpu = build_tree
+    spec_tree.sgl_verify_tree_greedy_cpu = verify_tree_greedy
     register_attention_backend("torch_native")(attention.TreeAttention)
     factory = draft_utils.DraftBackendFactory
-    setattr(factory, "create_decode_backend", attention.draft_decode_backend)
-    setattr(factory, "create_draft_extend_backend", lambda _self: None)  # the runner's own serves
+    factory.create_decode_backend = attention.draft_decode_backend
+    factory.create_draft_extend_backend = lambda _self: None  # the runner's own serves
 
 
 def default_tree_mask_mode() -> Any:
