@@ -51,8 +51,13 @@ TAIL_LEN = 32
 """Rows at the end, beyond any window, that are compared."""
 HEAD_LEN = 64
 """Rows in front of them where the model has no window."""
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Relative difference of keys that is rounding, by dtype of the model; of logits five times as much."""
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative difference that is rounding, by dtype of the model, of rows of the first layer; it grows with the root of
+the number of layers."""
+_MOVED = 3
+"""So much more of keys that were moved: in bfloat16, by 4,000 positions, Qwen2.5-0.5B and SmolLM2-135M show 0.004 at
+the first layer, 0.008 at the fourth and at most 0.017; models of random weights and peaked attention up to 0.04 at the
+fourth. A window of 8 tokens at one layer of Qwen2.5-0.5B shows as 0.04 behind it."""
 _ANGLE_ULPS = 4
 
 
@@ -197,9 +202,9 @@ class _Check:
     def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
         """Keys that were moved with those that the model computed there, layer by layer."""
         # The model's table of cosines is fp32: an angle is known to so much.
-        allowed = self._tolerance + _ANGLE_ULPS * 2.0**-24 * (self._shift + self._num_tokens)
+        of_table = _ANGLE_ULPS * 2.0**-24 * (self._shift + self._num_tokens)
         for layer, pair in enumerate(zip(found, expected, strict=True)):
-            error = _difference(*pair)
+            error, allowed = _difference(*pair), _MOVED * self._allowed(layer) + of_table
             if not error <= allowed:
                 self._refuse(
                     f"keys of layer {layer}, moved by {self._shift} positions, differ from those that the model "
@@ -210,17 +215,19 @@ class _Check:
         """Rows of the tail with those of the model's own forward: what a layer attends wrongly shows behind it."""
         for layer in range(len(found.keys) + 1):
             if layer < len(found.keys):
-                error = _difference(*(one.keys[layer][-TAIL_LEN:] for one in (found, expected)))
-                allowed = self._tolerance
+                error, allowed = _difference(found.keys[layer][-TAIL_LEN:], expected.keys[layer][-TAIL_LEN:]), 1.0
             else:
-                error = _difference(*(one.logits[None] for one in (found, expected)))
-                allowed = 5 * self._tolerance
+                error, allowed = _difference(found.logits[None], expected.logits[None]), 3.0  # no median over rows
+            allowed *= self._allowed(layer)
             if not error <= allowed:
                 where = f"behind layer {layer - 1}" if layer else "in front of the first layer"
                 self._refuse(
                     f"{where} rows {how} differ from those of the model's own forward by {error:.2g} of their size "
                     f"({allowed:.2g} is rounding)"
                 )
+
+    def _allowed(self, layer: int) -> float:
+        return float(self._tolerance * (1 + layer) ** 0.5)
 
     def _refuse(self, reason: str) -> None:
         refuse(f"this model cannot be served with --chunk-cache: {reason}.")

@@ -5,9 +5,9 @@ Verbs: `attend` (called by every attention layer), `run` (scope of the forward, 
 How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those
 that are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works
 on what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the
-layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions. A pass of the question runs
-the decoder once more, before the pass that computes the answer, and writes only K and V of rows that the second pass
-computes again.
+layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions. A pass of the
+question runs the decoder once more, before the pass that computes the answer, and writes only K and V of rows that the
+second pass computes again.
 
 Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
 what grouping or focus has decided at the layer before (see `progress`).

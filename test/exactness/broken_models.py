@@ -1,0 +1,134 @@
+"""Models with one wrong layer, and a start of a server that meets them.
+
+Verb: `start` (in a process of its own; a sentence, or how long the check took).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exactness.runner import TEST_DIR, _context
+
+LAYER = 2
+"""The one that is broken."""
+
+
+def _rope(model: Any) -> tuple[Any, Any]:
+    """Attention of the layer, and a rotary embedding that is its own from now on."""
+    attention = model.model.layers[LAYER].self_attn
+    attention.rotary_emb = copy.deepcopy(attention.rotary_emb)
+    return attention, attention.rotary_emb
+
+
+def another_base(model: Any) -> None:
+    """The table of cosines is that of another base than the module says."""
+    _, rope = _rope(model)
+    told, rope.base = rope.base, rope.base / 2
+    rope.cos_sin_cache = rope._compute_cos_sin_cache().to(rope.cos_sin_cache)
+    rope.base = told
+
+
+def another_base_and_says_so(model: Any) -> None:
+    """Not broken: a layer with a rotation of its own."""
+    _, rope = _rope(model)
+    rope.base /= 2
+    rope.cos_sin_cache = rope._compute_cos_sin_cache().to(rope.cos_sin_cache)
+
+
+def interleaved(model: Any) -> None:
+    """Pairs are neighbours, and the module says halves."""
+    _, rope = _rope(model)
+    other = copy.deepcopy(rope)
+    other.is_neox_style = not rope.is_neox_style
+    rope.forward = lambda *args, **kwargs: other.forward_native(*args, **kwargs)
+
+
+def scaling_dropped(model: Any) -> None:
+    """The table is that of the unscaled frequencies."""
+    _, rope = _rope(model)
+    scaled = rope._compute_inv_freq
+    rope._compute_inv_freq = lambda base: type(rope).__mro__[1]._compute_inv_freq(rope, base)
+    rope.cos_sin_cache = rope._compute_cos_sin_cache().to(rope.cos_sin_cache)
+    rope._compute_inv_freq = scaled
+
+
+def undeclared_window(model: Any) -> None:
+    """SGLang's backend shows the layer 8 positions, and the layer does not say so."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    stock = TorchNativeAttnBackend.forward_extend
+
+    def forward_extend(self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = layer
+        if layer.layer_id == LAYER:
+            seen = copy.copy(layer)
+            seen.sliding_window_size = 8
+        return stock(self, q, k, v, seen, *args, **kwargs)
+
+    TorchNativeAttnBackend.forward_extend = forward_extend
+
+
+def as_it_is(model: Any) -> None:
+    """Not broken."""
+
+
+def start(
+    model_dir: Path, break_model: Callable[[Any], None] = as_it_is, config: dict[str, Any] | None = None, **flags: Any
+) -> str | float:
+    """The sentence of a start that is refused; else seconds that the check took."""
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_child, args=(sender, model_dir, break_model, config or {}, flags))
+    process.start()
+    sender.close()
+    try:
+        found: str | float = receiver.recv() if receiver.poll(600) else "no answer within 600 s"
+    finally:
+        process.kill()
+    return found
+
+
+def _child(
+    sender: Any, model_dir: Path, break_model: Callable[[Any], None], config: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    sys.path.insert(0, str(TEST_DIR))
+    import time
+
+    from local_scheduler import LocalScheduler
+
+    torch.set_num_threads(2)
+    try:
+        from sglang_chunk_cache.host import runtime
+        from sglang_chunk_cache.server_args import StartRefused
+
+        describe = runtime.describe_model
+
+        def describe_broken(model: Any, context_len: int) -> Any:
+            break_model(model)
+            return describe(model, context_len)
+
+        runtime.describe_model = describe_broken
+        try:
+            local = LocalScheduler(model_dir, chunk_cache={"config": config}, **flags)
+        except StartRefused as refused:
+            sender.send(str(refused.code))
+            return
+        from sglang_chunk_cache.host.model_check import check_loaded_model
+
+        began = time.perf_counter()
+        check_loaded_model(local.scheduler, local.cache.chunks)
+        assert local.num_used_slots() == 0, "the check gave its slots back"
+        sender.send(time.perf_counter() - began)
+    except BaseException:
+        sender.send(traceback.format_exc())
+        raise
+    finally:
+        sender.close()
+        os._exit(0)

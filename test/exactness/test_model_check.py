@@ -1,0 +1,82 @@
+"""A model that KV cannot be moved in, or rows computed by themselves, is refused by its layer; others are served."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exactness import broken_models
+from exactness.broken_models import LAYER, start
+from exactness.runner import MODEL_DIR
+from tiny_models import make_model
+
+SMALL = {"max_total_tokens": 2048}
+BROKEN = {
+    "another_base": f"rotary embedding of layer {LAYER}",
+    "interleaved": f"keys of layer {LAYER}, moved by",
+    "scaling_dropped": f"rotary embedding of layer {LAYER}",
+    "undeclared_window": f"behind layer {LAYER} rows computed by our kernel differ",
+}
+
+
+def tiny(kind: str = "llama", **fields: Any) -> Path:
+    name = "-".join([kind, *map(str, fields.values())])
+    return make_model(kind, MODEL_DIR / f"check-{name}", layers=4, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_wrong_layer_is_named(how: str) -> None:
+    rope = "llama3" if how == "scaling_dropped" else None
+    sentence = start(tiny(rope=rope), getattr(broken_models, how), dtype="float32", **SMALL)
+    assert isinstance(sentence, str)
+    assert BROKEN[how] in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_is_no_difference(dtype: str) -> None:
+    assert isinstance(start(tiny("qwen3_moe"), dtype=dtype, **SMALL), float)
+
+
+@pytest.mark.slow
+def test_a_layer_may_have_a_rotation_of_its_own() -> None:
+    found = start(tiny(rope="llama3"), broken_models.another_base_and_says_so, {"attention": "runs"}, **SMALL)
+    assert isinstance(found, float)
+
+
+@pytest.mark.slow
+def test_a_cap_that_the_backend_leaves_out_is_named() -> None:
+    assert "--attention-backend" in str(start(tiny("gemma2"), **SMALL))
+
+
+def real_models() -> list[Path]:
+    """Hugging Face folders of pretrained models."""
+    folder = os.environ.get("REAL_MODELS")
+    if folder is None:
+        pytest.skip("the variable REAL_MODELS does not name a folder with Hugging Face folders of pretrained models")
+    models = [path for path in sorted(Path(folder).iterdir()) if (path / "config.json").exists()]
+    assert models, folder
+    return models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["rows", "runs"])
+def test_real_models_pass(attention: str, dtype: str) -> None:
+    for model in real_models():
+        found = start(model, config={"attention": attention}, dtype=dtype, context_length=4096, **SMALL)
+        assert isinstance(found, float), f"{model.name}: {found}"
+        print(f"{model.name}, {dtype}, {attention}: {found:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["another_base", "interleaved", "undeclared_window"])
+def test_a_wrong_layer_of_a_real_model_is_named(how: str) -> None:
+    for model in real_models():
+        sentence = start(model, getattr(broken_models, how), dtype="bfloat16", context_length=4096, **SMALL)
+        assert BROKEN[how] in str(sentence), model.name
