@@ -37,6 +37,8 @@ class Request:
     rid: str = ""
     ignore_eos: bool = True
     num_top: int = 5
+    stop_ids: Sequence[int] = ()
+    stream: bool = False
 
 
 @dataclass
@@ -136,7 +138,11 @@ class LocalScheduler:
 
             params = {"chunk_cache": dumps(parse_request(request.chunk_cache, num_tokens=len(request.ids)))}
         sampling = SamplingParams(
-            max_new_tokens=request.max_new_tokens, temperature=0.0, custom_params=params, ignore_eos=request.ignore_eos
+            max_new_tokens=request.max_new_tokens,
+            temperature=0.0,
+            custom_params=params,
+            ignore_eos=request.ignore_eos and not request.stop_ids,
+            stop_token_ids=list(request.stop_ids) or None,
         )
         sampling.normalize(None)
         if not request.rid:
@@ -154,7 +160,7 @@ class LocalScheduler:
             logprob_start_len=request.logprob_start,
             top_logprobs_num=request.num_top,
             token_ids_logprob=None,
-            stream=False,
+            stream=request.stream,
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -60,6 +60,8 @@ class Config:
     attention: str = "auto"
     """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
     kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""
+    draft_on_gpu: bool = False
+    """Speculative decoding with a model that drafts is served on a GPU too, where nobody has run it yet."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
     selector: SelectorConfig = field(default_factory=SelectorConfig)
@@ -136,7 +138,7 @@ def _check(key: str, value: object) -> object:
         return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
-    if key == "prefer_prepared":
+    if key in ("prefer_prepared", "draft_on_gpu"):
         if not isinstance(value, bool):
             raise user_error(
                 ChunkCacheConfigError, path, f"{show(value)} is neither true nor false", "give one of them"

@@ -2,7 +2,8 @@
 `check_default` at the start.
 
 A method may name layers that the model does not have, statistics that the server does not take, or rows that leave
-between layers, which LoRA adapters (sized for all rows of a batch) do not follow.
+between layers, which LoRA adapters (sized for all rows of a batch) do not follow, nor drafts of EAGLE (made from the
+hidden state of every row).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         return
     method = opts.method or args.method
     num_layers = manager.model_config.num_hidden_layers
-    has_lora = bool(manager.server_args.enable_lora)
+    needs_all = what_needs_all_rows(manager.server_args.enable_lora, manager.server_args.speculative_algorithm)
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
-    _check(method, opts.options, num_layers, args.parsed_config, has_lora, path)
+    _check(method, opts.options, num_layers, args.parsed_config, needs_all, path)
 
 
 def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
@@ -53,8 +54,18 @@ def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
         raise request_error(f"{path}.method", problem, remedy)
 
 
-def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None:
+def what_needs_all_rows(enable_lora: bool | None, speculative_algorithm: str | None) -> str | None:
+    """What of a server does not follow rows that leave between layers; None = nothing."""
+    if enable_lora:
+        return "LoRA adapters"
+    return "drafts of EAGLE" if (speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN") else None
+
+
+def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) -> None:
     """Checks the server's own default method, and those of its target.
+
+    Args:
+        needs_all: as `what_needs_all_rows` says.
 
     Raises:
         StartRefused: this server cannot serve one.
@@ -64,18 +75,18 @@ def check_default(args: ChunkCacheArgs, num_layers: int, has_lora: bool) -> None
         methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
     for method, flag in methods.items():
         try:
-            _check(method, (), num_layers, args.parsed_config, has_lora, "--chunk-cache")
+            _check(method, (), num_layers, args.parsed_config, needs_all, "--chunk-cache")
         except ChunkCacheRequestError as error:
             refuse(f"{flag}: {error}.")
 
 
-def _check(method_name: str, options: Options, num_layers: int, config: Config, has_lora: bool, path: str) -> None:
+def _check(method_name: str, options: Options, num_layers: int, config: Config, needs_all: str | None, path: str) -> None:
     method = METHODS[method_name]
     method.check_model(options, num_layers, path)
     if method.statistic is not None and not config.layers_with_statistics(num_layers):
         problem = f"{method_name!r} ranks by statistics, which this server does not take"
         remedy = 'start it with "statistics_layers" in --chunk-cache-config, or choose another method'
         raise request_error(f"{path}.method", problem, remedy)
-    if has_lora and is_selecting(method, options):
-        problem = f"{method_name!r} with these options drops rows between layers, which LoRA adapters do not follow"
+    if needs_all is not None and is_selecting(method, options):
+        problem = f"{method_name!r} with these options drops rows between layers, which {needs_all} do not follow"
         raise request_error(f"{path}.method", problem, "choose another method, or no focus_window")

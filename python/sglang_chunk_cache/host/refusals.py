@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunk_cache.config import Config
 from chunk_cache.methods import METHODS, Stage
-from sglang_chunk_cache.api.served import check_default
+from sglang_chunk_cache.api.served import check_default, what_needs_all_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "speculative_algorithm",
         f"speculative decoding other than {', '.join(SPECULATIVE_ALGORITHMS)} (--speculative-algorithm)",
-        lambda value: _not_null(value) and value not in SPECULATIVE_ALGORITHMS,
+        lambda value: _not_null(value) and str(value).upper() not in SPECULATIVE_ALGORITHMS,
     ),
     FlagRule("enable_multi_layer_eagle", "several drafting models (--enable-multi-layer-eagle)"),
     FlagRule("decoupled_spec_role", "speculative decoding (--decoupled-spec-role)", _not_null),
@@ -221,7 +221,10 @@ def check_resolved(server_args: Any) -> None:
     if args is not None:
         _check_selector(args)
         _check_layers(args.parsed_config, model_config.num_hidden_layers)
-        check_default(args, model_config.num_hidden_layers, bool(_value(server_args, "enable_lora")))
+        algorithm = _value(server_args, "speculative_algorithm")
+        check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
+        needs_all = what_needs_all_rows(_value(server_args, "enable_lora"), algorithm)
+        check_default(args, model_config.num_hidden_layers, needs_all)
 
 
 def _check_chosen(server_args: Any) -> None:
@@ -327,6 +330,26 @@ def check_replicas(config: Config, dp_size: int | None) -> None:
     """
     if config.verify_file is not None and _more_than_one(dp_size):
         refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
+
+
+def check_draft(config: Config, algorithm: str | None, device: str) -> None:
+    """Checks speculative decoding with a model that drafts.
+
+    Raises:
+        StartRefused: chunks would come without the KV of that model, or nobody has seen it on such a device.
+    """
+    if algorithm in (None, "NGRAM"):
+        return
+    if config.tiers is not None:
+        refuse(
+            f"--speculative-algorithm {algorithm} drafts with a model, whose KV no tier keeps; drop "
+            '"tiers" of --chunk-cache-config, or use NGRAM.'
+        )
+    if device != "cpu" and not config.draft_on_gpu:
+        refuse(
+            f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
+            '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
+        )
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

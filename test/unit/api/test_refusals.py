@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
+from sglang_chunk_cache.api.served import check_default, what_needs_all_rows
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.host.runtime import create_runtime
 from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
@@ -34,7 +35,8 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_pdmux", True, "--enable-pdmux"),
     ("encoder_only", True, "--encoder-only"),
     ("language_only", True, "--language-only"),
-    ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+    ("speculative_algorithm", "DFLASH", "other than NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN (--speculative-algorithm)"),
+    ("enable_multi_layer_eagle", True, "--enable-multi-layer-eagle"),
     ("decoupled_spec_role", "drafter", "--decoupled-spec-role"),
     ("disable_radix_cache", True, "--disable-radix-cache"),
     ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
@@ -88,6 +90,32 @@ def test_supported_attention_backends(backend):
     refusals.check_flags(ServerArgs(model_path="none", attention_backend=backend))
     refusals.check_flags(ServerArgs(model_path="none", prefill_attention_backend=backend))
     refusals.check_flags(ServerArgs(model_path="none", decode_attention_backend=backend))
+
+
+@pytest.mark.parametrize("algorithm", refusals.SPECULATIVE_ALGORITHMS)
+def test_supported_speculative_algorithms(algorithm):
+    refusals.check_flags(ServerArgs(model_path="none", speculative_algorithm=algorithm))
+    refusals.check_draft(parse_config({"draft_on_gpu": True}), algorithm, "cuda")
+    refusals.check_draft(parse_config({}), algorithm, "cpu")
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3"])
+def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
+    tiers = parse_config({"tiers": {"disk": {"path": str(tmp_path), "max_bytes": "1GB"}}})
+    with pytest.raises(StartRefused, match=rf'{algorithm} drafts with a model, .* drop "tiers".*or use NGRAM'):
+        refusals.check_draft(tiers, algorithm, "cpu")
+    with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "draft_on_gpu": true'):
+        refusals.check_draft(parse_config({}), algorithm, "cuda")
+    refusals.check_draft(tiers, "NGRAM", "cuda")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "eagle3"])
+def test_eagle_needs_a_method_that_chooses_before_the_forward(algorithm):
+    needs_all = what_needs_all_rows(False, algorithm)
+    check_default(ChunkCacheArgs(method="epic"), 2, needs_all)
+    with pytest.raises(StartRefused, match="'cacheblend' .* drops rows between layers, which drafts of EAGLE do not"):
+        check_default(ChunkCacheArgs(method="cacheblend"), 2, needs_all)
+    check_default(ChunkCacheArgs(method="cacheblend"), 2, what_needs_all_rows(False, "STANDALONE"))
 
 
 @pytest.mark.parametrize("dtype", refusals.KV_CACHE_DTYPES)

@@ -34,6 +34,7 @@ def test_every_field_can_be_given() -> None:
         "max_cfo": 0.9,
         "tiers": None,
         "prefer_prepared": True,
+        "draft_on_gpu": True,
         "selector": {"timeout_s": 1.0, "max_bytes": 10, "num_threads": 2},
     }
     assert dataclasses.asdict(parse_config(given)) == given
