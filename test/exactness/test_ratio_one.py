@@ -69,7 +69,11 @@ MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_s
 def replies(config: Config, names: tuple[str, ...], module: str = "exactness.cases") -> list[dict[str, Any]]:
     """Replies of ours and of stock, side by side where each is one process: ranks that wait for each other spin."""
     with ThreadPoolExecutor(2 // config.tp_size) as pool:
-        return list(pool.map(lambda is_ours: run_cases(config, is_ours=is_ours, names=list(names), module=module), (True, False)))
+        return list(
+            pool.map(
+                lambda is_ours: run_cases(config, is_ours=is_ours, names=list(names), module=module), (True, False)
+            )
+        )
 
 
 def compare(config: Config, case: str, names: tuple[str, ...], module: str = "exactness.cases") -> None:

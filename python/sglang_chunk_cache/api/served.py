@@ -80,7 +80,9 @@ def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) 
             refuse(f"{flag}: {error}.")
 
 
-def _check(method_name: str, options: Options, num_layers: int, config: Config, needs_all: str | None, path: str) -> None:
+def _check(
+    method_name: str, options: Options, num_layers: int, config: Config, needs_all: str | None, path: str
+) -> None:
     method = METHODS[method_name]
     method.check_model(options, num_layers, path)
     if method.statistic is not None and not config.layers_with_statistics(num_layers):

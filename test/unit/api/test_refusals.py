@@ -113,7 +113,7 @@ def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
 def test_eagle_needs_a_method_that_chooses_before_the_forward(algorithm):
     needs_all = what_needs_all_rows(False, algorithm)
     check_default(ChunkCacheArgs(method="epic"), 2, needs_all)
-    with pytest.raises(StartRefused, match="'cacheblend' .* drops rows between layers, which drafts of EAGLE do not"):
+    with pytest.raises(StartRefused, match=r"'cacheblend' .* drops rows between layers, which drafts of EAGLE do not"):
         check_default(ChunkCacheArgs(method="cacheblend"), 2, needs_all)
     check_default(ChunkCacheArgs(method="cacheblend"), 2, what_needs_all_rows(False, "STANDALONE"))
 
