@@ -31,7 +31,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 CACHE_DIR = ROOT / ".cache" / "bench"
 SIDES = ("grouped", "latent")
 RANK, ROPE_DIM = 128, 32
-"""Of the latent row: 160 numbers against 512 of 4 grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
+"""Of the latent row: 160 numbers against 512 of grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
 
 
 def make_latent(out_dir: Path, shape: LlamaShape) -> Path:

@@ -317,7 +317,9 @@ def test_rows_that_leave_are_not_written_with_the_rotation() -> None:
     """A model may write K and V of all rows before its attention; of rows that leave, the reused ones must stay."""
     names = ["rows_leave 0", "rows_leave 1", "rows_leave 2"]
     config = Config(layers=4, kind="qwen3_moe")
-    plain, hooked, unhooked = run_cases(config, is_ours=True, names=names, module="exactness.fused_write_cases").values()
+    plain, hooked, unhooked = run_cases(
+        config, is_ours=True, names=names, module="exactness.fused_write_cases"
+    ).values()
     logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, hooked, unhooked)]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
     assert logprobs[2] != pytest.approx(logprobs[0], abs=1e-2), "the test would notice"
