@@ -1,4 +1,4 @@
-"""What SGLang computes on the CPU platform for classes of models that need more than Llama does is what transformers does."""
+"""Classes of models that need more than Llama does: SGLang on the CPU platform computes what transformers does."""
 
 from __future__ import annotations
 
