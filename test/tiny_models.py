@@ -25,7 +25,14 @@ _ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
-_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_layer_freq": 1}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_layer_freq": 1,
+}
 _WINDOW = {"sliding_window": 24}
 # Prefix of the classes' names in transformers, and what its configuration has beside what all have.
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -310,3 +310,16 @@ def test_reference_equals_hugging_face(tmp_path: Path) -> None:
             logits = network(torch.tensor([ids])).logits[0, -1]
         expected = torch.log_softmax(logits, dim=-1).numpy()
         assert abs(Store(Decoder(folder)).full(ids).log_probs - expected).max() < 1e-5, (kind, rope)
+
+
+@pytest.mark.slow
+def test_rows_that_leave_are_not_written_with_the_rotation() -> None:
+    """A model may write K and V of all rows before its attention; of rows that leave, the reused ones must stay."""
+    names = ["rows_leave 0", "rows_leave 1", "rows_leave 2"]
+    config = Config(layers=4, kind="qwen3_moe")
+    plain, hooked, unhooked = run_cases(
+        config, is_ours=True, names=names, module="exactness.fused_write_cases"
+    ).values()
+    logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, hooked, unhooked)]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
+    assert logprobs[2] != pytest.approx(logprobs[0], abs=1e-2), "the test would notice"

@@ -301,3 +301,33 @@ def test_routes_of_ollama_do_not_mark_chunks(server, stream):
         assert "use /v1/chat/completions" in refused
     plain = {"model": "m", "prompt": "hi", "stream": stream, "options": {"num_predict": 2}}
     assert send(server, "/api/generate", plain).status_code == 200
+
+
+PLAIN_IDS: dict[str, tuple[Any, str]] = {
+    "above": ([*IDS, 10**6], "input_ids: "),
+    "far above": ([2**40], "input_ids: "),
+    "negative": ([-1, *IDS], "input_ids: "),
+    "in a batch": ([IDS, [10**6]], "input_ids[1]: "),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", PLAIN_IDS)
+def test_plain_ids_outside_of_the_vocabulary(server, name, stream):
+    """They end a stock server."""
+    ids, path = PLAIN_IDS[name]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}, "stream": stream}
+    assert message(send(server, "/generate", body)).startswith(path)
+    body = {"model": "default", "prompt": ids, "max_tokens": 2, "stream": stream}
+    assert message(send(server, "/v1/completions", body)).startswith(path.replace("input_ids", "prompt"))
+    plain = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 2}}
+    assert send(server, "/generate", plain).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_list_of_sampling_parameters_for_one_prompt(server, stream):
+    body = {"text": "hi", "sampling_params": [{"max_new_tokens": 2}], "stream": stream}
+    refused = message(send(server, "/generate", body))
+    assert refused.startswith("sampling_params: a list of 1 for one prompt")
+    body = {"text": ["hi", "ho"], "sampling_params": [{"max_new_tokens": 2}], "stream": stream}
+    assert "for 2 prompts" in message(send(server, "/generate", body))

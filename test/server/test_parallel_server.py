@@ -92,6 +92,42 @@ def test_offline_bad_input_is_a_value_error_that_names_the_path(offline):
         assert text.startswith(start)
 
 
+# Replicas.
+
+
+@pytest.fixture(scope="module")
+def replicas(model_dir: Path) -> Iterator[Server]:
+    with Server(model_dir, *FLAGS, "--chunk-cache", "--dp-size", "2", "--chunk-cache-ratio", "1", env=STRICT) as server:
+        yield server
+
+
+@pytest.mark.all
+def test_replicas_have_chunks_of_their_own(replicas, stock, tokenizer, passages):
+    a, b = passages.several(2)
+
+    def variants() -> list[int]:
+        ranks = replicas.get("/chunk_cache/stats").json()["ranks"]
+        assert [rank["dp_rank"] for rank in ranks] == [0, 1]
+        return [rank["index"]["num_variants"] for rank in ranks]
+
+    def send(order: list[str], head: str, replica: int) -> Any:
+        prompt = marked(order, head=head)
+        out = replicas.generate(prompt.text, logprobs=True, routed_dp_rank=replica)
+        same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
+        return statuses(generated(out, prompt.spans(tokenizer)))
+
+    assert send([a, b], "first ", 0) == ["miss", "miss"]
+    assert variants() == [2, 0]
+    assert send([b, a], "second ", 1) == ["miss", "miss"]
+    assert send([b, a], "third ", 0) == ["hit", "hit"]
+    assert replicas.post("/chunk_cache/flush", {}).json()["flushed"]
+    assert variants() == [0, 0]
+    assert json.loads(replicas.post("/chunk_cache/warm", {"texts": [a]}).text.splitlines()[-1])["stored"] == 1
+    assert variants() == [1, 1]
+    assert replicas.post("/chunk_cache/evict", {"texts": [a]}).json()["evicted"]
+    assert variants() == [0, 0]
+
+
 # The full matrix: TP 2 behind HTTP, another separator, another configuration.
 
 

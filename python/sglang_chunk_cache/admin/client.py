@@ -94,7 +94,9 @@ class Admin:
                 "pid": os.getpid(),
                 "rss_bytes": psutil.Process().memory_info().rss,
             },
-            "ranks": [rank for reply in replies for rank in reply.ranks],
+            "ranks": sorted(
+                (rank for reply in replies for rank in reply.ranks), key=lambda rank: (rank["dp_rank"], rank["tp_rank"])
+            ),
         }
 
     async def variants(self, listing: Listing) -> dict[str, Any]:

@@ -34,17 +34,18 @@ class Names:
     """How the fields of a request are called on a route, for messages.
 
     Attributes:
-        text: the text field.
+        text, ids: the fields of text and of token ids.
         sampling_params: the object with `custom_params`; empty where `custom_params` is at the top.
     """
 
     text: str
+    ids: str
     sampling_params: str
 
 
-GENERATE_NAMES = Names(text="text", sampling_params="sampling_params")
-COMPLETION_NAMES = Names(text="prompt", sampling_params="")
-CHAT_NAMES = Names(text="messages", sampling_params="")
+GENERATE_NAMES = Names(text="text", ids="input_ids", sampling_params="sampling_params")
+COMPLETION_NAMES = Names(text="prompt", ids="prompt", sampling_params="")
+CHAT_NAMES = Names(text="messages", ids="messages", sampling_params="")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Item:
         ids: its token ids, or None where text was given.
         marked: the text, split, where it has separators.
         opts: its options; None where the request has neither marks nor options.
-        path: JSON path of the text.
+        path: JSON path of the text or the ids.
         opts_path: JSON path of the options.
     """
 
@@ -91,36 +92,32 @@ def _parse_items(
     prompts, is_batch = _prompts(text, input_ids)
     per_prompt = isinstance(sampling_params, (list, tuple))
     if isinstance(sampling_params, (list, tuple)):
-        _check_number(prompts, is_batch, sampling_params, args, names)
+        _check_number(prompts, is_batch, sampling_params, names)
     items = []
     for index, prompt in enumerate(prompts):
         params: object = sampling_params
         if isinstance(sampling_params, (list, tuple)):
             params = sampling_params[index] if index < len(sampling_params) else None
+        name = names.text if isinstance(prompt, str) else names.ids
         items.append(
             _parse_item(
                 prompt,
                 _raw_options(params),
                 args,
-                path=f"{names.text}[{index}]" if is_batch else names.text,
+                path=f"{name}[{index}]" if is_batch else name,
                 opts_path=_opts_path(names, index if per_prompt else None),
             )
         )
     return items
 
 
-def _check_number(
-    prompts: list[object], is_batch: bool, params: Sequence[object], args: ChunkCacheArgs, names: Names
-) -> None:
-    """A list of sampling parameters has one entry per prompt; plain requests are left to SGLang, which has its own say.
+def _check_number(prompts: list[object], is_batch: bool, params: Sequence[object], names: Names) -> None:
+    """Checks that a list of sampling parameters has one entry per prompt; stock SGLang fails where it has not.
 
     Raises:
-        ChunkCacheRequestError: it has not, and a prompt is marked or an entry has options.
+        ChunkCacheRequestError: it has not.
     """
-    if is_batch and len(params) == len(prompts):
-        return
-    has_marks = any(isinstance(prompt, str) and args.separator in prompt for prompt in prompts)
-    if has_marks or any(_raw_options(one) is not _ABSENT for one in params):
+    if not is_batch or len(params) != len(prompts):
         expected = f"{len(prompts)} prompts" if is_batch else "one prompt that is no list"
         raise request_error(
             names.sampling_params,
@@ -191,6 +188,8 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
     if getattr(obj, _PREPARED, False):
         return
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names)
+    for item in items:
+        _check_vocabulary(item, manager)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     mark_prepared(obj)
@@ -247,21 +246,23 @@ def _tokenize(item: Item, manager: Any) -> Item:
 
 def _check_ids(item: Item, manager: Any) -> None:
     """Compares a marked prompt with the model, where it is refused and never truncated: its spans would be wrong."""
-    if item.ids is None or item.opts is None or not item.opts.spans:
-        return
-    path = item.path if item.text is not None else "input_ids"
-    check_length(len(item.ids), manager, path)
+    if item.ids is not None and item.opts is not None and item.opts.spans:
+        check_length(len(item.ids), manager, item.path)
+
+
+def _check_vocabulary(item: Item, manager: Any) -> None:
+    """Checks token ids that a client gave, also of plain requests: one that the model does not have ends stock SGLang."""
     vocab_size = manager.model_config.vocab_size
-    if item.text is None and not _are_below(item.ids, vocab_size):
-        problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
-        raise request_error(path, problem, "remove it")
+    if item.ids and not _are_below(item.ids, vocab_size):
+        problem = f"not all are token ids of the vocabulary, 0 to {vocab_size - 1}"
+        raise request_error(item.path, problem, "remove what is not")
 
 
 def _are_below(ids: Sequence[int], bound: int) -> bool:
-    """Whether all ids are from 0 to `bound - 1`; a sixth of the time that `min` and `max` take."""
+    """Whether all are whole numbers from 0 to `bound - 1`; a sixth of the time that `min` and `max` take."""
     try:
         return bool(np.frombuffer(array("I", ids), dtype="I").max() < bound)
-    except OverflowError:
+    except (OverflowError, TypeError):
         return False
 
 

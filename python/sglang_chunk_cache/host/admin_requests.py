@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_chunk_cache.admin import messages
@@ -26,7 +27,8 @@ def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     group = get_tp_group()
     if isinstance(request, messages.ChunkCacheStatsReq):
         memory = psutil.Process().memory_info()
-        own = {"tp_rank": group.rank_in_group, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
+        place = {"dp_rank": get_parallel().dp_rank or 0, "tp_rank": group.rank_in_group}
+        own = {**place, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
         return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
     results = group.all_gather_object(result) if group.world_size > 1 else [result]
     return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))

@@ -1,0 +1,159 @@
+"""Latent attention (MLA) beside grouped heads: bytes that a reused token takes, and time to first token against stock.
+
+    python benchmark/ttft/bench_latent.py [--quick] [--repeats N] [--out FOLDER]
+
+Two models of equal depth and width with random weights: Llama's attention with grouped heads, and DeepSeek-V2's with
+dense layers in the place of its experts. Each is measured like `bench_ttft.py`: stock is `"mode": "off"` on the same
+server. Bytes are what the host tier counts for the chunks that it holds. Results: `benchmark/results/ttft/latent.*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from benchmark.common.machine import ROOT
+from benchmark.common.models import LlamaShape, make_llama
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
+from benchmark.ttft.measure import METHODS, SYSTEMS, time_reuse
+from benchmark.ttft.workload import FULL, QUICK, Size, Workload
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+CACHE_DIR = ROOT / ".cache" / "bench"
+SIDES = ("grouped", "latent")
+RANK, ROPE_DIM = 128, 32
+"""Of the latent row: 160 numbers against 512 of grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
+
+
+def make_latent(out_dir: Path, shape: LlamaShape) -> Path:
+    """Writes a random fp32 model of DeepSeek-V2's class without experts, as large as a Llama of this shape."""
+    mark = out_dir / ".done"
+    if mark.exists():
+        return out_dir
+    head_dim = shape.hidden // shape.heads
+    config = DeepseekV2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.max_position,
+        q_lora_rank=None,
+        kv_lora_rank=RANK,
+        qk_rope_head_dim=ROPE_DIM,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
+        first_k_dense_replace=shape.layers,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_layer_freq=1,
+        topk_method="greedy",
+        scoring_func="softmax",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": shape.max_position // 4,
+        },
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(out_dir)
+    mark.touch()
+    return out_dir
+
+
+def measure(model_dir: Path, size: Size, repeats: int, name: str) -> dict[str, Any]:
+    """Rows of `time_reuse`, and bytes per stored token."""
+    tokens = -(-size.prompt_len * (repeats + 3) // 1024) * 1024
+    config = json.dumps({"tiers": {"host_bytes": "2GB", "controller": False}})
+    flags = ["--chunk-cache", "--skip-tokenizer-init", "--max-total-tokens", str(tokens)]
+    flags += ["--chunk-cache-config", config]
+    work = Workload(size, 0)
+    with Server(model_dir, *flags, env=offline_env(), log_path=CACHE_DIR / f"server-{name}.log") as server:
+        print(f"{name}: server started in {server.start_s:.0f} s", flush=True)
+        systems = [SYSTEMS[0], *METHODS[1:]]
+        rows = time_reuse(server, work, systems, repeats, lambda text: print(f"  {text}", flush=True))
+        time.sleep(3)  # what is copied down
+        tiers = server.get("/chunk_cache/stats").json()["ranks"][0]["tiers"]
+    tokens = tiers["pool"]["tokens"]
+    assert tiers["host"]["entries"] == size.num_chunks, "every chunk was copied down"
+    return {
+        "rows": rows,
+        "bytes_per_token_pool": tiers["pool"]["bytes"] // tokens,
+        "bytes_per_token_host": tiers["host"]["bytes"] // tokens,
+    }
+
+
+def to_markdown(report: dict[str, Any]) -> list[str]:
+    """The page of the result."""
+    lines = ["# Latent attention beside grouped heads", "", *run_markdown(report), f"- prompt: {report['prompt']}"]
+    lines += [f"- {name}: {report[name]['model']}" for name in ("grouped", "latent")]
+    sizes = [
+        (what, *(report[side][f"bytes_per_token_{key}"] for side in SIDES))
+        for key, what in (("pool", "bytes of a token in the KV pool"), ("host", "bytes of a token in host memory"))
+    ]
+    lines += ["", *markdown_table(["", "grouped heads", "latent"], sizes)]
+    lines += [
+        "",
+        "Seconds of the whole request of one token: median (min-max), and against stock on the same server.",
+        "",
+    ]
+    times = []
+    for pair in zip(*(report[side]["rows"] for side in SIDES), strict=True):
+        cells = []
+        for row in pair:
+            spread = row["seconds"]
+            cells += [f"{spread['median']:.3f} ({spread['min']:.3f}-{spread['max']:.3f})", f"{row['speedup']:.1f}x"]
+        times.append((pair[0]["system"], *cells))
+    lines += markdown_table(["system", "grouped heads", "", "latent", ""], times)
+    return lines
+
+
+def main() -> int:
+    leave_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small models and prompts: a check, no result")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    run = describe_run()
+    size = QUICK if args.quick else FULL
+    size = replace(size, shape=replace(size.shape, kv_heads=size.shape.heads // 3 or 1))
+    shape = size.shape
+    name = f"{shape.layers}x{shape.hidden}"
+    report: dict[str, Any] = {**run, "prompt": str(size)}
+    for side, folder in (
+        ("grouped", make_llama(CACHE_DIR / f"llama-{name}-{shape.kv_heads}kv", shape)),
+        ("latent", make_latent(CACHE_DIR / f"latent-{name}", shape)),
+    ):
+        report[side] = measure(folder, size, args.repeats, side)
+    report["grouped"]["model"] = f"{shape}, {shape.kv_heads} heads of K and V"
+    report["latent"]["model"] = f"DeepSeek-V2's class without experts, rows of {RANK} and {ROPE_DIM} rotated"
+    for path in write_result(args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft"), "latent", report,
+                             to_markdown(report)):  # fmt: skip
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ServerError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,52 @@
+"""Requests whose rows leave between layers, sent to a model that writes K and V where it rotates K.
+
+On CUDA that is a kernel of SGLang's (`enable_fused_set_kv_buffer`); here the rotation writes them with plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from exactness.cases import Session
+from local_scheduler import Reply
+
+__all__ = ["CASES", "Session"]
+
+
+def _write_with_the_rotation(model: Any, enabled: Callable[[Any], bool]) -> None:
+    """From here on the model asks `enabled` of each batch."""
+    from sglang.srt.models import qwen3_moe
+
+    qwen3_moe.enable_fused_set_kv_buffer = enabled
+    rope = model.model.layers[0].self_attn.rotary_emb  # that of all layers
+
+    def forward(positions: Any, q: Any, k: Any, fused_set_kv_buffer_arg: Any = None) -> Any:
+        q, k = rope.forward_native(positions, q, k)
+        write = fused_set_kv_buffer_arg
+        if write is not None:
+            write.k_buffer[write.cache_loc] = k.flatten(1)
+            write.v_buffer[write.cache_loc] = write.value.flatten(1)
+        return q, k
+
+    rope.forward = forward
+
+
+def case_rows_leave(s: Session, how: int) -> list[Reply]:
+    """`how`: 0 = SGLang's own on a CPU, nothing is fused; 1 = fused, with our hook; 2 = fused, without it."""
+    if how:
+        from sglang_chunk_cache.host.attention_backend import enable_fused_set_kv_buffer
+
+        def hooked(batch: Any) -> bool:
+            return enable_fused_set_kv_buffer(lambda _: True, batch)
+
+        model = s.local.scheduler.tp_worker.model_runner.model
+        _write_with_the_rotation(model, hooked if how == 1 else lambda _: True)
+    chunks = s.chunks(40, 33, 51, 64)
+    s.prime(chunks)
+    for method in ("cacheblend", "a3"):
+        s.send(s.prompt([chunks[3], chunks[1], chunks[0]]), ratio=0.3, options={"method": method})
+    return s.replies
+
+
+CASES = {"rows_leave": case_rows_leave}
