@@ -126,11 +126,12 @@ def markdown(report: dict[str, Any], model: Path) -> list[str]:
         "# Acceptance of drafted tokens, with chunks reused and not",
         "",
         *run_markdown(report["run"]),
-        f"- {report['num']} questions to {model.name}, {report['answer_len']} tokens each, greedy, past the answer's end",
+        f"- {report['num']} questions to {model.name}, greedy, {report['answer_len']} tokens each, past the answer's end",
         "- NGRAM: 8 tokens; the others: chains of 4, the first of which is no draft",
         "",
         *markdown_table(header, rows),
         "",
+        "Past its end an answer often repeats itself, which is easy to draft: compare rows, not heights. "
         "*Tokens per verification*: `completion_tokens / spec_verify_ct` over all answers; 1 = no draft was accepted. "
         "*Answers as without reuse*: all tokens equal those of stock SGLang without speculation; what differs there is "
         "what reuse changes, since a draft changes nothing.",
