@@ -87,6 +87,23 @@ def case_retraction(s: Session) -> None:
     s.send(s.prompt([chunks[i] for i in (1, 0, 2, 3)]), max_new_tokens=20)
 
 
+def answers_by_method(s: Session) -> list[list[int]]:
+    """Answers with chunks reused in part, by methods that choose before and during the forward."""
+    chunks = s.chunks(40, 33, 51, 29)
+    s.prime(chunks)
+    answers = []
+    algorithm = s.local.scheduler.server_args.speculative_algorithm or ""
+    for method in ("epic", "full-reuse", *(() if algorithm.startswith("EAGLE") else ("cacheblend", "fusionrag"))):
+        for ratio, order in ((0.1, [2, 0, 1]), (0.5, [3, 1, 2, 0])):
+            fresh = s.tokens(21)
+            prompt = s.prompt([chunks[order[0]], fresh, *(chunks[i] for i in order[1:])], question=6)
+            options = {"method": method}
+            answers += [
+                one.output_ids for one in s.send(prompt, prompt, ratio=ratio, options=options, max_new_tokens=25)
+            ]
+    return answers
+
+
 def accepted_with_reuse(s: Session, follows: int) -> list[int]:
     """Verifications that some answers took: chunks computed in full, then reused as they are.
 
@@ -116,4 +133,4 @@ def accepted_with_reuse(s: Session, follows: int) -> list[int]:
 
 CASES: dict[str, Callable[..., Any]] = {
     name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
-} | {"accepted_with_reuse": accepted_with_reuse}
+} | {"accepted_with_reuse": accepted_with_reuse, "answers_by_method": answers_by_method}

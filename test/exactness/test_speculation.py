@@ -38,7 +38,8 @@ OTHERS = [
     drafted("STANDALONE", DRAFTED_CHAIN, draft="self", tp_size=2),
     drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle", tp_size=2, chunked=True),
 ]
-SPECULATION = tuple(name for name in speculation_cases.CASES if name not in ("accepted_with_reuse", "retraction"))
+NOT_OF_STOCK = ("accepted_with_reuse", "answers_by_method", "retraction")
+SPECULATION = tuple(name for name in speculation_cases.CASES if name not in NOT_OF_STOCK)
 
 
 def matrix(configs: list[Config], names: Any) -> Any:
@@ -82,6 +83,27 @@ def test_answers_that_are_drafted_equal_stock_everywhere(config: Config, case: s
 )
 def test_retraction(config: Config) -> None:
     compare(config, "retraction", ("retraction",), "exactness.speculation_cases")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        drafted("NGRAM", TREES),
+        drafted("STANDALONE", DRAFTED_CHAIN, draft="self"),
+        drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle"),
+    ],
+    ids=str,
+)
+def test_drafts_change_no_token_of_any_method(config: Config) -> None:
+    names = ["answers_by_method"]
+    (drafting,), (plain,) = (
+        run_cases(one, is_ours=True, names=names, module="exactness.speculation_cases").values()
+        for one in (config, Config())
+    )
+    assert not isinstance(drafting, str), drafting
+    assert not isinstance(plain, str), plain
+    assert drafting == plain[: len(drafting)]
 
 
 @pytest.mark.slow

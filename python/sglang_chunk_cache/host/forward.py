@@ -173,7 +173,11 @@ def _init_draft_batch(
     chunks: ChunkRuntime,
     kwargs: dict[str, Any],
 ) -> ForwardBatch:
-    """A prompt in the model that drafts, behind the target's forward of the same batch."""
+    """A prompt in the model that drafts, behind the target's forward of the same batch.
+
+    SGLang's `_draft_extend_for_prefill` asks for it, with the hidden states of the target's rows where the draft reads
+    them.
+    """
     due = vars(batch).pop(_DUE_IN_DRAFT, None)
     if due is None:
         return original(cls, batch, model_runner, **kwargs)
