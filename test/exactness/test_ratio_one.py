@@ -44,22 +44,24 @@ MODELS = [
     Config(kind="phi3"),
     Config(kind="glm4", page_size=16, options=RUNS),
     Config(kind="granite", chunked=True),
-    Config(kind="olmo2", overlap=False),
     Config(kind="cohere", page_size=16),
+    Config(kind="mixtral", tp_size=2),
+    Config(kind="qwen3_moe", chunked=True),
+    Config(kind="glm4_moe", overlap=False),
+    Config(kind="deepseek_v2", page_size=16, chunked=True),
+    Config(kind="deepseek_v2", tp_size=2, options=RUNS),
+    Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
+    Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
+]
+MORE_MODELS = [
+    Config(kind="olmo2", overlap=False),
     Config(kind="stablelm", options=RUNS),
     Config(kind="gemma"),
     Config(kind="arcee", chunked=True, options=RUNS),
     Config(kind="starcoder2", page_size=16),
-    Config(kind="mixtral", tp_size=2),
     Config(kind="qwen2_moe", page_size=16, options=RUNS),
-    Config(kind="qwen3_moe", chunked=True),
-    Config(kind="glm4_moe", overlap=False),
     Config(kind="olmoe", options=RUNS),
-    Config(kind="deepseek_v2", page_size=16, chunked=True),
-    Config(kind="deepseek_v2", tp_size=2, options=RUNS),
     Config(kind="deepseek_v3"),
-    Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
-    Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
     Config(kind="mistral_window"),
 ]
 MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]
@@ -111,7 +113,11 @@ def test_equals_stock_everywhere(config: Config, case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", MODELS, ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [*MODELS, *(pytest.param(config, marks=pytest.mark.all) for config in MORE_MODELS)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", MODEL_CASES)
 def test_case_12_rope_scaling_and_other_models(config: Config, case: str) -> None:
     compare(config, case, tuple(MODEL_CASES))

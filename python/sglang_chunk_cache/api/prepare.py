@@ -251,7 +251,7 @@ def _check_ids(item: Item, manager: Any) -> None:
 
 
 def _check_vocabulary(item: Item, manager: Any) -> None:
-    """Checks token ids that a client gave, also of plain requests: one that the model does not have ends stock SGLang."""
+    """Checks token ids that a client gave, also of plain requests: one too large ends stock SGLang."""
     vocab_size = manager.model_config.vocab_size
     if item.ids and not _are_below(item.ids, vocab_size):
         problem = f"not all are token ids of the vocabulary, 0 to {vocab_size - 1}"

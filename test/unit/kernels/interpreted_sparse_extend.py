@@ -13,9 +13,10 @@ from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(problem, *, sm_scale=0.25, logit_cap=0.0, tolerance=None):
-    sparse_extend(*problem.inputs, sm_scale=sm_scale, logit_cap=logit_cap, backend="triton", out=problem.out)
-    expected = sparse_extend_reference(*problem.inputs, sm_scale=sm_scale, logit_cap=logit_cap)
+def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, tolerance=None):
+    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window}
+    sparse_extend(*problem.inputs, **options, backend="triton", out=problem.out)
+    expected = sparse_extend_reference(*problem.inputs, **options)
     tolerance = tolerance or TOLERANCE[problem.q.dtype]
     torch.testing.assert_close(problem.out.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -38,6 +39,15 @@ def test_grouped_query_heads(make_problem, num_q_heads, num_kv_heads):
 def test_head_dims(make_problem, head_dim, v_head_dim):
     problem = make_problem([(50, [0, 13, 49])], head_dim=head_dim, v_head_dim=v_head_dim)
     check(problem, sm_scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize("window", [0, 30, 63, 64, 500])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_windows(make_problem, hard_requests, monkeypatch, num_splits, window):
+    kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    check(make_problem([*hard_requests, (400, [0, 1, 63, 64, *range(200, 290), 399])]), window=window)
+    check(make_problem([(200, [3, 199])], num_q_heads=6, num_kv_heads=2), logit_cap=3.0, window=window)
 
 
 @pytest.mark.parametrize(("dtype", "num_splits"), [(torch.float32, 2), (torch.float32, 32), (torch.bfloat16, 4)])

@@ -13,11 +13,12 @@ from sgl_kernel_ext.sparse_extend.torch_blocked import cut_rows
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(problem, *, sm_scale=0.25, logit_cap=0.0, tolerance=None):
+def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, tolerance=None):
     """The result is written in `out`, whole, and is the reference's within the rounding of the dtype."""
-    result = sparse_extend(*problem.inputs, sm_scale=sm_scale, logit_cap=logit_cap, backend="torch", out=problem.out)
+    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window}
+    result = sparse_extend(*problem.inputs, **options, backend="torch", out=problem.out)
     assert result is problem.out
-    expected = sparse_extend_reference(*problem.inputs, sm_scale=sm_scale, logit_cap=logit_cap)
+    expected = sparse_extend_reference(*problem.inputs, **options)
     assert not expected.isnan().any()
     tolerance = tolerance or TOLERANCE[problem.q.dtype]
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
@@ -27,6 +28,13 @@ def check(problem, *, sm_scale=0.25, logit_cap=0.0, tolerance=None):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_hard_requests_in_one_call(make_problem, hard_requests, dtype, logit_cap):
     check(make_problem(hard_requests, dtype=dtype), logit_cap=logit_cap)
+
+
+@pytest.mark.parametrize("window", [0, 1, 30, 63, 64, 500])
+@pytest.mark.parametrize("logit_cap", [0.0, 3.0])
+def test_windows(make_problem, hard_requests, logit_cap, window):
+    rows = [1, 4, 90, *range(100, 400), 450, 460, *range(500, 800), 810, 1199]
+    check(make_problem([*hard_requests, (1200, rows)]), logit_cap=logit_cap, window=window)
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 3), (4, 2), (6, 2), (8, 1), (12, 1)])
