@@ -126,7 +126,7 @@ def markdown(report: dict[str, Any], model: Path) -> list[str]:
         "# Acceptance of drafted tokens, with chunks reused and not",
         "",
         *run_markdown(report["run"]),
-        f"- {report['num']} questions to {model.name}, {report['answer_len']} tokens each, greedy, beyond its end",
+        f"- {report['num']} questions to {model.name}, {report['answer_len']} tokens each, greedy, past the end",
         "- NGRAM: 8 tokens; the others: chains of 4, the first of which is no draft",
         "",
         *markdown_table(header, rows),
