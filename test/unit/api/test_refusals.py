@@ -239,7 +239,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
     "latent attention": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA),
     "gemma 2, with windows": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 1024, "head_dim": 16}),
-    "a class that nobody listed": ("stablelm", "StableLmForCausalLM", {}),
+    "a class that nobody listed": ("stablelm", "PersimmonForCausalLM", {}),
 }
 
 
@@ -300,8 +300,8 @@ def test_model_is_refused_with_one_sentence(tmp_path, name):
 def test_only_listed_models_are_served_where_that_is_asked_for(tmp_path):
     (tmp_path / "llama").mkdir()
     refusals.check_model(model_config(tmp_path / "llama", *LLAMA), "listed")
-    with pytest.raises(StartRefused, match=r'architecture StableLmForCausalLM is not listed, and "models"'):
-        refusals.check_model(model_config(tmp_path, "stablelm", "StableLmForCausalLM"), "listed")
+    with pytest.raises(StartRefused, match=r'architecture PersimmonForCausalLM is not listed, and "models"'):
+        refusals.check_model(model_config(tmp_path, "stablelm", "PersimmonForCausalLM"), "listed")
 
 
 def test_multimodal_model_is_refused(tmp_path):
