@@ -15,6 +15,7 @@ import functools
 import json
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from chunk_cache.gate.target import Target
 
 ENV_NAME = "SGLANG_CHUNK_CACHE"
+REFUSAL_ENV_NAME = "SGLANG_CHUNK_CACHE_REFUSAL"
+"""Names the file in which a child says why it refuses to start."""
 RADIX_CACHE_BACKEND = "chunk_cache"
 DEFAULT_METHOD = "epic"
 DEFAULT_RATIO = 0.15
@@ -48,7 +51,10 @@ class StartRefused(SystemExit):
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Stops the start with `sentence`."""
+    """Stops the start with `sentence`; in a child, the process that launched it is told."""
+    file = os.environ.get(REFUSAL_ENV_NAME)
+    if file is not None:
+        Path(file).write_text(sentence, encoding="utf-8")
     raise StartRefused(sentence)
 
 
@@ -267,16 +273,39 @@ def _loads_once(text: str) -> ChunkCacheArgs:
 
 @contextmanager
 def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
-    """Children that are started inside inherit `args`; with None they inherit nothing."""
+    """Children that are started inside inherit `args`; with None they inherit nothing.
+
+    Raises:
+        StartRefused: one of them refused to start, for which SGLang gives up with an error of its own.
+    """
     before = os.environ.pop(ENV_NAME, None)
-    if args is not None:
-        os.environ[ENV_NAME] = args.dumps()
     try:
-        yield
+        if args is None:
+            yield
+        else:
+            with _refusals_told():
+                os.environ[ENV_NAME] = args.dumps()
+                yield
     finally:
         os.environ.pop(ENV_NAME, None)
         if before is not None:
             os.environ[ENV_NAME] = before
+
+
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Inside, what a child says of why it refuses to start takes the place of SGLang's error, that it died."""
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        os.environ[REFUSAL_ENV_NAME] = file.name
+        try:
+            yield
+        except RuntimeError:
+            sentence = file.read()
+            if not sentence:
+                raise
+            raise StartRefused(sentence) from None
+        finally:
+            del os.environ[REFUSAL_ENV_NAME]
 
 
 def inherit() -> ChunkCacheArgs | None:

@@ -71,6 +71,15 @@ def test_refused_model(environment, tmp_path):
     assert "because it uses dynamic NTK rope" in done.stderr.strip().splitlines()[-1]
 
 
+def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path):
+    """By a child, in whose place SGLang would report that it died."""
+    model = make_model("gemma2", tmp_path)
+    done = launch(environment, "--model-path", str(model), "--max-total-tokens", "2048", "--chunk-cache")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("chunk cache: this model caps its attention's logits")
+
+
 def test_refused_selector(environment, tmp_path):
     """One that is none is seen before anything starts, one whose weights cannot be read when its process has ended."""
     model, selector = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "selector", seed=1)
