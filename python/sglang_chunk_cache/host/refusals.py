@@ -221,8 +221,7 @@ def check_resolved(server_args: Any) -> None:
         algorithm = _value(server_args, "speculative_algorithm")
         check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
         check_flags_with_draft(server_args, algorithm)
-        needs_all = what_needs_all_rows(_value(server_args, "enable_lora"), algorithm)
-        check_default(args, model_config.num_hidden_layers, needs_all)
+        check_default(args, model_config.num_hidden_layers, what_needs_all_rows(algorithm))
 
 
 def _check_chosen(server_args: Any) -> None:

@@ -5,13 +5,19 @@ Verb: `install` (once per process; the kernels' launchers are replaced, so whoev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 def install() -> None:
-    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`."""
+    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`.
+
+    LoRA asks for pinned memory wherever it keeps a number: here it gets what it would pin.
+    """
+    import sglang.srt.lora.backend.torch_backend
+    import sglang.srt.lora.layers
     from sglang.kernels.ops.activation import softcap
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
@@ -19,6 +25,8 @@ def install() -> None:
     AttentionBackendRegistry.register("torch_native", absorbed)
     softcap._softcap_logits = softcap_logits
     elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
+    sglang.srt.lora.layers.torch = sglang.srt.lora.backend.torch_backend.torch = _TorchWithoutPins()
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
 def softcap_logits(logits: torch.Tensor, cap: float | None, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,3 +53,18 @@ def absorbed(_attention: Any, _forward_batch: Any) -> Any:
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
+
+
+class _TorchWithoutPins:
+    """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _without_pin(value) if name in ("tensor", "zeros") else value
+
+
+def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def created(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return create(*args, **kwargs)
+
+    return created
