@@ -6,6 +6,7 @@ Verb: `install` (once per process; the kernels' launchers are replaced, so whoev
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ def install() -> None:
     import sglang.srt.lora.layers
     from sglang.kernels.ops.activation import softcap
     from sglang.kernels.ops.elementwise import elementwise
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     AttentionBackendRegistry.register("torch_native", absorbed)
     softcap._softcap_logits = softcap_logits
     elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
+    fused_moe_native.moe_forward_native = partial(experts_of_rank, fused_moe_native.moe_forward_native)
     sglang.srt.lora.layers.torch = sglang.srt.lora.backend.torch_backend.torch = _TorchWithoutPins()
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
@@ -46,6 +49,25 @@ def gate_sigmoid_mul(
     """`output` becomes, or grows by, `shared_output` times the sigmoid of `hidden_states @ gate_weight`, by token."""
     gated = torch.sigmoid(hidden_states @ gate_weight)[:, None] * shared_output
     output.add_(gated) if do_add else output.copy_(gated)
+
+
+def experts_of_rank(
+    every: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
+) -> torch.Tensor:
+    """`[num_tokens, hidden]` sum of a rank's experts over `x`; experts of other ranks (expert parallelism) have id -1.
+
+    `every` is SGLang's, which knows no such id; it gets each pair of a token and an expert as a token of its own.
+    """
+    tokens, places = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+    if len(tokens) == topk_output.topk_ids.numel():
+        return every(layer, x, topk_output, moe_runner_config)
+    if not len(tokens):
+        return torch.zeros_like(x)
+    pairs = topk_output._replace(
+        topk_ids=topk_output.topk_ids[tokens, places][:, None],
+        topk_weights=topk_output.topk_weights[tokens, places][:, None],
+    )
+    return torch.zeros_like(x).index_add_(0, tokens, every(layer, x[tokens], pairs, moe_runner_config))
 
 
 def absorbed(_attention: Any, _forward_batch: Any) -> Any:

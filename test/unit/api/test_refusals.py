@@ -29,6 +29,7 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
     ("enable_layernorm_sp", True, "--enable-layernorm-sp"),
     ("enable_attn_tp_input_scattered", True, "--enable-attn-tp-input-scattered"),
+    ("moe_a2a_backend", "deepep", "--moe-a2a-backend"),
     ("nnodes", 2, "--nnodes"),
     ("use_ray", True, "--use-ray"),
     ("disaggregation_mode", "prefill", "--disaggregation-mode"),
