@@ -30,7 +30,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_chunk_cache.host.forward import announce
+from sglang_chunk_cache.host.model_runner import Extras, announce
 from sglang_chunk_cache.host.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.kv.assembler import kv_buffers
 from sglang_chunk_cache.kv.rows import AttentionNotServed, FusedRows
@@ -175,7 +175,7 @@ class _Check:
         batch = ForwardBatch.init_new(prompt.batch(positions), self._runner, return_hidden_states_before_norm=False)
         batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
         if attention is not None:
-            announce(batch, attention)
+            announce(batch, Extras(attention))
         output = self._runner.forward(batch).logits_output
         return _Pass(self._keys(prompt), output.next_token_logits[0].float().clone())
 

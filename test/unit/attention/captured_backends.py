@@ -255,7 +255,7 @@ class Forward:
         return self.runner.token_to_kv_pool.get_kv_buffer(0)
 
     def _forward_batch(self, chosen: list[int]) -> ForwardBatch:
-        """As `host.forward` has it made: rows that are due count as more tokens to extend by."""
+        """As `host.forward_batch` has it made: rows that are due count as more tokens to extend by."""
         batch = [self.batch[i] for i in chosen]
         row_lens = [len(one.positions) for one in batch]
         kv_lens = torch.tensor([one.kv_len for one in batch])

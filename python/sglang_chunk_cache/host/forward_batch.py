@@ -1,8 +1,8 @@
-"""Fused prefill: an extend with chosen rows in front.
+"""ForwardBatch: rows that are due stand in front of an ordinary extend.
 
-Verbs (handlers of hooks): `init_forward_batch` (adds the rows that are due to the batch that the model sees),
-`forward` (announces the rows to the attention for the time of one forward). A model that drafts sees the same rows
-behind the target, as `kv/draft.py` says.
+Verb (handler of a hook): `init_forward_batch` adds the rows that are due to the batch that the model sees, and tells
+`host/model_runner.py` how to compute them. A model that drafts sees the same rows behind the target, as `kv/draft.py`
+says.
 
 Promises: the scheduler's batch is never changed; the model sees a copy in which a fused request simply extends by more
 tokens. All lengths of that copy agree, so whatever SGLang derives from them (logit positions, LoRA segments, padding
@@ -16,7 +16,7 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
-from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.host.attention_backend import Attention, attending
+from sglang_chunk_cache.host.model_runner import Extras, Part, announce
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
@@ -39,7 +38,6 @@ from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.selection.executor import FirstPass, LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
 from sglang_chunk_cache.selection.tables import Tables
-from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EXTRAS = "chunk_cache_extras"
 _DUE_IN_DRAFT = "chunk_cache_due_in_draft"
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -78,51 +75,6 @@ class DueRows:
 
 
 _NOTHING_DUE = DueRows(_NO_ROWS)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A forward of some of the rows of a batch; a batch with more rows than a step may have is computed in parts.
-
-    Attributes:
-        batch: as the model sees it.
-        attention: in the place of SGLang's backend; None = that one.
-        taker: statistics of the chunks that it computes; None = it computes none.
-    """
-
-    batch: ForwardBatch
-    attention: Attention | None
-    taker: StatisticsTaker | None
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What one forward does differently from stock SGLang.
-
-    Attributes:
-        attention, taker: as of a `Part`.
-        timing: measures the forward; None = nobody asks.
-        before: parts that are computed first; their logits mean nothing.
-        loads: KV that arrives during the forward; None = all is there.
-        again: what is done instead where it does not arrive, with the reason.
-        tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
-        first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
-    """
-
-    attention: Attention | None
-    taker: StatisticsTaker | None
-    timing: contextlib.AbstractContextManager[None] | None
-    before: tuple[Part, ...] = ()
-    loads: LayerLoads | None = None
-    again: Callable[[str], ForwardBatch] | None = None
-    tail_lens: tuple[int, ...] | None = None
-    first_rows: tuple[tuple[int, Candidate], ...] = ()
-
-    @property
-    def changes_anything(self) -> bool:
-        """Whether the forward is not simply SGLang's."""
-        extras = (self.attention, self.taker, self.timing, self.first_rows or None)
-        return any(one is not None for one in extras)
 
 
 def init_forward_batch(
@@ -158,7 +110,7 @@ def init_forward_batch(
             timing = _timing(chunks, batch, due)
             extras = Extras(last.attention, last.taker, timing, tuple(before), tail_lens=tails, first_rows=rows)
     if extras.changes_anything:
-        setattr(forward_batch, _EXTRAS, extras)
+        announce(forward_batch, extras)
     return forward_batch
 
 
@@ -197,7 +149,7 @@ def _init_draft_batch(
         for part, own in zip(parts, hidden.split([one.extend_num_tokens for one in parts]), strict=True):
             part.spec_info = copy.copy(part.spec_info)
             part.spec_info.hidden_states = own
-    setattr(last.batch, _EXTRAS, Extras(last.attention, None, None, tuple(before)))
+    announce(last.batch, Extras(last.attention, before=tuple(before)))
     return last.batch
 
 
@@ -227,7 +179,7 @@ def _without_loads(
             _note_load_failed(chunks, batch.reqs[i], one, reason)
     *before, last = build(everything)
     extras = Extras(last.attention, last.taker, None, tuple(before), tail_lens=_tail_lens(batch))
-    setattr(last.batch, _EXTRAS, extras)
+    announce(last.batch, extras)
     return last.batch
 
 
@@ -347,94 +299,6 @@ def _init_fused(
     )
     attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
     return Part(forward_batch, attention, taker)
-
-
-def announce(forward_batch: ForwardBatch, attention: Attention) -> None:
-    """Has `attention` attend in the forward of a batch."""
-    setattr(forward_batch, _EXTRAS, Extras(attention, None, None))
-
-
-def forward(
-    original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND `ModelRunner.forward`."""
-    extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
-    if extras is None:
-        return original(model_runner, forward_batch, *args, **kwargs)
-    stock = partial(original, model_runner)
-    hidden: list[torch.Tensor] = []
-    with extras.timing or contextlib.nullcontext():
-        try:
-            for part in extras.before:
-                _divide_adapters(model_runner, part.batch)
-                done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
-                hidden.append(done.logits_output.hidden_states)
-            if extras.before:
-                _divide_adapters(model_runner, forward_batch)
-            last = Part(forward_batch, extras.attention, extras.taker)
-            output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
-            if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
-                _give_hidden(output.logits_output, hidden, extras)
-        except LayerFailed as failure:
-            assert extras.again is not None
-            output = forward(original, model_runner, extras.again(failure.reason), *args, **kwargs)
-    for place, candidate in extras.first_rows:  # sampling writes over them
-        candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
-    return output
-
-
-def _divide_adapters(model_runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
-    if model_runner.lora_manager is not None:
-        model_runner.lora_manager.prepare_lora_batch(batch)
-
-
-def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras) -> None:
-    """Leaves the hidden states that SGLang expects: of all rows for a draft of EAGLE, else of the ordinary extends."""
-    own = logits_output.hidden_states
-    if extras.tail_lens is None:
-        logits_output.hidden_states = torch.cat([*before, own])
-        return
-    assert extras.attention is not None
-    ends = itertools.accumulate(extras.attention.row_lens)  # those that are left; rows of an extend never leave
-    tails = [own[end - tail_len : end] for end, tail_len in zip(ends, extras.tail_lens, strict=True)]
-    logits_output.hidden_states = torch.cat(tails)
-
-
-def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any], model_runner: ModelRunner) -> Any:
-    attention, taker = part.attention, part.taker
-    if attention is None and taker is None:
-        return stock()
-    layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if isinstance(attention, LayerwiseForward):
-        layerwise = attention.run()
-    with (
-        _graphs_that_fit(model_runner, attention),
-        attending(model_runner.attn_backend, attention, taker, loads),
-        layerwise,
-    ):
-        output = stock()
-    if taker is not None:
-        taker.finish()
-    return output
-
-
-@contextlib.contextmanager
-def _graphs_that_fit(model_runner: ModelRunner, attention: Attention | None) -> Iterator[None]:
-    """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
-
-    A breakable graph does. No graph can replay a forward in which rows leave.
-    """
-    runner = model_runner.prefill_cuda_graph_runner
-    calls_backend = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)
-    if runner is None or (calls_backend and not isinstance(attention, LayerwiseForward)):
-        yield
-        return
-    model_runner.prefill_cuda_graph_runner = None
-    try:
-        yield
-    finally:
-        model_runner.prefill_cuda_graph_runner = runner
 
 
 def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:
