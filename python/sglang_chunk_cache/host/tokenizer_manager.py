@@ -20,9 +20,10 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_chunk_cache.admin.client import Admin
 from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
-from sglang_chunk_cache.api.prepare import KEY, has_options, prepare
+from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.prepare import has_options, prepare
 from sglang_chunk_cache.host.selector import ask, create_client
-from sglang_chunk_cache.host.sglext import collect
 from sglang_chunk_cache.selector.client import SelectorClient
 from sglang_chunk_cache.server_args import attached
 
@@ -50,7 +51,8 @@ class ChunkTokenizerManager(TokenizerManager):
         args = attached(self.server_args)
         if args is not None and isinstance(obj, GenerateReqInput):
             prepare(obj, self, args)
-        return collect(super().generate_request(obj, request), obj)
+        outputs = super().generate_request(obj, request)
+        return Exchange.of(request).noting(outputs) if request is not None and has_options(obj) else outputs
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await super()._send_one_request(tokenized_obj)
