@@ -41,19 +41,19 @@ MODELS = [
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
     Config(kind="mistral", chunked=True),
-    Config(kind="phi3"),
     Config(kind="glm4", page_size=16, options=RUNS),
     Config(kind="granite", chunked=True),
     Config(kind="cohere", page_size=16),
     Config(kind="mixtral", tp_size=2),
     Config(kind="qwen3_moe", chunked=True),
-    Config(kind="glm4_moe", overlap=False),
     Config(kind="deepseek_v2", page_size=16, chunked=True),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS),
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
     Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
 ]
 MORE_MODELS = [
+    Config(kind="phi3"),
+    Config(kind="glm4_moe", overlap=False),
     Config(kind="olmo2", overlap=False),
     Config(kind="stablelm", options=RUNS),
     Config(kind="gemma"),
