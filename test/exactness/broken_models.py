@@ -6,6 +6,7 @@ Verb: `start` (in a process of its own; a sentence, or how long the check took).
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import traceback
@@ -74,6 +75,16 @@ def undeclared_window(model: Any) -> None:
         return stock(self, q, k, v, seen, *args, **kwargs)
 
     TorchNativeAttnBackend.forward_extend = forward_extend
+
+
+def sinks(model: Any) -> None:
+    """The layer hands its attention something that SGLang's backend takes and our kernels do not know."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    stock = TorchNativeAttnBackend.forward_extend
+    TorchNativeAttnBackend.forward_extend = lambda *args, sinks=None, **kwargs: stock(*args, **kwargs)
+    attention = model.model.layers[LAYER].self_attn.attn
+    attention.forward = functools.partial(attention.forward, sinks=torch.zeros(attention.tp_q_head_num))
 
 
 def as_it_is(model: Any) -> None:

@@ -27,6 +27,7 @@ from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin import messages, warming
 from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Warm
 from sglang_chunk_cache.api.marks import Mark, MarkedText
+from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
 
@@ -223,7 +224,7 @@ class Admin:
         ids = selection.input_ids
         if ids is not None:
             for i, one in enumerate(ids):
-                self.check_vocabulary(one, f"input_ids[{i}]")
+                check_vocabulary(one, self.manager, f"input_ids[{i}]")
         else:
             assert selection.texts is not None
             ids = tuple(self.encode_chunk(text, f"texts[{i}]") for i, text in enumerate(selection.texts))
@@ -255,17 +256,6 @@ class Admin:
         if self.args.separator in text:
             problem = f"has a separator {self.args.separator!r}"
             raise request_error(path, problem, "send each chunk as a text of its own")
-
-    def check_vocabulary(self, ids: Sequence[int], path: str) -> None:
-        """Checks that all ids are tokens of the model.
-
-        Raises:
-            ChunkCacheRequestError: one is not.
-        """
-        vocab_size = self.manager.model_config.vocab_size
-        if ids and max(ids) >= vocab_size:
-            problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
-            raise request_error(path, problem, "remove it")
 
     async def _ask(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
         self.manager.auto_create_handle_loop()

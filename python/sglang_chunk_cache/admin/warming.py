@@ -28,6 +28,7 @@ from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin.body import Warm
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.marks import Mark, MarkedText
+from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER, find_neighbours
 
@@ -333,7 +334,7 @@ class Warming:
         if selection.texts is not None:
             return self._admin.encode_chunk(selection.texts[i], self._path(i))
         assert selection.input_ids is not None
-        self._admin.check_vocabulary(selection.input_ids[i], self._path(i))
+        check_vocabulary(selection.input_ids[i], self._admin.manager, self._path(i))
         return selection.input_ids[i]
 
     def _path(self, i: int) -> str:
@@ -343,7 +344,8 @@ class Warming:
         """What stands in front of every chunk; BOS only where text is tokenized, as in a prompt of text."""
         body, admin = self._body, self._admin
         if body.prefix_ids is not None:
-            admin.check_vocabulary(body.prefix_ids, "prefix_ids")
+            if body.prefix_ids:
+                check_vocabulary(body.prefix_ids, admin.manager, "prefix_ids")
             return body.prefix_ids
         if body.prefix_text is None and body.selection.texts is None:
             return ()

@@ -211,7 +211,8 @@ def prepare(
         return
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
     for item in items:
-        _check_vocabulary(item, manager)
+        if item.ids:
+            check_vocabulary(item.ids, manager, item.path)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     mark_prepared(obj)
@@ -274,12 +275,16 @@ def _check_ids(item: Item, manager: Any) -> None:
         check_length(len(item.ids), spans, paths, manager, item.path)
 
 
-def _check_vocabulary(item: Item, manager: Any) -> None:
-    """Checks token ids that a client gave, also of plain requests: one too large ends stock SGLang."""
+def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
+    """Checks token ids that a client gave, one or more, also of plain requests: one too large ends stock SGLang.
+
+    Raises:
+        ChunkCacheRequestError: one is not of the model's vocabulary.
+    """
     vocab_size = manager.model_config.vocab_size
-    if item.ids and not _are_below(item.ids, vocab_size):
-        problem = f"not all are token ids of the vocabulary, 0 to {vocab_size - 1}"
-        raise request_error(item.path, problem, "remove what is not")
+    if not _are_below(ids, vocab_size):
+        problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
+        raise request_error(path, problem, "remove it")
 
 
 def _are_below(ids: Sequence[int], bound: int) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_chunk_cache.host.forward import announce
 from sglang_chunk_cache.host.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.kv.assembler import kv_buffers
-from sglang_chunk_cache.kv.rows import FusedRows
+from sglang_chunk_cache.kv.rows import AttentionNotServed, FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.selection.executor import LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
@@ -102,6 +102,8 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
         check = _Check(scheduler, chunks, num_tokens)
         try:
             check.run()
+        except AttentionNotServed as problem:
+            refuse(f"this model cannot be served with --chunk-cache: {problem}.")
         finally:
             check.close()
     logger.info("Chunk cache: the model was checked in %.1f s (%d tokens)", time.perf_counter() - began, num_tokens)
@@ -138,29 +140,30 @@ class _Check:
 
     def run(self) -> None:
         whole, moved = self._prompts
-        chunks, num_tokens = self._chunks, self._num_tokens
         expected = self._forward(whole, self._positions)
         there = self._forward(moved, self._positions, shift=self._shift)
-        whole_slots, moved_slots = (prompt.slots[:num_tokens].to(torch.int64) for prompt in self._prompts)
-        delta = torch.full_like(whole_slots, self._shift)
-        chunks.assembler.copy(whole_slots, moved_slots, delta)
-        turned = self._keys(moved)
-        self._compare_keys(turned, there.keys)
-        chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
+        self._bring_in(self._shift)
+        self._compare_keys(self._keys(moved), there.keys)
+        for how, positions, attention in self._attentions(moved):
+            self._bring_in(0)
+            self._compare_forward(self._forward(moved, positions, attention), expected, how)
 
-        rows = self._rows(moved, self._positions)
-        found = self._forward(moved, self._positions, rows)
-        self._compare_forward(found, expected, "computed by our kernel")
-        chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
-        if chunks.min_run_len is not None:
+    def _bring_in(self, shift: int) -> None:
+        """Copies the KV of `whole` into the slots of `moved`, turned by so many positions, as a request's is."""
+        source, target = (prompt.slots[: self._num_tokens].to(torch.int64) for prompt in self._prompts)
+        self._chunks.assembler.copy(source, target, torch.full_like(source, shift))
+
+    def _attentions(self, prompt: OwnPrompt) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
+        """What attends in fused batches, for a sentence, with the rows of `prompt` that it computes."""
+        layers, num_tokens = self._chunks.layers, self._num_tokens
+        rows = self._rows(prompt, self._positions)
+        yield "computed by our kernel", self._positions, rows
+        if self._chunks.min_run_len is not None:
             gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
-            found = self._forward(moved, gap, self._runs(moved, gap))
-            self._compare_forward(found, expected, "computed in runs")
-            chunks.assembler.copy(whole_slots, moved_slots, torch.zeros_like(delta))
-        leaving = _Leaving(rows.row_positions, len(chunks.layers.modules))
-        layerwise = LayerwiseForward(rows, [leaving], [None], None, chunks.layers, get_tp_group().world_size)
-        found = self._forward(moved, self._positions, layerwise)
-        self._compare_forward(found, expected, "computed while others leave")
+            yield "computed in runs", gap, self._runs(prompt, gap)
+        leaving = _Leaving(rows.row_positions, len(layers.modules))
+        layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, get_tp_group().world_size)
+        yield "computed while others leave", self._positions, layerwise
 
     # Forwards.
 
@@ -169,8 +172,7 @@ class _Check:
     ) -> _Pass:
         """One forward of some rows of a prompt, by SGLang's backend or by `attention`."""
         batch = ForwardBatch.init_new(prompt.batch(positions), self._runner, return_hidden_states_before_norm=False)
-        at = torch.from_numpy(positions + shift).to(batch.positions)
-        batch.positions = at
+        batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
         if attention is not None:
             announce(batch, attention)
         output = self._runner.forward(batch).logits_output

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.runtime_context import get_schedule
@@ -65,6 +65,15 @@ def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return list(kv_pool.k_buffer), list(kv_pool.v_buffer)
 
 
+class _Alike(NamedTuple):
+    """Buffers of layers whose keys are rotated alike, or, with any `rotary`, not at all."""
+
+    rotary: RotarySpec
+    is_rotated: bool
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
 class KVAssembler:
     """Copies KV between slots of one pool.
 
@@ -72,7 +81,7 @@ class KVAssembler:
         model_runner: owner of the model and of the stream that forwards run on.
         kv_pool: SGLang's.
         rotaries: `[num_layers]` how the keys of each layer are rotated; None = they carry no position.
-        kernel: backend of `copy_rotate`.
+        kernel: backend of the operations on this pool.
     """
 
     def __init__(
@@ -80,17 +89,13 @@ class KVAssembler:
     ) -> None:
         self._k_buffers, self._v_buffers = kv_buffers(kv_pool)
         self._rotaries = tuple(rotaries)
-        self._kernel = kernel
+        self._all_alike = self._alike(range(len(self._rotaries)))
+        self.kernel = kernel
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
         self._side: Any = None
         self.draft: KVAssembler | None = None
         """That of the model that drafts, once it is there."""
-
-    @property
-    def kernel(self) -> str:
-        """Backend of the operations on this pool."""
-        return self._kernel
 
     def copy(
         self, src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, layers: range | None = None
@@ -102,11 +107,9 @@ class KVAssembler:
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
         """
         with self._behind_launched_forwards(src_loc, dst_loc, position_delta):
-            for rotary, alike in self._by_rotary(range(len(self._rotaries)) if layers is None else layers).items():
-                k_buffers, v_buffers = ([buffers[i] for i in alike] for buffers in (self._k_buffers, self._v_buffers))
-                spec = rotary or next(filter(None, self._rotaries))
-                delta = position_delta if rotary is not None else torch.zeros_like(position_delta)
-                copy_rotate(k_buffers, v_buffers, src_loc, dst_loc, delta, spec, backend=self._kernel)
+            for alike in self._all_alike if layers is None else self._alike(layers):
+                delta = position_delta if alike.is_rotated else torch.zeros_like(position_delta)
+                copy_rotate(alike.k, alike.v, src_loc, dst_loc, delta, alike.rotary, backend=self.kernel)
         if self.draft is not None:
             assert layers is None, "chunks that arrive layer by layer have no draft"
             self.draft.copy(src_loc, dst_loc, position_delta)
@@ -166,12 +169,16 @@ class KVAssembler:
             model=server_args.model_path,
         )
 
-    def _by_rotary(self, layers: range) -> dict[RotarySpec | None, list[int]]:
+    def _alike(self, layers: range) -> list[_Alike]:
         """The layers by how their keys are rotated, which is one way in most models."""
-        alike: dict[RotarySpec | None, list[int]] = {}
+        any_rotary = next(filter(None, self._rotaries))
+        found: dict[RotarySpec | None, _Alike] = {}
         for layer in layers:
-            alike.setdefault(self._rotaries[layer], []).append(layer)
-        return alike
+            rotary = self._rotaries[layer]
+            alike = found.setdefault(rotary, _Alike(rotary or any_rotary, rotary is not None, [], []))
+            alike.k.append(self._k_buffers[layer])
+            alike.v.append(self._v_buffers[layer])
+        return list(found.values())
 
     # Copies between host and device take a stream of their own, so that forwards run on meanwhile.
 

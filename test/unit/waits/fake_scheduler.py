@@ -103,7 +103,8 @@ class Fake:
         assembler = chunks.assembler
         rotary = replace(chunks.layers.rotary, inv_freq=torch.empty_like(chunks.layers.rotary.inv_freq, device="cuda"))
         layers = replace(chunks.layers, rotaries=(rotary,) * len(chunks.layers.rotaries))
-        assembler._rotaries, assembler._kernel, assembler._is_cpu = layers.rotaries, "triton", False
+        assembler._rotaries, assembler.kernel, assembler._is_cpu = layers.rotaries, "triton", False
+        assembler._all_alike = assembler._alike(range(len(layers.rotaries)))
         scheduler.tree_cache.chunks = replace(chunks, layers=layers, kernel="triton", min_run_len=8)
         forward_batch_info.support_triton = lambda _: True
         backend = type(scheduler.tp_worker.model_runner.attn_backend)
