@@ -49,13 +49,11 @@ class Replies:
         Args:
             num_choices: of each prompt.
         """
-        firsts = [index for index in self._meta if index % num_choices == 0]
-        known = self._known(firsts)
+        known = self._known(index for index in self._meta if index % num_choices == 0)
         if not known:
             return {}
-        cached = sum(self._meta[index].get("cached_tokens", 0) for index in firsts)
         counts = (_sum(known, "reused_tokens"), _sum(known, "recomputed_tokens"))
-        return {"cached_tokens": cached, **dict(zip(USAGE_KEYS, counts, strict=True))}
+        return dict(zip(USAGE_KEYS, counts, strict=True))
 
     def _known(self, indices: Iterable[int]) -> list[Mapping[str, Any]]:
         return [reply for index in indices if (reply := self._meta[index].get(KEY)) is not None]

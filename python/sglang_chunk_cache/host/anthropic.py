@@ -62,11 +62,6 @@ def _with_reply(event: str, replies: Replies) -> str:
     if reply is None:
         return event
     body = json.loads(event.removeprefix(_START))
-    counts, usage = replies.usage(1), body["message"]["usage"]
-    usage |= {key: counts[key] for key in USAGE_KEYS}
-    cached = counts["cached_tokens"]
-    if cached:  # as in a whole message, also where SGLang does not report them
-        usage["input_tokens"] += usage.get("cache_read_input_tokens", 0) - cached
-        usage["cache_read_input_tokens"] = cached
+    body["message"]["usage"] |= replies.usage(1)
     body["message"]["sglext"] = {KEY: reply}
     return f"{_START}{json.dumps(body)}\n\n"

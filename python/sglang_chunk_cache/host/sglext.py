@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang.srt.entrypoints.openai import protocol
@@ -43,10 +43,17 @@ def add_reply(response: Any, ret: list[dict[str, Any]], num_choices: int) -> Any
         _open_types()
         response.sglext = response.sglext or protocol.SglExt()
         setattr(response.sglext, KEY, reply)
-        known = response.usage.prompt_tokens_details
-        details = {**(known.model_dump() if known else {}), **replies.usage(num_choices)}
-        response.usage.prompt_tokens_details = protocol.PromptTokensDetails(**details)
+        response.usage.prompt_tokens_details = _with_counts(response.usage, replies.usage(num_choices))
     return response
+
+
+def _with_counts(usage: Any, counts: Mapping[str, int]) -> Any:
+    """The details of a usage; SGLang counts cached tokens in them with --enable-cache-report alone."""
+    stock = usage.prompt_tokens_details
+    details = protocol.PromptTokensDetails(**(stock.model_dump() if stock else {}), **counts)
+    if stock is None:
+        del details.cached_tokens
+    return details
 
 
 async def end_with_reply(events: AsyncIterator[str], replies: Replies, kind: str, request: Any) -> AsyncIterator[str]:

@@ -78,7 +78,7 @@ def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> An
         prompt_tokens=[len(request.input_ids)],
         completion_tokens=[num_tokens],
         reasoning_tokens=[0],
-        cached_tokens=[0],
+        cached_tokens=[REPLY["prefix_tokens"]],
         retraction_counts=[0],
         customized_info=wrap_as_pickle(info) if info is not None and (reply or not request.stream) else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -374,12 +375,13 @@ def test_marks_on_other_routes_are_named(service, seen):
 
 # Replies.
 
+COUNTS = {"chunk_reused_tokens": 5, "chunk_recomputed_tokens": 2}
+
 
 def test_headers_usage_and_ids_of_a_chat(service, seen):
     response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"chunks": CHUNKS[:1]}))
     assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
-    details = response.json()["usage"]["prompt_tokens_details"]
-    assert details == {"cached_tokens": 0, "chunk_reused_tokens": 5, "chunk_recomputed_tokens": 2}
+    assert response.json()["usage"]["prompt_tokens_details"] == COUNTS
 
 
 def test_choices_are_added_up(service, seen):
@@ -408,13 +410,26 @@ def test_streams_have_the_header_too(service, seen, route, body):
     assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
 
 
-def test_the_usage_of_a_stream(service, seen):
-    body = chat(("user", f"{SEP}a{SEP}b"), stream_options={"include_usage": True})
-    events = service.events(CHAT, body)
-    (usage,) = [event["usage"] for event in events if event.get("usage")]
-    assert usage["prompt_tokens_details"] == {
-        "cached_tokens": 0, "chunk_reused_tokens": 5, "chunk_recomputed_tokens": 2,
-    }  # fmt: skip
+@pytest.mark.parametrize("cached", [{}, {"cached_tokens": 1}])
+def test_cached_tokens_are_those_of_stock(service, seen, cached):
+    from sglang.srt.runtime_context import get_serving
+
+    with get_serving().override(enable_cache_report=bool(cached)):
+        for route, body in (
+            (CHAT, chat(("user", f"{SEP}a{SEP}b"))),
+            (COMPLETIONS, {"model": "m", "prompt": f"{SEP}a{SEP}b", "max_tokens": 3}),
+        ):
+            assert sent(service, seen, route, body).json()["usage"]["prompt_tokens_details"] == {**cached, **COUNTS}
+            events = service.events(route, {**body, "stream_options": {"include_usage": True}})
+            (usage,) = [event["usage"] for event in events if event.get("usage")]
+            assert usage["prompt_tokens_details"] == {**cached, **COUNTS}
+        body = messages(SEARCH, text("Who?"))
+        message = sent(service, seen, MESSAGES, body).json()
+        start = sent(service, seen, MESSAGES, {**body, "stream": True}).text.partition("data: ")[2].partition("\n")[0]
+        for usage in (message["usage"], json.loads(start)["message"]["usage"]):
+            assert usage.get("cache_read_input_tokens", 0) == len(cached)
+            assert usage["input_tokens"] == len(seen[0].input_ids) - len(cached)
+            assert usage.items() >= COUNTS.items()
 
 
 def test_the_reply_of_anthropic(service, seen):
