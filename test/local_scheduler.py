@@ -16,7 +16,7 @@ import json
 import pickle
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ class Request:
     ids: Sequence[int]
     chunk_cache: dict[str, Any] | None = None
     max_new_tokens: int = 4
+    logprobs: bool = True
     logprob_start: int = -1
+    hidden_states: bool | str = False  # as `return_hidden_states`
+    session: dict[str, Any] | None = None  # as `session_params`
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -49,6 +52,7 @@ class Reply:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
+    hidden_states: list[Any] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     cached_tokens: int = 0
     cached_details: Any = None
@@ -129,14 +133,17 @@ class LocalScheduler:
 
     def prepare(self, request: Request) -> Any:
         """The message that SGLang's tokenizer process would send."""
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         params = None
         if request.chunk_cache is not None:
             from chunk_cache.request_options import dumps, parse_request
 
-            params = {"chunk_cache": dumps(parse_request(request.chunk_cache, num_tokens=len(request.ids)))}
+            options = parse_request(request.chunk_cache, num_tokens=len(request.ids))
+            if request.session is not None:
+                options = replace(options, turn_tokens=len(request.ids))
+            params = {"chunk_cache": dumps(options)}
         sampling = SamplingParams(
             max_new_tokens=request.max_new_tokens,
             temperature=0.0,
@@ -156,11 +163,13 @@ class LocalScheduler:
             mm_inputs=None,
             token_type_ids=None,
             sampling_params=sampling,
-            return_logprob=True,
+            return_logprob=request.logprobs,
+            return_hidden_states=request.hidden_states,
             logprob_start_len=request.logprob_start,
             top_logprobs_num=request.num_top,
             token_ids_logprob=None,
             stream=request.stream,
+            session_params=None if request.session is None else SessionParams(**request.session),
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -270,6 +279,8 @@ class LocalScheduler:
                     output.output_top_logprobs_val[i], output.output_top_logprobs_idx[i], strict=True
                 ):
                     reply.top_logprobs.append(dict(zip(indices, values, strict=True)))
+            if output.output_hidden_states and output.output_hidden_states[i]:
+                reply.hidden_states = output.output_hidden_states[i]
             if output.input_token_logprobs_val and output.input_token_logprobs_val[i]:
                 reply.input_logprobs = list(output.input_token_logprobs_val[i])
             values = (infos or {}).get("chunk_cache")

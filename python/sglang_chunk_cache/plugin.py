@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from sglang import Engine
 
 
+HTTP_APP = "sglang_chunk_cache.host.http_worker:app"
+
+
 def register() -> None:
     """Called by SGLang's plugin loader in every process; with the chunk cache off it only adds the flags."""
     if inherit() is not None:
@@ -61,6 +64,16 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     hooks.register_radix_cache()
     hooks.apply_hooks()
     _add_admin_routes()
+
+
+def _name_http_app() -> None:
+    """Several tokenizer workers import their app by this name."""
+    from sglang.srt.environ import envs
+
+    variable = envs.SGLANG_HTTP_SERVER_APP_PATH
+    if variable.is_set() and variable.get() != HTTP_APP:
+        refuse("an app of your own (SGLANG_HTTP_SERVER_APP_PATH) cannot be combined with --chunk-cache; unset it.")
+    variable.set(HTTP_APP)
 
 
 def _add_admin_routes() -> None:
@@ -88,7 +101,7 @@ def engine(
         chunk_cache_ratio: default recompute ratio, in [0, 1].
         chunk_cache_separator: marks chunks in text prompts.
         chunk_cache_selector: Hugging Face folder or name of a small model that selects for the method cacheclip.
-        chunk_cache_config: all other
+        chunk_cache_config: all other options
         chunk_cache_target: how far answers may be from exact ones, such as `{"kl": 0.1}`; None = no matter
         **engine_args: what `sglang.Engine` takes.
 
@@ -115,6 +128,8 @@ def engine(
             target=chunk_cache_target,
         )
         server_args = ServerArgs(**engine_args)
+        if server_args.tokenizer_worker_num > 1:
+            refuse("tokenizer_worker_num: only processes of an HTTP server are hooked; drop it.")
         enable(server_args, args)
         return Engine(server_args=server_args)
     except StartRefused as error:
@@ -147,9 +162,11 @@ def resolve_once(original: Callable[..., None], server_args: Any) -> None:
 
 
 def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_subprocesses`."""
+    """AROUND `Engine._launch_subprocesses`; several tokenizer workers are started behind it, and import their app."""
     server_args = kwargs["server_args"] if "server_args" in kwargs else args[0]
     chunk_cache_args = attached(server_args)
     set_args(chunk_cache_args)
+    if chunk_cache_args is not None and server_args.tokenizer_worker_num > 1:
+        _name_http_app()
     with exported(chunk_cache_args):
         return original(cls, *args, **kwargs)

@@ -15,6 +15,7 @@ loaded range; `RecomputePlan.row_positions` lists them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.manager import ChunkPrompt
 from chunk_cache.request_options import RequestOptions, loads
+from chunk_cache.selector_answer import SelectorAnswer
 
 if TYPE_CHECKING:
     import torch
@@ -140,9 +142,11 @@ def state_of(req: Any) -> DocChunkRequest | None:
 def _create(req: Any) -> DocChunkRequest | None:
     params = req.sampling_params.custom_params
     text = params.get(PARAM_NAME) if isinstance(params, dict) else None
-    if text is None:
+    options = None if text is None else loads(text)
+    if req.session is not None:
+        options = _with_earlier_turns(req, options)
+    if options is None:
         return None
-    options = loads(text)
     partition = Partition(req.extra_key, req.cache_salt)
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
@@ -150,17 +154,39 @@ def _create(req: Any) -> DocChunkRequest | None:
     if not fits:
         options = replace(options, spans=())
     prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)))
+    if req.session is not None:
+        prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # the selector sees one turn only
     return DocChunkRequest(prompt, partition, unsupported=not (fits and _is_supported(req)))
 
 
+def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOptions | None:
+    """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
+
+    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
+    where they stood: a turn may drop the end of the history.
+    """
+    ids, own = req.origin_input_ids, () if options is None else options.spans
+    if options is not None and options.turn_tokens is not None:
+        begin = len(ids) - options.turn_tokens
+        own = tuple((begin + start, begin + end) for start, end in own)
+    node = req.session.req_nodes.get(req.rid)
+    parent = None if node is None or node.parent is None else node.parent.req
+    before = None if parent is None else state_of(parent)
+    earlier = () if before is None else before.options.spans
+    own_start = own[0][0] if own else len(ids)
+    kept = itertools.takewhile(
+        lambda span: span[1] <= own_start and ids[slice(*span)] == parent.origin_input_ids[slice(*span)], earlier
+    )
+    options = options or (None if before is None else before.options)
+    return None if options is None else replace(options, spans=(*kept, *own), turn_tokens=None)
+
+
 def _is_supported(req: Any) -> bool:
-    # Inputs whose KV does not follow from the token ids alone, turns of a session (their ids are not the client's),
-    # and replies that are sliced by the ordinary extend only.
+    # Inputs whose KV does not follow from the token ids alone,
+    # and experts, which SGLang keeps by slot.
     return (
         req.input_embeds is None
         and req.positional_embed_overrides is None
         and req.multimodal_inputs is None
-        and req.session is None
-        and not req.return_hidden_states
         and not req.return_routed_experts
     )

@@ -1,8 +1,8 @@
 """ChunkCacheArgs: the options that a server was started with, the same in every process.
 
 Verbs: `add_flags` (command line), `from_flags` (parsed values -> `ChunkCacheArgs` or None), `attach` / `attached`
-(on a `ServerArgs` record, which SGLang pickles to its children), `exported` (to the environment while children are
-started), `inherit` (in such a child), `set_args` / `get_args` (this process).
+(on a `ServerArgs` record, which SGLang pickles to its children), `instance_of` (that server), `exported` (to the
+environment while children are started), `inherit` (in such a child), `set_args` / `get_args` (this process).
 
 Promises: off means None everywhere; a bad option is one sentence and a non-zero exit code, before anything starts;
 what a child inherits is exactly what the launching process checked. The environment variable is there only while
@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,7 @@ DEFAULT_RATIO = 0.15
 DEFAULT_SEPARATOR = "<|chunk|>"
 
 _ATTACHED = "_chunk_cache"
+_INSTANCE = "_chunk_cache_instance"
 _FLAGS = ("method", "ratio", "separator", "marks", "parts", "selector", "config", "target")
 
 
@@ -274,12 +276,18 @@ def _one_line(error: Exception) -> str:
 def attach(server_args: Any, args: ChunkCacheArgs) -> None:
     """Notes on a `ServerArgs` record that the chunk cache is on, with `args`; it survives pickling."""
     setattr(server_args, _ATTACHED, args.dumps())
+    setattr(server_args, _INSTANCE, uuid.uuid4().hex)
 
 
 def attached(server_args: Any) -> ChunkCacheArgs | None:
     """What `attach` noted, or None: this server runs without the chunk cache."""
     text = getattr(server_args, _ATTACHED, None)
     return None if text is None else _loads_once(text)
+
+
+def instance_of(server_args: Any) -> str:
+    """Name of the server of a record that `attach` was given: one in all its processes, another at every start."""
+    return str(getattr(server_args, _INSTANCE))
 
 
 @functools.cache

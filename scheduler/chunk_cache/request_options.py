@@ -37,6 +37,8 @@ class RequestOptions:
     explain: bool = False
     answer_tokens: int = 0
     """Tokens at the end of the prompt that begin the answer: computed, and not looked at as the question."""
+    turn_tokens: int | None = None
+    """Tokens at the end of the prompt in which the spans count, of a turn of a session; None = they count in all."""
 
     @property
     def has_marks(self) -> bool:
@@ -122,6 +124,8 @@ def dumps(opts: RequestOptions) -> str:
             fields[name] = getattr(opts, name)
     if opts.answer_tokens:
         fields["answer_tokens"] = opts.answer_tokens
+    if opts.turn_tokens is not None:
+        fields["turn_tokens"] = opts.turn_tokens
     return json.dumps(fields, separators=(",", ":"))
 
 

@@ -90,9 +90,14 @@ def compare(config: Config, case: str, names: tuple[str, ...], module: str = "ex
         assert len(mine.top_logprobs) == len(theirs.top_logprobs), where
         for my_top, their_top in zip(mine.top_logprobs, theirs.top_logprobs, strict=True):
             assert my_top == pytest.approx(their_top, abs=TOLERANCE), where
+        assert _flat(mine.hidden_states) == pytest.approx(_flat(theirs.hidden_states), abs=TOLERANCE), where
         assert len(mine.input_logprobs) == len(theirs.input_logprobs), where
         for my_value, their_value in zip(mine.input_logprobs, theirs.input_logprobs, strict=True):
             assert my_value == (None if their_value is None else pytest.approx(their_value, abs=TOLERANCE)), where
+
+
+def _flat(nested: Any) -> list[float]:
+    return [value for one in nested for value in _flat(one)] if isinstance(nested, list) else [nested]
 
 
 def matrix(configs: list[Config]) -> Any:

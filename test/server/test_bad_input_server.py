@@ -238,12 +238,10 @@ def test_a_marked_token_id_that_the_model_does_not_have(server, bad_id, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_marks_in_a_session(server, stream):
-    session = server.post("/open_session", {"capacity_of_str_len": 1000}).json()
-    for prompt, options in ((marked(["one", "two"]).text, ...), (IDS, {"spans": [[0, 2]]})):
-        body = {**request("/generate", prompt, options, stream=stream), "session_params": {"id": session}}
-        assert message(send(server, "/generate", body)).startswith("session_params: ")
-    server.post("/close_session", {"session_id": session})
+def test_a_mark_that_a_session_leaves_out(server, stream):
+    body = request("/generate", IDS, {"spans": [[0, 1], [1, 3]]}, stream=stream)
+    refused = message(send(server, "/generate", {**body, "session_params": {"id": "s", "rid": "r"}}))
+    assert refused.startswith("input_ids: the first chunk is the BOS token")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -308,7 +306,23 @@ PLAIN_IDS: dict[str, tuple[Any, str]] = {
     "far above": ([2**40], "input_ids: "),
     "negative": ([-1, *IDS], "input_ids: "),
     "in a batch": ([IDS, [10**6]], "input_ids[1]: "),
+    "int32": ([2**31], "input_ids: "),
 }
+# SGLang's own words.
+ODD_PROMPTS: tuple[Any, ...] = ([1.5], [None], [[1], "x"], [[1], [2.5]], [[[1]]], [[1], None], [[]], [], 5, {"a": 1})
+LOGPROBS = {"return_logprob": True}
+KILLERS: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokens": ({"input_ids": []}, "input_ids: "),
+    "no tokens in a batch": ({"input_ids": [IDS, []]}, "input_ids[1]: "),
+    "more best tokens than there are": ({**LOGPROBS, "top_logprobs_num": 513}, "top_logprobs_num: 513, and"),
+    "the same in a batch": ({**LOGPROBS, "input_ids": [IDS] * 2, "top_logprobs_num": [1, 10**6]}, "top_logprobs_num: "),
+    "a start below -1": ({**LOGPROBS, "logprob_start_len": -2}, "logprob_start_len: -2 is"),
+    "a stop behind a minimal length": (
+        {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [512]}},
+        "sampling_params.stop_token_ids: ",
+    ),
+}
+"""What ends a stock server, or did."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -322,6 +336,35 @@ def test_plain_ids_outside_of_the_vocabulary(server, name, stream):
     assert message(send(server, "/v1/completions", body)).startswith(path.replace("input_ids", "prompt"))
     plain = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 2}}
     assert send(server, "/generate", plain).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("prompt", ODD_PROMPTS, ids=str)
+def test_prompts_that_are_none(server, route, prompt):
+    assert send(server, route, {"model": "default", "input_ids": prompt, "prompt": prompt}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", KILLERS)
+def test_what_ends_a_stock_server(server, name, stream):
+    body, path = KILLERS[name]
+    plain = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 2}, "stream": stream}
+    assert message(send(server, "/generate", {**plain, **body})).startswith(path)
+    assert send(server, "/generate", plain).status_code == 200
+
+
+def test_the_same_on_routes_of_openai(server):
+    prompt = {"model": "default", "max_tokens": 2}
+    chat = {**prompt, "messages": [{"role": "user", "content": "hi"}]}
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/completions", {**prompt, "prompt": "hi", "logprobs": 513}, "logprobs: "),
+        ("/v1/completions", {**prompt, "prompt": "hi", "min_tokens": 1, "stop_token_ids": [-1]}, "stop_token_ids: "),
+        ("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 513}, "top_logprobs: "),
+        ("/v1/chat/completions", {**chat, "input_ids": [512]}, "input_ids: "),
+        ("/v1/score", {"model": "default", "query": [512], "items": [[2]], "label_token_ids": [1]}, "input_ids[0]: "),
+    ]
+    for route, body, path in bodies:
+        assert message(send(server, route, body)).startswith(path)
 
 
 @pytest.mark.parametrize("stream", [False, True])

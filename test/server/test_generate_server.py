@@ -47,6 +47,27 @@ def test_priming_with_no_new_tokens_then_hits_in_another_order(server, tokenizer
     assert (reply["method"], reply["ratio"], reply["fallback_reason"]) == ("epic", 0.15, None)
 
 
+def test_turns_of_a_session_equal_stock(server, stock, tokenizer, passages):
+    a, b, c = passages.several(3)
+    prime(server, [a, b, c])
+    session = {"id": server.post("/open_session", {"capacity_of_str_len": 1000}).json()}
+    first, second = marked([b, a], head="First. "), marked([c], head="And? ")
+    history: list[int] = []
+    spans: list[list[int]] = []
+    for turn, options in ((first, FULL), (second, FULL), (marked([], head="So? "), None)):
+        own = turn.ids(tokenizer) if not history else turn.ids(tokenizer)[1:]
+        begin = len(history) - (1 if history else 0)
+        spans += [[begin + start, begin + end] for start, end in turn.spans(tokenizer)]
+        text = turn.text if turn.chunks else turn.plain
+        out = server.generate(text, chunk_cache=options, logprobs=True, session_params=session)
+        history += own
+        assert statuses(generated(out, spans)) == ["hit"] * len(spans)
+        same_logprobs(out, stock.generate(history, logprobs=True))
+        history += out["output_ids"]
+        session["rid"] = out["meta_info"]["id"]
+    server.post("/close_session", {"session_id": session["id"]})
+
+
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chunk_is_there_for_any_request_after_the_reply(server, passages, max_new_tokens, stream):

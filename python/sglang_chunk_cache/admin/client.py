@@ -1,4 +1,4 @@
-"""Admin: the administration of a server, in its launching process.
+"""Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
 Verbs: `stats`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection
 becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -29,7 +28,7 @@ from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Wa
 from sglang_chunk_cache.api.marks import Mark, MarkedText
 from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
-from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
+from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, instance_of
 
 
 class AdminRefused(ChunkCacheRequestError):
@@ -65,7 +64,6 @@ class Admin:
         self.manager = manager
         self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
         self._communicator = communicator
-        self._instance = uuid.uuid4().hex
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -81,7 +79,7 @@ class Admin:
         replies = await self._ask(messages.ChunkCacheStatsReq())
         args = self.args
         return {
-            "instance": self._instance,
+            "instance": instance_of(self.manager.server_args),
             "config": {
                 "method": args.method,
                 "ratio": args.ratio,

@@ -37,18 +37,20 @@ class Names:
     Attributes:
         text, ids: the fields of text and of token ids.
         sampling_params: the object with `custom_params`; empty where `custom_params` is at the top.
+        num_top: the number of best tokens whose log-probabilities are returned.
         options: the object of the options, where it is not in `custom_params`; empty = it is.
     """
 
     text: str
     ids: str
     sampling_params: str
+    num_top: str
     options: str = ""
 
 
-GENERATE_NAMES = Names(text="text", ids="input_ids", sampling_params="sampling_params")
-COMPLETION_NAMES = Names(text="prompt", ids="prompt", sampling_params="")
-CHAT_NAMES = Names(text="messages", ids="messages", sampling_params="")
+GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
+COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
+CHAT_NAMES = Names("messages", "input_ids", "", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,11 @@ def prepare(
         return
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
     for item in items:
-        if item.ids:
+        if item.ids is not None:
+            _check_not_empty(item.ids, item.path)
             check_vocabulary(item.ids, manager, item.path)
+    _check_logprobs(obj, manager, names)
+    _check_stop_ids(obj.sampling_params, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     mark_prepared(obj)
@@ -227,6 +232,8 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         ids = [item.ids for item in items]
         is_batch = _prompts(obj.text, obj.input_ids)[1]
         obj.text, obj.input_ids = None, ids if is_batch else ids[0]
+    if obj.session_params is not None:
+        items = [_as_turn(item, obj.session_params, manager) for item in items]
     for item in items:
         _check_ids(item, manager)
         if item.opts is not None:
@@ -236,9 +243,6 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
 
 def _check_combinations(obj: Any, items: list[Item]) -> None:
     has_marks = any(item.marked or (item.opts and item.opts.spans) for item in items)
-    if has_marks and obj.session_params is not None:
-        problem = "chunks cannot be marked in a request that continues a session"
-        raise request_error("session_params", problem, "drop one of the two")
     if has_marks and obj.text is not None and obj.input_ids is not None:
         raise request_error("input_ids", "chunks are marked and there is a text too", "send one of the two")
     params = obj.sampling_params
@@ -267,12 +271,36 @@ def _tokenize(item: Item, manager: Any) -> Item:
     return dataclasses.replace(item, ids=ids)
 
 
+def _as_turn(item: Item, session_params: Mapping[str, Any], manager: Any) -> Item:
+    """The item with spans that count from the first of its tokens that SGLang appends to the session.
+
+    `Session.create_req` leaves out a BOS where there is something in front of it.
+    """
+    if item.ids is None or item.opts is None or not item.opts.spans:
+        return item
+    tokenizer = manager.tokenizer
+    is_cut = session_params.get("rid") is not None and tokenizer is not None and item.ids[0] == tokenizer.bos_token_id
+    num_cut = int(is_cut)
+    spans = tuple((max(start - num_cut, 0), end - num_cut) for start, end in item.opts.spans)
+    if spans[0][1] == 0:
+        problem = "the first chunk is the BOS token, which is left out of a turn that continues a session"
+        raise request_error(item.path, problem, "mark it without that token")
+    opts = dataclasses.replace(item.opts, spans=spans, turn_tokens=len(item.ids) - num_cut)
+    return dataclasses.replace(item, opts=opts)
+
+
 def _check_ids(item: Item, manager: Any) -> None:
     """Compares a marked prompt with the model, where it is refused and never truncated: its spans would be wrong."""
     if item.ids is not None and item.opts is not None and item.opts.spans:
         spans = item.opts.spans
         paths = [mark.path for mark in item.marks] or [f"{item.opts_path}.spans[{i}]" for i in range(len(spans))]
         check_length(len(item.ids), spans, paths, manager, item.path)
+
+
+def _check_not_empty(ids: Sequence[int], path: str) -> None:
+    """Checks that a prompt of token ids has some, also a plain one: a prompt without any ends stock SGLang."""
+    if not ids:
+        raise request_error(path, "a prompt without tokens", "give at least one token id")
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
@@ -285,6 +313,35 @@ def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
     if not _are_below(ids, vocab_size):
         problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
         raise request_error(path, problem, "remove it")
+
+
+def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
+    """Checks numbers that end stock SGLang, also of plain requests: too many best tokens, a start below -1."""
+    vocab_size = manager.model_config.vocab_size
+    for num_top in _numbers(obj.top_logprobs_num):
+        if num_top > vocab_size:
+            raise request_error(
+                names.num_top, f"{num_top}, and the vocabulary has {vocab_size} tokens", "ask for fewer"
+            )
+    for start in _numbers(obj.logprob_start_len):
+        if start < -1:
+            remedy = "give -1 for the answer alone, or a position of the prompt"
+            raise request_error("logprob_start_len", f"{start} is not a position", remedy)
+
+
+def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None:
+    """Checks the ids that a minimal length holds back, also of plain requests: others end stock SGLang."""
+    vocab_size = manager.model_config.vocab_size
+    for params in sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params]:
+        ids = _numbers(params.get("stop_token_ids")) if isinstance(params, Mapping) else []
+        if any(not 0 <= one < vocab_size for one in ids) and params.get("min_new_tokens"):
+            problem = f"with a minimal length all must be token ids of the vocabulary, 0 to {vocab_size - 1}"
+            raise request_error(f"{names.sampling_params}.stop_token_ids".lstrip("."), problem, "remove what is not")
+
+
+def _numbers(given: object) -> list[int]:
+    """Of all prompts, or one for each."""
+    return [one for one in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(one, int)]
 
 
 def _are_below(ids: Sequence[int], bound: int) -> bool:

@@ -105,6 +105,7 @@ class Extras:
         before: parts that are computed first; their logits mean nothing.
         loads: KV that arrives during the forward; None = all is there.
         again: what is done instead where it does not arrive, with the reason.
+        tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
         first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
     """
 
@@ -114,6 +115,7 @@ class Extras:
     before: tuple[Part, ...] = ()
     loads: LayerLoads | None = None
     again: Callable[[str], ForwardBatch] | None = None
+    tail_lens: tuple[int, ...] | None = None
     first_rows: tuple[tuple[int, Candidate], ...] = ()
 
     @property
@@ -146,17 +148,23 @@ def init_forward_batch(
         *before, last = build(due)
         forward_batch = last.batch
         copies = [copy for one in due for copy in one.layer_copies]
+        tails = _tail_lens(batch)
         if copies:
             # A forward that waits for layers says nothing of what computing takes.
             assert chunks.landings is not None
             loads, again = chunks.landings.loads(copies), partial(_without_loads, build, chunks, batch, due)
-            extras = Extras(last.attention, last.taker, None, tuple(before), loads, again, rows)
+            extras = Extras(last.attention, last.taker, None, tuple(before), loads, again, tails, rows)
         else:
             timing = _timing(chunks, batch, due)
-            extras = Extras(last.attention, last.taker, timing, tuple(before), first_rows=rows)
+            extras = Extras(last.attention, last.taker, timing, tuple(before), tail_lens=tails, first_rows=rows)
     if extras.changes_anything:
         setattr(forward_batch, _EXTRAS, extras)
     return forward_batch
+
+
+def _tail_lens(batch: ScheduleBatch) -> tuple[int, ...] | None:
+    """Hidden states are returned of the ordinary extends, but a draft of EAGLE wants those of all rows."""
+    return None if batch.spec_algorithm.is_eagle() else tuple(batch.extend_lens)
 
 
 def _due_in_draft(due: DueRows) -> DueRows:
@@ -218,7 +226,8 @@ def _without_loads(
             everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end), load_start=one.plan.load_start)
             _note_load_failed(chunks, batch.reqs[i], one, reason)
     *before, last = build(everything)
-    setattr(last.batch, _EXTRAS, Extras(last.attention, last.taker, None, tuple(before)))
+    extras = Extras(last.attention, last.taker, None, tuple(before), tail_lens=_tail_lens(batch))
+    setattr(last.batch, _EXTRAS, extras)
     return last.batch
 
 
@@ -254,27 +263,35 @@ def _init_parts(
     kwargs: dict[str, Any],
     due: list[DueRows],
 ) -> list[Part]:
-    """The forwards of a fused batch: one, or several where a request that is alone has too many rows for a step.
+    """The forwards of a fused batch: one, or several where the only request that prefills has too many rows for a step.
 
     A row depends on rows in front of it only, so rows that are known before the forward may be cut anywhere.
     """
     build = partial(_init_fused, original, cls, model_runner=model_runner, chunks=chunks, kwargs=kwargs)
-    (one, *others), (tail_len, *_) = due, batch.extend_lens
+    one, *decoding = due
+    tails_len = sum(batch.extend_lens)
     most = step_len()
     is_known = one.plan is None or one.plan.selection is None
-    if most is None or others or not is_known or len(one.positions) + tail_len <= most:
+    is_alone = len(decoding) == _num_decoding(batch)
+    if most is None or not is_alone or not is_known or len(one.positions) + tails_len <= most:
         return [build(batch, due)]
-    num_before = len(one.positions) - max(most - tail_len, 0)
+    num_before = len(one.positions) - max(most - tails_len, 0)
     *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
-    without_tail = copy.copy(batch)
-    without_tail.prefix_lens, without_tail.extend_lens = [batch.prefix_lens[0] + tail_len], [0]
-    without_tail.extend_logprob_start_lens, without_tail.return_logprob = [0], False
+    without_tails = copy.copy(batch)
+    without_tails.prefix_lens = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    without_tails.extend_lens = without_tails.extend_logprob_start_lens = [0] * len(due)
+    without_tails.return_logprob = False
     parts, begin = [], one.load_start
     for positions in firsts:
         end = int(positions[-1]) + 1
-        parts.append(build(without_tail, [replace(one, positions=positions, load_start=begin)], end=end))
+        parts.append(build(without_tails, [replace(one, positions=positions, load_start=begin), *decoding], end=end))
         begin = end
-    return [*parts, build(batch, [replace(one, positions=last, load_start=begin)])]
+    return [*parts, build(batch, [replace(one, positions=last, load_start=begin), *decoding])]
+
+
+def _num_decoding(batch: ScheduleBatch) -> int:
+    """Requests at the end of a mixed batch (`--enable-mixed-chunk`) that decode: an extend of one token each."""
+    return len(batch.decoding_reqs or ())
 
 
 def _init_fused(
@@ -345,7 +362,7 @@ def forward(
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
     stock = partial(original, model_runner)
-    hidden = []
+    hidden: list[torch.Tensor] = []
     with extras.timing or contextlib.nullcontext():
         try:
             for part in extras.before:
@@ -353,14 +370,26 @@ def forward(
                 hidden.append(done.logits_output.hidden_states)
             last = Part(forward_batch, extras.attention, extras.taker)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
+            if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
+                _give_hidden(output.logits_output, hidden, extras)
         except LayerFailed as failure:
             assert extras.again is not None
             output = forward(original, model_runner, extras.again(failure.reason), *args, **kwargs)
-    if hidden and forward_batch.capture_hidden_mode.is_full():  # for the draft, which sees all rows
-        output.logits_output.hidden_states = torch.cat([*hidden, output.logits_output.hidden_states])
     for place, candidate in extras.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
+
+
+def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras) -> None:
+    """Leaves the hidden states that SGLang expects: of all rows for a draft of EAGLE, else of the ordinary extends."""
+    own = logits_output.hidden_states
+    if extras.tail_lens is None:
+        logits_output.hidden_states = torch.cat([*before, own])
+        return
+    assert extras.attention is not None
+    ends = itertools.accumulate(extras.attention.row_lens)  # those that are left; rows of an extend never leave
+    tails = [own[end - tail_len : end] for end, tail_len in zip(ends, extras.tail_lens, strict=True)]
+    logits_output.hidden_states = torch.cat(tails)
 
 
 def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any], model_runner: ModelRunner) -> Any:
@@ -515,10 +544,13 @@ def _with_rows(
     Put together on the host and uploaded at once: the number of operations does not grow with the batch.
     """
     req_to_token = batch.req_to_token_pool.req_to_token
+    num_prefilling = len(batch.reqs) - _num_decoding(batch)
     ids = [
         np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64)[own]
-        for req, own in zip(batch.reqs, positions, strict=True)
+        for req, own in zip(batch.reqs[:num_prefilling], positions, strict=False)
     ]
+    num_decoded = sum(batch.extend_lens[num_prefilling:])
+    ids.append(np.zeros(num_decoded, dtype=np.int64))  # the host may not know yet what was decoded
     pool_rows = batch.req_pool_indices_cpu.tolist()
     places = [own + row * req_to_token.shape[1] for own, row in zip(positions, pool_rows, strict=True)]
     row_positions, row_ids, row_places, *uploaded = upload(
@@ -527,6 +559,8 @@ def _with_rows(
     num_added = [len(one.positions) for one in due]
     fused = copy.copy(batch)
     fused.input_ids = row_ids.to(batch.input_ids)
+    if num_decoded:
+        fused.input_ids[-num_decoded:] = batch.input_ids[-num_decoded:]
     fused.out_cache_loc = req_to_token.view(-1).index_select(0, row_places).to(batch.out_cache_loc.dtype)
     fused.extend_lens = [length + added for length, added in zip(batch.extend_lens, num_added, strict=True)]
     # Of these, only the sum with the extend has a meaning.

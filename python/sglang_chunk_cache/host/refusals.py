@@ -112,16 +112,12 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("smg_grpc_mode", "gRPC mode (--smg-grpc-mode)"),
     FlagRule("grpc_mode", "gRPC mode (--grpc-mode)"),
     FlagRule("grpc_port", "the gRPC server (--grpc-port)", lambda value: value is not None),
-    FlagRule("tokenizer_worker_num", "several tokenizer workers (--tokenizer-worker-num)", _more_than_one),
     FlagRule("enable_streaming_session", "streaming sessions (--enable-streaming-session)"),
     # How batches are formed and what they return.
     FlagRule("enable_two_batch_overlap", "two-batch overlap (--enable-two-batch-overlap)"),
     FlagRule("enable_single_batch_overlap", "single-batch overlap (--enable-single-batch-overlap)"),
-    FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
     FlagRule("enable_mis", "multi-item scoring (--enable-mis)"),
-    FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
-    FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", _not_null),
-    FlagRule("enable_return_aux_hidden_states", "returned hidden states (--enable-return-aux-hidden-states)"),
+    FlagRule("enable_return_aux_hidden_states", "hidden states of several layers (--enable-return-aux-hidden-states)"),
     FlagRule("enable_return_routed_experts", "returned experts (--enable-return-routed-experts)"),
     FlagRule("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache"),
     # Models and number formats.
@@ -219,10 +215,12 @@ def check_resolved(server_args: Any) -> None:
     if kernel == "flashinfer":
         check_flashinfer(model_config)
     if args is not None:
+        check_tokenizer_workers(args, server_args)
         _check_selector(args)
         _check_layers(args.parsed_config, model_config.num_hidden_layers)
         algorithm = _value(server_args, "speculative_algorithm")
         check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
+        check_flags_with_draft(server_args, algorithm)
         needs_all = what_needs_all_rows(_value(server_args, "enable_lora"), algorithm)
         check_default(args, model_config.num_hidden_layers, needs_all)
 
@@ -311,6 +309,20 @@ def check_pool_dtype(dtype: str) -> None:
         refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 
 
+def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
+    """Checks what belongs to the one process that tokenizes, where there are several.
+
+    Raises:
+        StartRefused: it is asked for.
+    """
+    if not _more_than_one(_value(server_args, "tokenizer_worker_num")):
+        return
+    if args.selector is not None:
+        refuse("--chunk-cache-selector belongs to the one process that tokenizes; drop it or --tokenizer-worker-num.")
+    if _value(server_args, "admin_api_key"):
+        refuse("--admin-api-key is asked for by none of several tokenizer workers; drop it or --tokenizer-worker-num.")
+
+
 def _check_selector(args: ChunkCacheArgs) -> None:
     if args.selector is None:
         return
@@ -350,6 +362,26 @@ def check_draft(config: Config, algorithm: str | None, device: str) -> None:
             f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
             '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
         )
+
+
+_NOT_WITH_DRAFT = (
+    FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
+    FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
+)
+"""What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
+
+
+def check_flags_with_draft(server_args: Any, algorithm: str | None) -> None:
+    """Checks flags that are served without speculative decoding, or with n-grams.
+
+    Raises:
+        StartRefused: one of them is given.
+    """
+    if algorithm in (None, "NGRAM"):
+        return
+    for rule in _NOT_WITH_DRAFT:
+        if rule.refused(_value(server_args, rule.name)):
+            refuse(f"{rule.what} cannot be combined with --chunk-cache and {algorithm}; drop one of them.")
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

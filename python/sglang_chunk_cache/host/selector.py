@@ -82,7 +82,7 @@ def ask(client: SelectorClient, args: ChunkCacheArgs, request: Any) -> None:
     if text is None or request.input_ids is None:
         return
     opts = loads(text)
-    fits = all(end <= len(request.input_ids) for _, end in opts.spans)
+    fits = opts.turn_tokens is None and all(end <= len(request.input_ids) for _, end in opts.spans)
     if fits and asks_selector(opts, args.method, args.ratio):
         client.ask(request.rid, opts, request.input_ids, Partition(request.extra_key, request.cache_salt))
 

@@ -25,7 +25,7 @@ from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import has_options, prepare
 from sglang_chunk_cache.host.selector import ask, create_client
 from sglang_chunk_cache.selector.client import SelectorClient
-from sglang_chunk_cache.server_args import attached
+from sglang_chunk_cache.server_args import attached, set_args
 
 _REPLY = "chunk_cache_reply"
 
@@ -40,6 +40,7 @@ class ChunkTokenizerManager(TokenizerManager):
     def init_communicators(self) -> None:
         super().init_communicators()
         args = attached(self.server_args)
+        set_args(args)  # one of several tokenizer workers knows them only from here
         if args is not None:
             self.chunk_cache_selector = create_client(self, args)
         communicator = FanOutCommunicator(self._dispatch_to_scheduler, get_parallel().num_dp_ranks)

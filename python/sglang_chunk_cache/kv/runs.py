@@ -48,10 +48,10 @@ class Runs:
 
     @classmethod
     def of(cls, positions: Sequence[npt.NDArray[np.int64]], pool_rows: Sequence[int]) -> Runs:
-        """Of each request its rows' positions, ascending and never none, and its row of `req_to_token`."""
+        """Of each request its rows' positions, ascending, and its row of `req_to_token`."""
         starts, lens, rows = [], [], []
         for own, row in zip(positions, pool_rows, strict=True):
-            begins = np.flatnonzero(np.diff(own, prepend=own[0] - 2) != 1)
+            begins = np.flatnonzero(np.diff(own, prepend=own[:1] - 2) != 1)
             starts.append(own[begins])
             lens.append(np.diff(begins, append=len(own)))
             rows.append(np.full(len(begins), row, dtype=np.int64))

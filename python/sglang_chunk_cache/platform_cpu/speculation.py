@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -225,16 +225,23 @@ def verify_tree_greedy(
     num_nodes = candidates.shape[1]
     for i in range(len(candidates)):
         drafts, says = candidates[i].tolist(), target_predict[i].tolist()
-        children, siblings = retrive_next_token[i].tolist(), retrive_next_sibling[i].tolist()
+        links = retrive_next_token[i].tolist(), retrive_next_sibling[i].tolist()
         path = [0]
         while len(path) < accept_index.shape[1]:
-            node = children[path[-1]]
-            while node >= 0 and drafts[node] != says[path[-1]]:
-                node = siblings[node]
-            if node < 0:
+            node = next((one for one in _behind(links, path[-1]) if drafts[one] == says[path[-1]]), None)
+            if node is None:
                 break
             path.append(node)
         _stand(i, path, [says[node] for node in path], num_nodes, predicts, accept_index, accept_token_num)
+
+
+def _behind(links: tuple[list[int], list[int]], node: int) -> Iterator[int]:
+    """The drafts of the token behind a node; `links` are first children and next siblings, or -1."""
+    children, siblings = links
+    one = children[node]
+    while one >= 0:
+        yield one
+        one = siblings[one]
 
 
 def _stand(
@@ -279,25 +286,22 @@ def tree_speculative_sampling_target_only(
     num_nodes = candidates.shape[1]
     for i in range(len(candidates)):
         drafts = candidates[i].tolist()
-        children, siblings = retrive_next_token[i].tolist(), retrive_next_sibling[i].tolist()
+        links = retrive_next_token[i].tolist(), retrive_next_sibling[i].tolist()
         path = [0]
         while len(path) < accept_index.shape[1]:
             probs, coin, passed = target_probs[i, path[-1]], float(uniform_samples[i, path[-1]]), 0.0
-            node = children[path[-1]]
-            while node >= 0:
+            for node in _behind(links, path[-1]):
                 one = float(probs[drafts[node]])
                 passed += one
                 if coin <= passed / threshold_acc or one >= threshold_single:
+                    path.append(node)
                     break
-                node = siblings[node]
-            if node < 0:
+            else:
                 break
-            path.append(node)
         left = target_probs[i, path[-1]].clone()
-        node = children[path[-1]] if len(path) < accept_index.shape[1] else -1
-        while node >= 0:  # rejected: what they stood for is used up
-            left[drafts[node]] = 0
-            node = siblings[node]
+        if len(path) < accept_index.shape[1]:
+            for node in _behind(links, path[-1]):  # rejected: what they stood for is used up
+                left[drafts[node]] = 0
         sums = left.cumsum(0)
         last = int(torch.searchsorted(sums, uniform_samples_for_final_sampling[i] * sums[-1], right=True))
         tokens = [*(drafts[node] for node in path[1:]), min(last, len(left) - 1)]

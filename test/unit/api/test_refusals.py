@@ -54,14 +54,10 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("smg_grpc_mode", True, "--smg-grpc-mode"),
     ("grpc_mode", True, "--grpc-mode"),
     ("grpc_port", 50051, "--grpc-port"),
-    ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
     ("enable_streaming_session", True, "--enable-streaming-session"),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ("enable_single_batch_overlap", True, "--enable-single-batch-overlap"),
-    ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
     ("enable_mis", True, "--enable-mis"),
-    ("enable_return_hidden_states", True, "--enable-return-hidden-states"),
-    ("return_hidden_states_mode", "last", "--return-hidden-states-mode"),
     ("enable_return_aux_hidden_states", True, "--enable-return-aux-hidden-states"),
     ("enable_return_routed_experts", True, "--enable-return-routed-experts"),
     ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache"),
@@ -107,6 +103,23 @@ def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
     with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "draft_on_gpu": true'):
         refusals.check_draft(parse_config({}), algorithm, "cuda")
     refusals.check_draft(tiers, "NGRAM", "cuda")
+
+
+def test_what_several_tokenizer_workers_cannot_have():
+    args = ServerArgs(model_path="none", tokenizer_worker_num=2, admin_api_key="secret")
+    with pytest.raises(StartRefused, match="--admin-api-key is asked for by none"):
+        refusals.check_tokenizer_workers(ChunkCacheArgs(), args)
+    with pytest.raises(StartRefused, match="--chunk-cache-selector belongs to the one process"):
+        refusals.check_tokenizer_workers(ChunkCacheArgs(selector="small"), args)
+    refusals.check_tokenizer_workers(ChunkCacheArgs(selector="small"), ServerArgs(model_path="none"))
+
+
+@pytest.mark.parametrize("flag", ["enable_mixed_chunk", "enable_return_hidden_states"])
+def test_flags_that_a_draft_does_not_follow(flag):
+    args = ServerArgs(model_path="none", **{flag: True})
+    refusals.check_flags_with_draft(args, "NGRAM")
+    with pytest.raises(StartRefused, match=f"--{flag.replace('_', '-')}. cannot be combined with .* and EAGLE; drop"):
+        refusals.check_flags_with_draft(args, "EAGLE")
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "eagle3"])

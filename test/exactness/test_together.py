@@ -1,0 +1,45 @@
+"""Chunks together with other features of SGLang, at recompute ratio 1.0, equal stock SGLang with the same flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from exactness.runner import Config
+from exactness.test_ratio_one import RUNS, compare
+
+MODULE = "exactness.together_cases"
+MIXED = (("enable_mixed_chunk", True),)
+HIDDEN = (("enable_return_hidden_states", True),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(chunked=True, server=MIXED),
+        Config(chunked=True, overlap=False, page_size=16, options=RUNS, server=MIXED),
+        Config(chunked=True, step_len=256, tp_size=2, options=RUNS, server=MIXED),
+    ],
+    ids=str,
+)
+def test_mixed_batches(config: Config) -> None:
+    compare(config, "mixed_batches", ("mixed_batches",), MODULE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(server=HIDDEN),
+        Config(chunked=True, page_size=16, overlap=False, options=RUNS, server=HIDDEN),
+    ],
+    ids=str,
+)
+def test_hidden_states(config: Config) -> None:
+    compare(config, "hidden_states", ("hidden_states",), MODULE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [Config(), Config(chunked=True, page_size=16, options=RUNS)], ids=str)
+def test_sessions(config: Config) -> None:
+    compare(config, "sessions", ("sessions",), MODULE)

@@ -1,0 +1,151 @@
+"""What chunks must get along with, each run on stock SGLang and on ours, with every request at recompute ratio 1.0.
+
+As in `cases`, of whose kind these are; a case belongs to the configuration that turns its feature on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from exactness.cases import Prompt, Session
+
+__all__ = ["CASES", "Session"]
+
+LAYERWISE = ({"method": "cacheblend"}, {"method": "a3"}, {"method": "epic", "options": {"focus_window": 2}})
+"""Rows leave between layers, or are found by a pass of the question."""
+
+
+@contextlib.contextmanager
+def _watched(s: Session, look: Callable[[Any, bool, Any], None]) -> Iterator[None]:
+    """Inside the scope `look` gets the batch of every forward, whether it is a mixed one, and the output."""
+    runner = s.local.scheduler.tp_worker.model_runner
+    forward = runner.forward
+
+    def watching(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        is_mixed = batch.forward_mode.is_mixed()  # SGLang changes the mode on the way
+        output = forward(batch, *args, **kwargs)
+        look(batch, is_mixed, output)
+        return output
+
+    runner.forward = watching
+    try:
+        yield
+    finally:
+        del runner.forward
+
+
+def _compare_logits(s: Session, found: dict[str, list[list[float]]], rids: list[str]) -> None:
+    """Puts what a forward said of the tokens of a reply where log-probabilities are compared."""
+    for reply in s.replies:
+        if reply.rid not in rids:
+            continue
+        rows, num_tokens = found[reply.rid], len(reply.output_ids)
+        choices = [max(range(len(row)), key=row.__getitem__) for row in rows]
+        begin = max(i for i in range(len(rows)) if choices[i : i + num_tokens] == reply.output_ids)
+        reply.logprobs = [max(row) for row in rows[begin : begin + num_tokens]]
+
+
+def case_mixed_batches(s: Session) -> None:
+    """Prompts with chunks are computed in batches in which others decode."""
+    chunks = s.chunks(40, 33, 51, 150)
+    s.prime(chunks)
+    early = [s.prompt([chunks[1]]), Prompt().text(s.tokens(30)), s.prompt([chunks[2], chunks[0]])]
+    late = [[s.prompt([chunks[i] for i in order])] for order in ([2, 0], [3, 1, 0], [1, 3], [0, 2, 1])]
+    late[2].append(Prompt().text(s.tokens(90)))
+    late[3].append(s.prompt([s.tokens(35), chunks[0]]))
+    fields = {"logprobs": False, "max_new_tokens": 40}
+    batches = {0: [s.request(prompt, **fields) for prompt in early]}
+    batches |= {4 + 7 * i: [s.request(prompt, **fields) for prompt in prompts] for i, prompts in enumerate(late)}
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    num_mixed = 0
+
+    def look(batch: Any, is_mixed: bool, output: Any) -> None:
+        nonlocal num_mixed
+        num_mixed += is_mixed and (not s.is_ours or hasattr(batch, "chunk_cache_extras"))
+        logits = output.logits_output.next_token_logits
+        for rid, row in zip(batch.rids, logits.float().log_softmax(-1).tolist(), strict=True):
+            found[rid].append(row)
+
+    def on_step(step: int) -> list[Any] | None:
+        return None if step > max(batches) else [s.local.prepare(one) for one in batches.get(step, ())]
+
+    with _watched(s, look):
+        replies = s.local.run(on_step)
+    s.replies += replies
+    assert num_mixed >= len(late), num_mixed
+    _compare_logits(s, found, [reply.rid for reply in replies])
+    for options in LAYERWISE if s.is_ours else ():
+        decoding = s.request(early[0], **fields)
+        asking = s.request(late[0][0], ratio=0.4, options=options, **fields)
+        batches, num_before = {0: [decoding], 6: [asking]}, num_mixed
+        with _watched(s, look):
+            s.local.run(on_step)
+        assert num_mixed > num_before
+
+
+def case_hidden_states(s: Session) -> None:
+    """Of the prompt behind its last reused chunk, and of every token that was generated."""
+    chunks = s.chunks(40, 33, 51, 150)
+    s.prime(chunks)
+    question = s.tokens(9)
+    for order in ([2, 0], [3, 1, 0], [1, 3, 2]):
+        prompt, of_prompt = s.prompt([chunks[i] for i in order], question=question), []
+        plain = Prompt().text(s.tokens(25))
+        for mode in (True, "last"):
+            replies = s.local.generate(
+                [
+                    s.request(plain, hidden_states=mode),
+                    s.request(prompt, hidden_states=mode),
+                    s.request(s.prompt([chunks[1], chunks[0]], question=4)),
+                ]
+            )
+            assert all(bool(reply.hidden_states) is (reply is not replies[2]) for reply in replies)
+            if mode is True:
+                of_prompt = replies[1].hidden_states[0]
+                assert len(of_prompt) >= len(question)
+                replies[1].hidden_states[0] = of_prompt[-len(question) :]
+            s.replies += replies
+        for options in LAYERWISE if s.is_ours else ():
+            (reply,) = s.local.generate([s.request(prompt, ratio=0.4, options=options, hidden_states=True)])
+            assert len(reply.hidden_states[0]) == len(of_prompt)
+
+
+def case_sessions(s: Session) -> None:
+    """Turns that mark chunks, and keep those of the turns in front of them."""
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    a, b, c, d = s.chunks(40, 33, 51, 38)
+    for chunk in (a, b, c, d):
+        s.send(s.prompt([chunk], question=20), max_new_tokens=1)
+    controller = s.local.scheduler.session_controller
+    controller.open(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
+
+    def turn(prompt: Prompt, num_chunks: int, *, num_missed: int = 0, marked: bool = True, **params: Any) -> str:
+        session = {"id": "s", "rid": None, "offset": None, "replace": None, "drop_previous_output": None, **params}
+        (reply,) = s.local.generate([s.request(prompt, marked=marked, session=session, max_new_tokens=6)])
+        s.replies.append(reply)
+        statuses = s.statuses(reply)
+        assert not s.is_ours or (len(statuses), statuses.count("miss")) == (num_chunks, num_missed), statuses
+        return reply.rid
+
+    def more(*chunks: list[int]) -> Prompt:
+        prompt = Prompt().text(s.tokens(3))
+        for chunk in chunks:
+            prompt.chunk(chunk)
+        return prompt.text(s.tokens(5))
+
+    first = turn(s.prompt([b, a]), 2)
+    second = turn(more(d), 3, rid=first)
+    turn(more(), 3, rid=second, marked=False)
+    turn(more(c, a), 5, rid=second, drop_previous_output=True)
+    turn(more(s.tokens(30), c), 3, num_missed=1, rid=second, offset=20 + len(b) + 10)
+    turn(more(c), 2, rid=second, offset=20 + len(b) + 5, replace=True)
+    del controller.sessions["s"]
+
+
+CASES: dict[str, Callable[[Session], None]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}
