@@ -189,11 +189,6 @@ def _split(text: str, separator: str, path: str, tags: Marks) -> MarkedText | No
     return found
 
 
-def mark_prepared(obj: Any) -> None:
-    """Notes that `prepare` need not run, or not again."""
-    setattr(obj, _PREPARED, True)
-
-
 def prepare(
     obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERATE_NAMES, tags: Marks | None = None
 ) -> None:
@@ -220,7 +215,7 @@ def prepare(
     _check_stop_ids(obj.sampling_params, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
-    mark_prepared(obj)
+    setattr(obj, _PREPARED, True)
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
@@ -238,7 +233,7 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         _check_ids(item, manager)
         if item.opts is not None:
             check_rows(item.opts, args, item.opts_path)
-    obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
+    obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items])
 
 
 def _check_combinations(obj: Any, items: list[Item]) -> None:
@@ -371,7 +366,7 @@ def check_length(num_tokens: int, spans: Sequence[Span], paths: Sequence[str], m
         raise request_error(path, problem, "shorten the prompt")
 
 
-def with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
+def _with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
     """A copy of `sampling_params` that carries the options of each prompt; one object where all are equal."""
     if not isinstance(sampling_params, (list, tuple)):
         if all(other == opts[0] for other in opts):

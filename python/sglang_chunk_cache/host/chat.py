@@ -24,12 +24,11 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageContentT
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import MAX_CHUNKS, RequestOptions, parse_request
+from chunk_cache.request_options import MAX_CHUNKS
 from sglang_chunk_cache.api.asked import KEY, Passage, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked, texts_of
-from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, has_options, mark_prepared, prepare, with_options
-from sglang_chunk_cache.api.served import check_rows, check_served
+from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, has_options, prepare
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
@@ -104,7 +103,7 @@ class ChunkServingChat(OpenAIServingChat):
         exchange = Exchange.of(raw_request)
         if exchange.asked.options is not None:
             request.custom_params = {**(request.custom_params or {}), KEY: exchange.asked.options}
-        opts = self._place(request, exchange, args)
+        self._place(request, exchange, args)
         rendering = Rendering(exchange.marks, args.separator)
         _thread.rendering = rendering
         try:
@@ -114,33 +113,24 @@ class ChunkServingChat(OpenAIServingChat):
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
             exchange.ids = tuple(mark.id for mark in rendering.encoded.marks)
-            _finish(adapted, rendering.encoded, opts, manager, exchange.asked.path)
+            _give_spans(adapted, rendering.encoded, manager)
         elif exchange.marks.own:
             problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
             raise request_error(rendering.path, problem, _SPANS_REMEDY)
-        else:
-            prepare(adapted, manager, args, dataclasses.replace(CHAT_NAMES, options=exchange.asked.path))
+        prepare(adapted, manager, args, dataclasses.replace(CHAT_NAMES, options=exchange.asked.path))
         exchange.awaits_reply = has_options(adapted)
         return adapted, request
 
-    def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> RequestOptions:
+    def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:
         """Puts all chunks of a request into its messages, in tags.
 
-        Returns:
-            its options, so far without spans.
-
         Raises:
-            ChunkCacheRequestError: a mark or an option is bad, or chunks are marked where they cannot be.
+            ChunkCacheRequestError: a mark is bad, or chunks are marked where they cannot be, or in two ways.
         """
-        marks, asked = exchange.marks, exchange.asked
         if request.input_ids is not None:
-            marks.drop_foreign("input_ids are given")
-            if asked.passages:
-                raise request_error(f"{asked.path}.chunks", "input_ids are given too", "send one of the two")
-            if exchange.documents:
-                marks.unused["documents"] = "input_ids are given"
-            exchange.marks = Marks(unused=marks.unused)
-            return RequestOptions()
+            _forgo(exchange)
+            return
+        marks, asked = exchange.marks, exchange.asked
         if self.chat_encoding_spec is not None:
             marks.drop_foreign("the chat encoding of this model cannot mark chunks")
             for _, holder, name in texts_of(request.messages):
@@ -157,7 +147,7 @@ class ChunkServingChat(OpenAIServingChat):
             passages = (*as_passages(exchange.documents, "documents"), *passages)
         if passages:
             _put_in_front(request.messages, passages, exchange)
-        return _options_of(request, exchange, self.tokenizer_manager, args)
+        _check_one_way(exchange)
 
     def _renders_documents(self) -> bool:
         """Whether the model's own template has a place for documents."""
@@ -220,6 +210,17 @@ class ChunkServingChat(OpenAIServingChat):
         return sglext.end_with_reply(events, Exchange.of(raw_request).replies, "chat.completion.chunk", request)
 
 
+def _forgo(exchange: Exchange) -> None:
+    """Leaves the texts of a request alone whose prompt is given as token ids."""
+    asked, marks = exchange.asked, exchange.marks
+    if asked.passages:
+        raise request_error(f"{asked.path}.chunks", "input_ids are given too", "send one of the two")
+    marks.drop_foreign("input_ids are given")
+    if exchange.documents:
+        marks.unused["documents"] = "input_ids are given"
+    exchange.marks = Marks(unused=marks.unused)
+
+
 def _check_not_continued(request: Any, path: str) -> None:
     last = f"messages[{len(request.messages) - 1}].content"
     if request.continue_final_message and path.startswith(last):
@@ -255,32 +256,24 @@ def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: 
         first.text = written + first.text
 
 
-def _options_of(request: Any, exchange: Exchange, manager: Any, args: ChunkCacheArgs) -> RequestOptions:
-    marks, path = exchange.marks, exchange.asked.path
-    if not marks.own and not marks.foreign:
-        return RequestOptions()
-    opts = RequestOptions()
-    if KEY in (request.custom_params or {}):
-        opts = parse_request(request.custom_params[KEY], path=path, default_method=args.method)
-        check_served(opts, manager, args, path)
-    if opts.spans:
-        mark = (marks.own or marks.foreign)[0]
-        raise request_error(f"{path}.spans", f"{mark.path} is marked too", "mark chunks in one of the two ways")
-    return opts
+def _check_one_way(exchange: Exchange) -> None:
+    marks, asked = [*exchange.marks.own, *exchange.marks.foreign], exchange.asked
+    if marks and asked.options and asked.options.get("spans"):
+        problem = f"{marks[0].path} is marked too"
+        raise request_error(f"{asked.path}.spans", problem, "mark chunks in one of the two ways")
 
 
-def _finish(adapted: Any, encoded: MarkedIds, opts: RequestOptions, manager: Any, path: str) -> None:
+def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
+    """Writes the spans of the chunks into the options of a request, where a client would give them."""
     if len(encoded.spans) > MAX_CHUNKS:
         problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
         raise request_error("messages", problem, "mark longer chunks")
     paths = [mark.path for mark in encoded.marks]
     check_length(len(adapted.input_ids), encoded.spans, paths, manager, "messages")
-    opts = dataclasses.replace(opts, spans=encoded.spans)
-    args = get_args()
-    assert args is not None
-    check_rows(opts, args, path)
-    adapted.sampling_params = with_options(adapted.sampling_params, [opts])
-    mark_prepared(adapted)
+    params = adapted.sampling_params
+    custom_params = params.get("custom_params") or {}
+    options = {**custom_params.get(KEY, {}), "spans": encoded.spans}
+    adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}
 
 
 def _encode_rendered(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int] | None:

@@ -506,6 +506,11 @@ USER = ("user", "Who?")
         ),
         (CHAT, chat(USER, chunk_cache={"template": "{id}"}), "chunk_cache.template: {text} does not stand in it once"),
         (CHAT, chat(USER, chunk_cache={"chunks": CHUNKS, "spans": [[0, 1]]}), "chunk_cache.spans: chunk_cache.chunks["),
+        (
+            CHAT,
+            chat(("user", f"{SEP}a{SEP}b"), min_tokens=1, stop_token_ids=[10**6]),
+            "stop_token_ids: with a minimal length",
+        ),
         (CHAT, chat(USER, documents={}), "documents: {} is not a list"),
         (CHAT, chat(USER, documents=[{"title": "a"}]), "documents[0].text: no text"),
         (CHAT, chat(USER, documents=["a", " "]), "documents[1]: the passage is empty"),
