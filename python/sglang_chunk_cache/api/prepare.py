@@ -382,7 +382,8 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
     return copied
 
 
-def has_options(obj: Any) -> bool:
-    """Whether a prepared request has marks or options, and so gets a reply; of several prompts, whether one has."""
+def may_get_reply(obj: Any) -> bool:
+    """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some."""
     params = getattr(obj, "sampling_params", None)
-    return any(KEY in _custom_params(one) for one in (params if isinstance(params, list) else [params]))
+    has_options = any(KEY in _custom_params(one) for one in (params if isinstance(params, list) else [params]))
+    return has_options or getattr(obj, "session_params", None) is not None

@@ -28,7 +28,7 @@ from chunk_cache.request_options import MAX_CHUNKS
 from sglang_chunk_cache.api.asked import KEY, Passage, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked, texts_of
-from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, has_options, prepare
+from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, may_get_reply, prepare
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
@@ -118,7 +118,7 @@ class ChunkServingChat(OpenAIServingChat):
             problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
             raise request_error(rendering.path, problem, _SPANS_REMEDY)
         prepare(adapted, manager, args, dataclasses.replace(CHAT_NAMES, options=exchange.asked.path))
-        exchange.awaits_reply = has_options(adapted)
+        exchange.awaits_reply = may_get_reply(adapted)
         return adapted, request
 
     def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:

@@ -12,7 +12,7 @@ from chunk_cache.errors import request_error
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import split_marked
-from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, has_options, prepare
+from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, may_get_reply, prepare
 from sglang_chunk_cache.host import sglext
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached
 
@@ -29,7 +29,7 @@ class ChunkServingCompletion(OpenAIServingCompletion):
         adapted, request = super()._convert_to_internal_request(request, raw_request)
         names = dataclasses.replace(COMPLETION_NAMES, options=exchange.asked.path)
         prepare(adapted, self.tokenizer_manager, args, names, exchange.marks)
-        exchange.awaits_reply = has_options(adapted)
+        exchange.awaits_reply = may_get_reply(adapted)
         if request.echo:
             request.prompt = _without_marks(request.prompt, exchange, args)
         return adapted, request

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from chunk_cache.errors import ChunkCacheRequestError
 from sglang_chunk_cache.api.bodies import read_body
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.prepare import has_options, prepare
+from sglang_chunk_cache.api.prepare import may_get_reply, prepare
 from sglang_chunk_cache.server_args import attached, get_args
 
 
@@ -45,5 +45,5 @@ async def serve_generate_request(original: Callable[..., Any], obj: Any, request
             prepare(obj, manager, args)
         except ChunkCacheRequestError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
-        Exchange.of(request).awaits_reply = has_options(obj)
+        Exchange.of(request).awaits_reply = may_get_reply(obj)
     return await original(obj, request)
