@@ -34,6 +34,7 @@ class Request:
     logprob_start: int = -1
     hidden_states: bool | str = False  # as `return_hidden_states`
     session: dict[str, Any] | None = None  # as `session_params`
+    adapter: int | None = None  # of those that the server was started with
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -87,7 +88,7 @@ class LocalScheduler:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.runtime_context import SpawnRanks, get_lora, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         flags = {"skip_tokenizer_init": True, "log_level": "warning", "random_seed": 1, **flags}
@@ -100,6 +101,7 @@ class LocalScheduler:
             plugin.enable(server_args, args)
             set_args(args)
         server_args.resolve_once()
+        server_args.check_server_args()
         port_args = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=tp_rank))
         from sglang.srt.managers.scheduler import Scheduler  # ours where the chunk cache was enabled
@@ -107,6 +109,7 @@ class LocalScheduler:
         self.scheduler = Scheduler(server_args, port_args)
         self.scheduler.idle_sleeper = None  # it would wait for a socket
         self.cache = self.scheduler.tree_cache
+        self._adapters = get_lora().lora_paths or []
         self._num_requests = 0
         self._replies: dict[str, Reply] = {}
         self._unfinished: set[str] = set()
@@ -170,6 +173,7 @@ class LocalScheduler:
             token_ids_logprob=None,
             stream=request.stream,
             session_params=None if request.session is None else SessionParams(**request.session),
+            lora_id=None if request.adapter is None else self._adapters[request.adapter].lora_id,
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
             priority=request.priority,

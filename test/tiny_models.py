@@ -187,6 +187,36 @@ def make_draft(kind: str, out_dir: str | Path, *, hidden: int = 64, seed: int = 
     return out_dir
 
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections of a decoder layer that an adapter changes."""
+
+
+def make_adapter(model_dir: str | Path, out_dir: str | Path, *, rank: int = 4, seed: int = 0) -> Path:
+    """Writes a random LoRA adapter of a Llama's attention and MLP, wide enough to change answers; the folder."""
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    weights = load_file(Path(model_dir) / "model.safetensors")
+    random = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.split(".")[-1] in ADAPTED:
+            out_len, in_len = weight.shape
+            stem = f"base_model.model.{module}"
+            adapter[f"{stem}.lora_A.weight"] = torch.randn(rank, in_len, generator=random) / in_len**0.5
+            adapter[f"{stem}.lora_B.weight"] = torch.randn(out_len, rank, generator=random)
+    save_file(adapter, out_dir / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": ADAPTED,
+    }
+    (out_dir / "adapter_config.json").write_text(json.dumps(settings))
+    return out_dir
+
+
 def make_tokenizer(vocab_size: int = 512, *, add_bos: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with special tokens, filler up to `vocab_size`, a chat template and, if wanted, BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -48,6 +48,7 @@ class Config:
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
+    num_adapters: int = 0  # of LoRA
     draft: str | None = None  # kind of the model that drafts; "self" = the model itself
     server: tuple[tuple[str, Any], ...] = ()  # more fields of ServerArgs
     force_retract: bool = False  # SGLang's own test switch: retract at every third step that decodes
@@ -58,6 +59,7 @@ class Config:
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
         parts += [f"{self.draft}-drafts"] if self.draft else []
+        parts += [f"{self.num_adapters}adapters"] if self.num_adapters else []
         parts += [f"{name}={value}" for name, value in self.options + self.target + self.server]
         return "-".join([*parts, *([f"{self.layers}layers"] if self.layers != 2 else [])])
 
@@ -72,6 +74,10 @@ class Config:
         return self.model_dir if self.draft == "self" else MODEL_DIR / f"{self.draft}-draft"
 
     @property
+    def adapter_dirs(self) -> list[Path]:
+        return [self.model_dir / f"adapter{i}" for i in range(self.num_adapters)]
+
+    @property
     def flags(self) -> dict[str, Any]:
         return {
             "dtype": "float32",
@@ -82,6 +88,11 @@ class Config:
             "max_total_tokens": self.max_total_tokens,
             "schedule_conservativeness": self.conservativeness,
             **({"speculative_draft_model_path": str(self.draft_dir)} if self.draft else {}),
+            **(
+                {"enable_lora": True, "lora_paths": [str(one) for one in self.adapter_dirs]}
+                if self.adapter_dirs
+                else {}
+            ),
             **dict(self.server),
         }
 
@@ -127,7 +138,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
     import importlib
 
     from local_scheduler import LocalScheduler
-    from tiny_models import DRAFTS, make_draft, make_model
+    from tiny_models import DRAFTS, make_adapter, make_draft, make_model
 
     torch.set_num_threads(1)
     try:
@@ -137,6 +148,8 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
         model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers, hidden=config.hidden)
+        for i, folder in enumerate(config.adapter_dirs):
+            make_adapter(model, folder, seed=i)
         if config.draft in DRAFTS:
             make_draft(config.draft, config.draft_dir)
         elif config.draft not in (None, "self"):

@@ -46,6 +46,7 @@ MODELS = [
     Config(kind="cohere", page_size=16),
     Config(kind="mixtral", tp_size=2),
     Config(kind="qwen3_moe", chunked=True),
+    Config(kind="qwen3_moe", tp_size=2, server=(("ep_size", 2),)),
     Config(kind="deepseek_v2", page_size=16, chunked=True),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS),
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
@@ -63,6 +64,7 @@ MORE_MODELS = [
     Config(kind="olmoe", options=RUNS),
     Config(kind="deepseek_v3"),
     Config(kind="mistral_window"),
+    Config(kind="deepseek_v2", tp_size=2, options=RUNS, server=(("ep_size", 2),)),
 ]
 MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]
 

@@ -40,6 +40,20 @@ def test_hidden_states(config: Config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(num_adapters=2),
+        Config(num_adapters=2, layers=4, chunked=True, page_size=16, options=RUNS, server=MIXED),
+        Config(num_adapters=2, layers=4, chunked=True, tp_size=2),
+    ],
+    ids=str,
+)
+def test_adapters(config: Config) -> None:
+    compare(config, "adapters", ("adapters",), MODULE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [Config(), Config(chunked=True, page_size=16, options=RUNS)], ids=str)
 def test_sessions(config: Config) -> None:
     compare(config, "sessions", ("sessions",), MODULE)

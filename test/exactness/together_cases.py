@@ -113,6 +113,47 @@ def case_hidden_states(s: Session) -> None:
             assert len(reply.hidden_states[0]) == len(of_prompt)
 
 
+def case_adapters(s: Session) -> None:
+    """Requests of two adapters and of none in one batch; each has chunks of its own."""
+    chunks = s.chunks(40, 33, 51, 90)
+    adapters = (0, 1, None)
+    for adapter in adapters:
+        for chunk in chunks:
+            s.send(s.prompt([chunk], question=3), adapter=adapter, max_new_tokens=1)
+    for order in ([2, 0], [3, 1, 0], [1, 3, 2, 0]):
+        prompt = s.prompt([chunks[i] for i in order])
+        replies = s.local.generate([s.request(prompt, adapter=adapter) for adapter in adapters])
+        s.replies += replies
+        for reply in replies:
+            s.assert_all_stored(reply)
+        assert len({tuple(reply.output_ids) for reply in replies}) == len(adapters)
+        _while_another_decodes(s, s.prompt([chunks[i] for i in reversed(order)]))
+    s.send(s.prompt([s.tokens(30), chunks[0]]), adapter=0)
+    if not s.is_ours:
+        return
+    for first in LAYERWISE:
+        batch = [
+            (s.prompt([chunks[i] for i in order]), {"adapter": adapter, "ratio": 0.4, "options": options})
+            for order, adapter, options in zip(
+                ([2, 0], [3, 1, 0], [1, 2, 3]), adapters, (first, {"method": "fusionrag"}, first), strict=True
+            )
+        ]
+        together = s.local.generate([s.request(prompt, **fields) for prompt, fields in batch])
+        for (prompt, fields), reply in zip(batch, together, strict=True):
+            (alone,) = s.local.generate([s.request(prompt, **fields)])
+            assert 0 < reply.info["recomputed_tokens"] < reply.info["reused_tokens"]
+            assert max(abs(a - b) for a, b in zip(reply.logprobs, alone.logprobs, strict=True)) < 1e-3
+
+
+def _while_another_decodes(s: Session, prompt: Prompt) -> None:
+    """A prompt of one adapter, perhaps of more rows than a step has, arrives while the other's decodes."""
+    fields = {"logprobs": False, "max_new_tokens": 20}
+    decoding = s.request(Prompt().text(s.tokens(8)), adapter=0, **fields)
+    arriving = s.request(prompt, adapter=1, **fields)
+    batches = {0: [decoding], 5: [arriving]}
+    s.replies += s.local.run(lambda step: None if step > 5 else [s.local.prepare(one) for one in batches.get(step, ())])
+
+
 def case_sessions(s: Session) -> None:
     """Turns that mark chunks, and keep those of the turns in front of them."""
     from sglang.srt.managers.io_struct import OpenSessionReqInput

@@ -129,6 +129,28 @@ def test_every_output_of_a_stream_has_the_reply(server, tokenizer, passages, n):
             assert statuses(reply) == ["miss", "hit"]
 
 
+@pytest.mark.parametrize("how", [{"regex": "(yes|no)( [a-f]{3}){2}"}, {"json_schema": '{"type": "boolean"}'}])
+def test_a_grammar_equals_stock(server, stock, tokenizer, passages, how):
+    chunks = passages.several(2)
+    prime(server, chunks)
+    prompt = marked(chunks[::-1], head="Grammar. ")
+    sampling = {**how, "ignore_eos": False}
+    out = server.generate(prompt.text, chunk_cache=FULL, logprobs=True, sampling=sampling)
+    assert statuses(generated(out, prompt.spans(tokenizer))) == ["hit", "hit"]
+    same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True, sampling=sampling))
+
+
+def test_samples_equal_stock(server, stock, tokenizer, passages):
+    chunks = passages.several(2)
+    prime(server, chunks)
+    prompt = marked(chunks[::-1], head="Samples. ")
+    outs = server.generate(prompt.text, chunk_cache=FULL, logprobs=True, sampling={"n": 3})
+    expected = stock.generate(prompt.ids(tokenizer), logprobs=True, sampling={"n": 3})
+    for out, one in zip(outs, expected, strict=True):
+        assert generated(out)["reused_tokens"] > 0
+        same_logprobs(out, one)
+
+
 def test_no_reply_without_marks_and_options(server, passages):
     out = server.generate(passages())
     assert "chunk_cache" not in out["meta_info"]

@@ -2,8 +2,7 @@
 `check_default` at the start.
 
 A method may name layers that the model does not have, statistics that the server does not take, or rows that leave
-between layers, which LoRA adapters (sized for all rows of a batch) do not follow, nor drafts of EAGLE (made from the
-hidden state of every row).
+between layers, which drafts of EAGLE (made from the hidden state of every row) do not follow.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         return
     method = opts.method or args.method
     num_layers = manager.model_config.num_hidden_layers
-    needs_all = what_needs_all_rows(manager.server_args.enable_lora, manager.server_args.speculative_algorithm)
+    needs_all = what_needs_all_rows(manager.server_args.speculative_algorithm)
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
@@ -54,10 +53,8 @@ def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
         raise request_error(f"{path}.method", problem, remedy)
 
 
-def what_needs_all_rows(enable_lora: bool | None, speculative_algorithm: str | None) -> str | None:
+def what_needs_all_rows(speculative_algorithm: str | None) -> str | None:
     """What of a server does not follow rows that leave between layers; None = nothing."""
-    if enable_lora:
-        return "LoRA adapters"
     return "drafts of EAGLE" if (speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN") else None
 
 

@@ -366,8 +366,11 @@ def forward(
     with extras.timing or contextlib.nullcontext():
         try:
             for part in extras.before:
+                _divide_adapters(model_runner, part.batch)
                 done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
                 hidden.append(done.logits_output.hidden_states)
+            if extras.before:
+                _divide_adapters(model_runner, forward_batch)
             last = Part(forward_batch, extras.attention, extras.taker)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
             if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
@@ -378,6 +381,12 @@ def forward(
     for place, candidate in extras.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
+
+
+def _divide_adapters(model_runner: ModelRunner, batch: ForwardBatch) -> None:
+    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
+    if model_runner.lora_manager is not None:
+        model_runner.lora_manager.prepare_lora_batch(batch)
 
 
 def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras) -> None:
@@ -523,7 +532,7 @@ def _layerwise(
         if plan is one.state.reported:  # a retracted request's reply speaks of its first forward
             one.state.selection_report = progress.report
         requests.append(progress)
-    return LayerwiseForward(rows, requests, late, first_pass, chunks.layers, tp_size)
+    return LayerwiseForward(rows, requests, late, first_pass, chunks.layers, tp_size, model_runner.lora_manager)
 
 
 def _positions(batch: ScheduleBatch, due: list[DueRows]) -> list[np.ndarray]:

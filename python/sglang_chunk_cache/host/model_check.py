@@ -162,7 +162,8 @@ class _Check:
             gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
             yield "computed in runs", gap, self._runs(prompt, gap)
         leaving = _Leaving(rows.row_positions, len(layers.modules))
-        layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, get_tp_group().world_size)
+        tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
+        layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, tp_size, adapters)
         yield "computed while others leave", self._positions, layerwise
 
     # Forwards.

@@ -74,6 +74,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_kv_cache_sharding", "KV cache sharding (--enable-kv-cache-sharding)"),
     FlagRule("enable_layernorm_sp", "sequence parallelism (--enable-layernorm-sp)"),
     FlagRule("enable_attn_tp_input_scattered", "scattered attention input (--enable-attn-tp-input-scattered)"),
+    FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", _not_null),
     FlagRule("nnodes", "serving on several nodes (--nnodes)", _more_than_one),
     FlagRule("use_ray", "Ray (--use-ray)"),
     # Disaggregation.
@@ -221,8 +222,7 @@ def check_resolved(server_args: Any) -> None:
         algorithm = _value(server_args, "speculative_algorithm")
         check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
         check_flags_with_draft(server_args, algorithm)
-        needs_all = what_needs_all_rows(_value(server_args, "enable_lora"), algorithm)
-        check_default(args, model_config.num_hidden_layers, needs_all)
+        check_default(args, model_config.num_hidden_layers, what_needs_all_rows(algorithm))
 
 
 def _check_chosen(server_args: Any) -> None:

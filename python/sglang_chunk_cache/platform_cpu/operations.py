@@ -5,20 +5,31 @@ Verb: `install` (once per process; the kernels' launchers are replaced, so whoev
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 
 def install() -> None:
-    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`."""
+    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`.
+
+    LoRA asks for pinned memory wherever it keeps a number: here it gets what it would pin.
+    """
+    import sglang.srt.lora.backend.torch_backend
+    import sglang.srt.lora.layers
     from sglang.kernels.ops.activation import softcap
     from sglang.kernels.ops.elementwise import elementwise
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     AttentionBackendRegistry.register("torch_native", absorbed)
     softcap._softcap_logits = softcap_logits
     elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
+    fused_moe_native.moe_forward_native = partial(experts_of_rank, fused_moe_native.moe_forward_native)
+    sglang.srt.lora.layers.torch = sglang.srt.lora.backend.torch_backend.torch = _TorchWithoutPins()
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
 def softcap_logits(logits: torch.Tensor, cap: float | None, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,8 +51,42 @@ def gate_sigmoid_mul(
     output.add_(gated) if do_add else output.copy_(gated)
 
 
+def experts_of_rank(
+    every: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
+) -> torch.Tensor:
+    """`[num_tokens, hidden]` sum of a rank's experts over `x`; experts of other ranks (expert parallelism) have id -1.
+
+    `every` is SGLang's, which knows no such id; it gets each pair of a token and an expert as a token of its own.
+    """
+    tokens, places = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+    if len(tokens) == topk_output.topk_ids.numel():
+        return every(layer, x, topk_output, moe_runner_config)
+    if not len(tokens):
+        return torch.zeros_like(x)
+    pairs = topk_output._replace(
+        topk_ids=topk_output.topk_ids[tokens, places][:, None],
+        topk_weights=topk_output.topk_weights[tokens, places][:, None],
+    )
+    return torch.zeros_like(x).index_add_(0, tokens, every(layer, x[tokens], pairs, moe_runner_config))
+
+
 def absorbed(_attention: Any, _forward_batch: Any) -> Any:
     """The form of latent attention (MLA) that attends from the latent rows of the pool, as `torch_native` does."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
+
+
+class _TorchWithoutPins:
+    """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _without_pin(value) if name in ("tensor", "zeros") else value
+
+
+def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def created(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return create(*args, **kwargs)
+
+    return created

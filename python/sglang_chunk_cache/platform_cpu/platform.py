@@ -47,6 +47,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
+        if server_args.lora_backend == "csgmv":  # SGLang's default, in Triton
+            server_args.lora_backend = "torch_native"
         server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
         server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
         speculation.keep_overlap()

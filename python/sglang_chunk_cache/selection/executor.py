@@ -33,6 +33,7 @@ from sglang_chunk_cache.selection.progress import RequestProgress
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -89,6 +90,7 @@ class LayerwiseForward:
         first: the pass of the question; None where no question is asked first.
         layers: of the model.
         tp_size: ranks among which the heads are divided.
+        lora_manager: SGLang's, whose segments are those of the rows that are left; None = without adapters.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class LayerwiseForward:
         first: FirstPass | None,
         layers: ModelLayers,
         tp_size: int,
+        lora_manager: LoRAManager | None,
     ) -> None:
         self._rows = rows
         self._requests = requests
@@ -106,6 +109,7 @@ class LayerwiseForward:
         self._first = first
         self._layers = layers
         self._tp_size = tp_size
+        self._lora_manager = lora_manager
         self.is_asking = False
         self._num_given = len(rows.row_positions)
         self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
@@ -146,12 +150,13 @@ class LayerwiseForward:
         asking.input_ids, asking.positions = first.ids.to(input_ids.dtype), first.positions.to(positions.dtype)
         asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
         main = self._rows
-        set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
+        self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
         self._rows, self.is_asking = main.with_rows(first.positions, first.row_lens), True
         try:
             decoder.forward(asking.input_ids, asking.positions, asking)
         finally:
             self._rows, self.is_asking = main, False
+        self._divide_adapters(batch)
         self._place_late_rows(input_ids, positions, batch)
 
     def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
@@ -185,7 +190,7 @@ class LayerwiseForward:
         cut, self._cut_later = self._cut_later, None
         if cut is None:
             return None
-        set_lengths(cut.batch, self.row_lens, cut=cut.gone)
+        self._set_lengths(cut.batch, self.row_lens, cut=cut.gone)
         return cut_rows(output, cut.index, cut.num_rows)
 
     def attend(
@@ -275,7 +280,7 @@ class LayerwiseForward:
             gone = [before + now for before, now in zip(earlier.gone, gone, strict=True)]
             self._cut_later = _LateCut(batch, earlier.index[index], earlier.num_rows, gone)
         elif cut_residual(batch, index):
-            set_lengths(batch, lens, cut=gone)
+            self._set_lengths(batch, lens, cut=gone)
         else:
             self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
@@ -283,6 +288,15 @@ class LayerwiseForward:
         self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]
+
+    def _set_lengths(self, batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+        set_lengths(batch, row_lens, cut)
+        self._divide_adapters(batch)
+
+    def _divide_adapters(self, batch: ForwardBatch) -> None:
+        """Has each row computed with the adapter of its request, where there are any."""
+        if self._lora_manager is not None:
+            self._lora_manager.prepare_lora_batch(batch)
 
 
 def set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:

@@ -29,6 +29,7 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding"),
     ("enable_layernorm_sp", True, "--enable-layernorm-sp"),
     ("enable_attn_tp_input_scattered", True, "--enable-attn-tp-input-scattered"),
+    ("moe_a2a_backend", "deepep", "--moe-a2a-backend"),
     ("nnodes", 2, "--nnodes"),
     ("use_ray", True, "--use-ray"),
     ("disaggregation_mode", "prefill", "--disaggregation-mode"),
@@ -124,11 +125,11 @@ def test_flags_that_a_draft_does_not_follow(flag):
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "eagle3"])
 def test_eagle_needs_a_method_that_chooses_before_the_forward(algorithm):
-    needs_all = what_needs_all_rows(False, algorithm)
+    needs_all = what_needs_all_rows(algorithm)
     check_default(ChunkCacheArgs(method="epic"), 2, needs_all)
     with pytest.raises(StartRefused, match=r"'cacheblend' .* drops rows between layers, which drafts of EAGLE do not"):
         check_default(ChunkCacheArgs(method="cacheblend"), 2, needs_all)
-    check_default(ChunkCacheArgs(method="cacheblend"), 2, what_needs_all_rows(False, "STANDALONE"))
+    check_default(ChunkCacheArgs(method="cacheblend"), 2, what_needs_all_rows("STANDALONE"))
 
 
 @pytest.mark.parametrize("dtype", refusals.KV_CACHE_DTYPES)
