@@ -65,19 +65,16 @@ def read_asked(body: Mapping[str, Any], separator: str) -> Asked:
         ChunkCacheRequestError: there are two, or one breaks the contract; the options of every request are not checked.
     """
     custom_params = body.get("custom_params")
-    inner = custom_params.get(KEY) if isinstance(custom_params, Mapping) and KEY in custom_params else None
-    is_inner = isinstance(custom_params, Mapping) and KEY in custom_params
-    if KEY not in body and not is_inner:
+    inner = custom_params if isinstance(custom_params, Mapping) else {}
+    found = [(path, holder[KEY]) for path, holder in ((KEY, body), (Asked.path, inner)) if KEY in holder]
+    if not found:
         return Asked()
-    if KEY in body and is_inner:
-        raise request_error(KEY, f"given in custom_params.{KEY} too", "give one of the two")
-    value, path = (inner, Asked.path) if is_inner else (body[KEY], KEY)
+    if len(found) > 1:
+        raise request_error(KEY, f"given in {Asked.path} too", "give one of the two")
+    ((path, value),) = found
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"mode": "exact"}')
-    for key in value:
-        if key not in KEYS and key not in ROUTE_KEYS:
-            known = ", ".join((*KEYS, *ROUTE_KEYS))
-            raise request_error(path, f"unknown key {show(key)}", f"known keys: {known}")
+    _check_keys(value, (*KEYS, *ROUTE_KEYS), path)
     return Asked(
         options={key: one for key, one in value.items() if key in KEYS},
         path=path,
@@ -153,6 +150,12 @@ def _check_text(text: object, path: str, separator: str) -> str:
     return text
 
 
+def _check_keys(value: Mapping[str, object], known: Sequence[str], path: str) -> None:
+    for key in value:
+        if key not in known:
+            raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(known)}")
+
+
 def _check_number(value: Sequence[object], path: str) -> None:
     if len(value) > MAX_CHUNKS:
         raise request_error(path, f"{len(value)} passages, and {MAX_CHUNKS} is the limit", "send fewer, longer ones")
@@ -174,9 +177,7 @@ def _read_passages(value: object, path: str, separator: str) -> tuple[Passage, .
         where = f"{path}[{index}]"
         if not isinstance(one, Mapping):
             raise request_error(where, f"{show(one)} is no chunk", 'give an object such as {"id": "a", "text": "..."}')
-        for key in one:
-            if key not in _CHUNK_KEYS:
-                raise request_error(where, f"unknown key {show(key)}", f"known keys: {', '.join(_CHUNK_KEYS)}")
+        _check_keys(one, _CHUNK_KEYS, where)
         text = check_passage(one.get("text"), f"{where}.text", separator)
         name = _check_text(one.get("id", ""), f"{where}.id", separator)
         if name and texts.setdefault(name, text) != text:
