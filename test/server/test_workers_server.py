@@ -1,4 +1,4 @@
-"""Several tokenizer workers: whichever process gets a request, it is tokenized, checked and answered alike."""
+"""Several tokenizer and detokenizer workers: whichever process gets a request, it is tokenized, checked and answered alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ NUM_TRIES = 12
 
 @pytest.fixture(scope="module")
 def workers(model_dir: Path) -> Iterator[Server]:
-    flags = ("--chunk-cache", "--chunk-cache-ratio", "1", "--tokenizer-worker-num", "2")
+    flags = (
+        "--chunk-cache",
+        "--chunk-cache-ratio",
+        "1",
+        "--tokenizer-worker-num",
+        "2",
+        "--detokenizer-worker-num",
+        "2",
+    )
     with Server(model_dir, *FLAGS, *flags, env=STRICT) as server:
         yield server
 
