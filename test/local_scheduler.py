@@ -109,7 +109,7 @@ class LocalScheduler:
         self.scheduler = Scheduler(server_args, port_args)
         self.scheduler.idle_sleeper = None  # it would wait for a socket
         self.cache = self.scheduler.tree_cache
-        self._adapters = get_lora().lora_paths or []
+        self.adapters = get_lora().lora_paths or []
         self._num_requests = 0
         self._replies: dict[str, Reply] = {}
         self._unfinished: set[str] = set()
@@ -173,7 +173,7 @@ class LocalScheduler:
             token_ids_logprob=None,
             stream=request.stream,
             session_params=None if request.session is None else SessionParams(**request.session),
-            lora_id=None if request.adapter is None else self._adapters[request.adapter].lora_id,
+            lora_id=None if request.adapter is None else self.adapters[request.adapter].lora_id,
             extra_key=request.extra_key,
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -204,7 +204,7 @@ def make_adapter(model_dir: str | Path, out_dir: str | Path, *, rank: int = 4, s
             out_len, in_len = weight.shape
             stem = f"base_model.model.{module}"
             adapter[f"{stem}.lora_A.weight"] = torch.randn(rank, in_len, generator=random) / in_len**0.5
-            adapter[f"{stem}.lora_B.weight"] = torch.randn(out_len, rank, generator=random)
+            adapter[f"{stem}.lora_B.weight"] = torch.randn(out_len, rank, generator=random) / 2
     save_file(adapter, out_dir / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",

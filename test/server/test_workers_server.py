@@ -1,4 +1,4 @@
-"""Several tokenizer and detokenizer workers: whichever gets a request, it is tokenized, checked and answered alike."""
+"""Several tokenizer and detokenizer workers: whichever gets a request, it is tokenized, checked, answered alike."""
 
 from __future__ import annotations
 
