@@ -1,5 +1,6 @@
 # make install   the environment in .venv (uv; nothing outside this folder but the package cache)
 # make demo      install, then the demonstration: speed and quality of reuse side by side (MODEL=FOLDER: of a model of yours)
+# make clients   client libraries (openai, langchain, ...) in .venv-clients, for the tests with them
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
@@ -15,7 +16,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
+.PHONY: help install clients demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
 	clean distclean
 
 BIN := .venv/bin
@@ -26,6 +27,7 @@ TEST_JOBS ?= 2
 SHARED := -n $(TEST_JOBS) --dist worksteal
 # The name holds the folder, so that an environment that came along with a copied tree is rebuilt, not trusted.
 STAMP := .venv/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+CLIENTS_STAMP := $(STAMP:.venv/%=.venv-clients/%)
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,7 +35,12 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml .ci/install
-	.ci/install $(STAMP)
+	.ci/install $(STAMP) --editable '.[dev,bench]'
+
+clients: $(CLIENTS_STAMP)
+
+$(CLIENTS_STAMP): pyproject.toml .ci/install
+	.ci/install $(CLIENTS_STAMP) --group clients
 
 demo: $(STAMP)
 	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(QUESTIONS),--questions $(QUESTIONS))
@@ -42,7 +49,7 @@ test: $(STAMP)
 	$(PY) -m pytest $(SHARED) -m "not server and not slow and not all" test
 	$(PY) -m pytest $(SHARED) -m "(server or slow) and not all" test
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(CLIENTS_STAMP)
 	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test
 
 lint: $(STAMP)
@@ -84,7 +91,7 @@ bundle: $(STAMP)
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist
-	find . -path ./.venv -prune -o -path ./.tools -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -path ./.tools -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .tools
+	rm -rf .venv .venv-clients .tools

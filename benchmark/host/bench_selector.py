@@ -71,7 +71,7 @@ class Selecting:
         """Reads its chunks and scores it; the length of its prompt."""
         marked = split_marked(marked_text(question), DEFAULT_SEPARATOR, "text")
         assert marked is not None
-        encoded = encode_marked(self._tokenizer, marked, "text")
+        encoded = encode_marked(self._tokenizer, marked)
         prefix = encoded.ids[: encoded.spans[0][0]]
         chunks = []
         for i, (start, end) in enumerate(encoded.spans):

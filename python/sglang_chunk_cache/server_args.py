@@ -39,7 +39,7 @@ DEFAULT_SEPARATOR = "<|chunk|>"
 
 _ATTACHED = "_chunk_cache"
 _INSTANCE = "_chunk_cache_instance"
-_VALUE_FLAGS = ("method", "ratio", "separator", "selector", "config", "target")
+_FLAGS = ("method", "ratio", "separator", "marks", "parts", "selector", "config", "target")
 
 
 class StartRefused(SystemExit):
@@ -71,6 +71,8 @@ class ChunkCacheArgs:
         config: the object of `--chunk-cache-config`, checked by `chunk_cache.config.parse_config`.
         selector: Hugging Face folder or name of the auxiliary model that selects; None = there is none.
         target: that of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = there is none.
+        marks: whether texts that clients mark for the prefix cache of another service are chunks.
+        parts: whether the text parts of a message with several parts are chunks.
     """
 
     method: str = DEFAULT_METHOD
@@ -79,6 +81,8 @@ class ChunkCacheArgs:
     config: Mapping[str, Any] = field(default_factory=dict)
     selector: str | None = None
     target: Mapping[str, Any] | None = None
+    marks: bool = False
+    parts: bool = False
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -191,6 +195,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"String that marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
     )
     group.add_argument(
+        "--chunk-cache-marks",
+        action="store_true",
+        default=None,
+        help="Texts that clients mark by prompt_cache_breakpoint or cache_control are chunks (default: off).",
+    )
+    group.add_argument(
+        "--chunk-cache-parts",
+        action="store_true",
+        default=None,
+        help="Every text part of a message with several parts is a chunk (default: off).",
+    )
+    group.add_argument(
         "--chunk-cache-selector",
         default=None,
         metavar="MODEL",
@@ -216,7 +232,7 @@ def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
     Raises:
         StartRefused: a bad value, or a flag of the group without `--chunk-cache`.
     """
-    given = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _VALUE_FLAGS}
+    given = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if not getattr(namespace, "chunk_cache", False):
         if given:

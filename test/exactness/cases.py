@@ -282,7 +282,7 @@ def _marked(text: str) -> Prompt:
 
     marked = split_marked(text, SEPARATOR, "text")
     assert marked is not None
-    encoded = encode_marked(make_tokenizer(512), marked, "text")
+    encoded = encode_marked(make_tokenizer(512), marked)
     return Prompt(list(encoded.ids), [list(span) for span in encoded.spans])
 
 

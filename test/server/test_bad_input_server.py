@@ -80,7 +80,7 @@ BAD_OPTIONS: dict[str, tuple[Any, str]] = {
     "options-type": ({"method": "random", "options": {"seed": 1.5}}, ".options.seed"),
     "options-huge": ({"method": "random", "options": {"seed": 2**70}}, ".options.seed"),
     "key-unknown": ({"span": [[0, 1]]}, "'span'"),
-    "key-reserved": ({"chunks": [{"id": "a", "text": "b"}]}, "'chunks'"),
+    "chunk-empty": ({"chunks": [{"id": "a", "text": ""}]}, "chunks"),
     "key-empty": ({"": 1}, "''"),
     "key-unicode": ({"späns🎉": 1}, "späns"),
     "long-string": ({"mode": "x" * 100_000}, ".mode"),
@@ -211,13 +211,22 @@ def test_spans_behind_a_text_prompt(server, route, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("value", [{"chunks": []}, {"spans": [[0, 1]]}, None, "x"])
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_field_at_the_top(server, route, value, stream):
-    body = {**request(route, IDS, stream=stream), "chunk_cache": value}
-    text = message(send(server, route, body))
+@pytest.mark.parametrize("value", [{"spans": [[0, 1]]}, None, "x"])
+def test_a_field_at_the_top_where_it_is_not_read(server, value, stream):
+    body = {**request("/generate", IDS, stream=stream), "chunk_cache": value}
+    text = message(send(server, "/generate", body))
     assert text.startswith("chunk_cache: ")
-    assert PATH[route] in text
+    assert PATH["/generate"] in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+@pytest.mark.parametrize("route", ROUTES[1:])
+def test_bad_options_at_the_top(server, name, route, stream):
+    options, where = BAD_OPTIONS[name]
+    text = message(send(server, route, {**request(route, IDS, stream=stream), "chunk_cache": options}))
+    assert text.startswith("chunk_cache"), text
+    assert where in text, text
 
 
 @pytest.mark.parametrize("stream", [False, True])

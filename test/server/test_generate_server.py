@@ -65,6 +65,8 @@ def test_turns_of_a_session_equal_stock(server, stock, tokenizer, passages):
         same_logprobs(out, stock.generate(history, logprobs=True))
         history += out["output_ids"]
         session["rid"] = out["meta_info"]["id"]
+    body = {"text": "Who? ", "sampling_params": {"max_new_tokens": 1}, "session_params": session}
+    assert server.post("/generate", body).headers["x-chunk-cache"].startswith("reused=")
     server.post("/close_session", {"session_id": session["id"]})
 
 

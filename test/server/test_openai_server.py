@@ -147,11 +147,55 @@ def test_case_13_chat_over_http_equals_stock(server, stock, tokenizer, passages)
     assert statuses(reply) == ["hit", "miss", "hit"]
     ids = chat_ids(tokenizer, "<|bos|><|system|>Be brief.<|user|>Look: ", c, b, a, "Who is it?<|assistant|>")
     assert response["usage"]["prompt_tokens"] == len(ids)
+    check_equals_stock(response, stock, ids)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mark"),
+    [
+        ({"marks": True}, {"prompt_cache_breakpoint": {"mode": "explicit"}}),
+        ({"marks": True}, {"cache_control": {"type": "ephemeral"}}),
+        ({"parts": True}, {}),
+    ],
+)
+def test_marks_of_clients_equal_stock(server, stock, tokenizer, passages, asked, mark):
+    a, b, c = passages.several(3)
+    prime(server, [a.strip(), c.strip()])
+    parts = [{"type": "text", "text": text, **mark} for text in (c, b, a)]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [*parts, {"type": "text", "text": "Who is it?"}]},
+    ]
+    response = server.chat(messages, chunk_cache={**asked, **FULL}, logprobs=True, return_input_ids_in_sglext=True)
+    assert statuses(completed(response)) == ["hit", "miss", "hit"]
+    ids = response["sglext"]["input_ids"]
+    plain = stock.chat(messages, return_input_ids_in_sglext=True)
+    assert tokenizer.decode(ids) == tokenizer.decode(plain["sglext"]["input_ids"])
+    check_equals_stock(response, stock, ids)
+
+
+def check_equals_stock(response: Any, stock: Server, ids: list[int]) -> None:
+    """A chat with log-probabilities has the text and the numbers of stock SGLang."""
     expected = stock.generate(ids, sampling={"ignore_eos": False}, logprobs=True)
     (choice,) = response["choices"]
     assert choice["message"]["content"] == expected["text"]
     mine = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert mine == pytest.approx(values(expected["meta_info"]["output_token_logprobs"]), abs=TOLERANCE)
+
+
+def test_search_results_equal_stock(server, stock, passages):
+    texts = passages.several(3)
+    for order in (texts, texts[::-1]):
+        parts = [{"type": "text", "text": text} for text in order]
+        blocks = [{"type": "search_result", "source": "notes", "title": "A", "content": [part]} for part in parts]
+        content = [*blocks, {"type": "text", "text": "Who is it?"}]
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "default", "max_tokens": 8, "temperature": 0, "messages": messages}
+        found = server.post("/v1/messages", {**body, "chunk_cache": FULL}).json()
+        expected = stock.post("/v1/messages", body).json()
+        assert found["content"] == expected["content"]
+    assert found["usage"]["chunk_reused_tokens"] > 0
+    assert found["usage"]["input_tokens"] == expected["usage"]["input_tokens"]
 
 
 def test_a_conversation_keeps_the_chunks_of_every_turn(server, passages):

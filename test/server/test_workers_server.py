@@ -54,7 +54,9 @@ def test_workers_share_the_chunks(workers, stock, tokenizer, passages):
         same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
         message = {"role": "user", "content": prompt.text}
         chat = {"model": "default", "messages": [message], "max_tokens": 4}
-        assert statuses(completed(ask(workers, "POST", "/v1/chat/completions", chat).json())) == ["hit"] * 3
+        response = ask(workers, "POST", "/v1/chat/completions", chat)
+        assert statuses(completed(response.json())) == ["hit"] * 3
+        assert response.headers["x-chunk-cache"].startswith("reused=")
         completion = {"model": "default", "prompt": prompt.text, "max_tokens": 4}
         assert statuses(completed(ask(workers, "POST", "/v1/completions", completion).json())) == ["hit"] * 3
         pids.add(ask(workers, "GET", "/chunk_cache/stats").json()["host"]["pid"])

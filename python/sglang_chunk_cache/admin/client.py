@@ -25,7 +25,7 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin import messages, warming
 from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Warm
-from sglang_chunk_cache.api.marks import MarkedText
+from sglang_chunk_cache.api.marks import Mark, MarkedText
 from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, instance_of
@@ -238,7 +238,7 @@ class Admin:
         self.check_text(text, path)
         if not text.strip():
             raise request_error(path, "the chunk is empty", "give it text, or remove it")
-        marked = encode_marked(self.manager.tokenizer, MarkedText(("", text, ""), (False, True, False)), path)
+        marked = encode_marked(self.manager.tokenizer, MarkedText((text,), (Mark(path, text),)))
         ((start, end),) = marked.spans
         return tuple(marked.ids[start:end])
 

@@ -26,8 +26,9 @@ from fastapi import HTTPException
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin.body import Warm
-from sglang_chunk_cache.api.marks import MarkedText
-from sglang_chunk_cache.api.prepare import KEY, check_vocabulary
+from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.marks import Mark, MarkedText
+from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER, find_neighbours
 
@@ -351,9 +352,7 @@ class Warming:
         text = body.prefix_text or ""
         admin.check_text(text, "prefix_text" if text else "texts")
         # The chunk stands for any: only what is in front of it is wanted.
-        marked = encode_marked(
-            admin.manager.tokenizer, MarkedText((text, "a", ""), (False, True, False)), "prefix_text"
-        )
+        marked = encode_marked(admin.manager.tokenizer, MarkedText((text, "a"), (None, Mark("prefix_text", "a"))))
         return tuple(marked.ids[: marked.spans[0][0]])
 
 

@@ -20,12 +20,13 @@ import numpy as np
 
 from chunk_cache.errors import request_error
 from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_request
-from sglang_chunk_cache.api.marks import MarkedText, split_marked
+from chunk_cache.types import Span
+from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked
 from sglang_chunk_cache.api.served import check_rows, check_served
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
-KEY = "chunk_cache"
 _PREPARED = "_chunk_cache_prepared"
 
 
@@ -37,12 +38,14 @@ class Names:
         text, ids: the fields of text and of token ids.
         sampling_params: the object with `custom_params`; empty where `custom_params` is at the top.
         num_top: the number of best tokens whose log-probabilities are returned.
+        options: the object of the options, where it is not in `custom_params`; empty = it is.
     """
 
     text: str
     ids: str
     sampling_params: str
     num_top: str
+    options: str = ""
 
 
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
@@ -57,10 +60,11 @@ class Item:
     Attributes:
         text: its text, or None where token ids were given.
         ids: its token ids, or None where text was given.
-        marked: the text, split, where it has separators.
+        marked: the text, split, where it has separators or tags.
         opts: its options; None where the request has neither marks nor options.
         path: JSON path of the text or the ids.
         opts_path: JSON path of the options.
+        marks: the marks of its chunks, once they are known.
     """
 
     text: str | None
@@ -69,6 +73,7 @@ class Item:
     opts: RequestOptions | None
     path: str
     opts_path: str
+    marks: tuple[Mark, ...] = ()
 
     @property
     def is_tokenized_here(self) -> bool:
@@ -77,7 +82,7 @@ class Item:
 
 
 def _parse_items(
-    text: object, input_ids: object, sampling_params: object, args: ChunkCacheArgs, names: Names
+    text: object, input_ids: object, sampling_params: object, args: ChunkCacheArgs, names: Names, tags: Marks
 ) -> list[Item]:
     """Checks all prompts of a request.
 
@@ -87,6 +92,7 @@ def _parse_items(
         sampling_params: an object, a list with one object per prompt, or None.
         args: the options of the server.
         names: the names of the fields, for messages.
+        tags: the chunks that stand in tags in the texts.
 
     Raises:
         ChunkCacheRequestError: the request breaks the contract.
@@ -106,6 +112,7 @@ def _parse_items(
                 prompt,
                 _raw_options(params),
                 args,
+                tags,
                 path=f"{name}[{index}]" if is_batch else name,
                 opts_path=_opts_path(names, index if per_prompt else None),
             )
@@ -138,6 +145,8 @@ def _prompts(text: object, input_ids: object) -> tuple[list[object], bool]:
 
 
 def _opts_path(names: Names, index: int | None) -> str:
+    if names.options:
+        return names.options
     parent = names.sampling_params + ("" if index is None else f"[{index}]")
     return f"{parent}.custom_params.{KEY}" if parent else f"custom_params.{KEY}"
 
@@ -154,10 +163,10 @@ def _raw_options(params: object) -> object:
     return _custom_params(params).get(KEY, _ABSENT)
 
 
-def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, *, path: str, opts_path: str) -> Item:
+def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, *, path: str, opts_path: str) -> Item:
     text = prompt if isinstance(prompt, str) else None
     ids = prompt if isinstance(prompt, (list, tuple)) else None
-    marked = None if text is None else split_marked(text, args.separator, path)
+    marked = None if text is None else _split(text, args.separator, path, tags)
     if raw is _ABSENT:
         return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
     opts = parse_request(raw, path=opts_path, num_tokens=None if ids is None else len(ids), default_method=args.method)
@@ -170,12 +179,19 @@ def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, *, path: str,
     return Item(text, ids, marked, opts, path, opts_path)
 
 
-def mark_prepared(obj: Any) -> None:
-    """Notes that `prepare` need not run, or not again."""
-    setattr(obj, _PREPARED, True)
+def _split(text: str, separator: str, path: str, tags: Marks) -> MarkedText | None:
+    """A text, split at its separators and at the tags of what was put in front of it."""
+    marked = split_marked(text, separator, path)
+    if not tags.own:
+        return marked
+    found = tags.split(text if marked is None else tags.tag_pieces(marked))
+    assert found is not None, "nothing has changed the text since"
+    return found
 
 
-def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERATE_NAMES) -> None:
+def prepare(
+    obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERATE_NAMES, tags: Marks | None = None
+) -> None:
     """Checks a `GenerateReqInput`, tokenizes marked text, and puts the options into their JSON string.
 
     Args:
@@ -183,13 +199,14 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
         manager: the tokenizer manager.
         args: the options of the server.
         names: the names of the fields, for messages.
+        tags: the chunks that stand in tags in the texts; None = there are none.
 
     Raises:
         ChunkCacheRequestError: the request breaks the contract.
     """
     if getattr(obj, _PREPARED, False):
         return
-    items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names)
+    items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
     for item in items:
         if item.ids is not None:
             _check_not_empty(item.ids, item.path)
@@ -198,7 +215,7 @@ def prepare(obj: Any, manager: Any, args: ChunkCacheArgs, names: Names = GENERAT
     _check_stop_ids(obj.sampling_params, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
-    mark_prepared(obj)
+    setattr(obj, _PREPARED, True)
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
@@ -216,7 +233,7 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         _check_ids(item, manager)
         if item.opts is not None:
             check_rows(item.opts, args, item.opts_path)
-    obj.sampling_params = with_options(obj.sampling_params, [item.opts for item in items])
+    obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items])
 
 
 def _check_combinations(obj: Any, items: list[Item]) -> None:
@@ -239,10 +256,10 @@ def _tokenize(item: Item, manager: Any) -> Item:
         raise request_error(item.path, problem, f"send input_ids and {item.opts_path}.spans")
     if item.marked is not None:
         assert item.opts is not None
-        encoded = encode_marked(manager.tokenizer, item.marked, item.path)
+        encoded = encode_marked(manager.tokenizer, item.marked)
         opts = dataclasses.replace(item.opts, spans=encoded.spans)
         check_fit(opts, len(encoded.ids), item.opts_path)
-        return dataclasses.replace(item, ids=encoded.ids, opts=opts)
+        return dataclasses.replace(item, ids=encoded.ids, opts=opts, marks=encoded.marks)
     ids = manager.tokenizer.encode(item.text)
     if item.opts is not None:
         check_fit(item.opts, len(ids), item.opts_path)
@@ -270,7 +287,9 @@ def _as_turn(item: Item, session_params: Mapping[str, Any], manager: Any) -> Ite
 def _check_ids(item: Item, manager: Any) -> None:
     """Compares a marked prompt with the model, where it is refused and never truncated: its spans would be wrong."""
     if item.ids is not None and item.opts is not None and item.opts.spans:
-        check_length(len(item.ids), manager, item.path)
+        spans = item.opts.spans
+        paths = [mark.path for mark in item.marks] or [f"{item.opts_path}.spans[{i}]" for i in range(len(spans))]
+        check_length(len(item.ids), spans, paths, manager, item.path)
 
 
 def _check_not_empty(ids: Sequence[int], path: str) -> None:
@@ -328,18 +347,26 @@ def _are_below(ids: Sequence[int], bound: int) -> bool:
         return False
 
 
-def check_length(num_tokens: int, manager: Any, path: str) -> None:
+def check_length(num_tokens: int, spans: Sequence[Span], paths: Sequence[str], manager: Any, path: str) -> None:
     """Checks that a marked prompt fits into the context, also with --allow-auto-truncate.
 
+    Args:
+        spans, paths: of its chunks.
+        path: of the prompt.
+
     Raises:
-        ChunkCacheRequestError: it does not.
+        ChunkCacheRequestError: it does not; a chunk that does not fit by itself is named.
     """
+    for (start, end), where in zip(spans, paths, strict=True):
+        if end - start >= manager.context_len:
+            problem = f"the chunk has {end - start} tokens and the context length of the model is {manager.context_len}"
+            raise request_error(where, problem, "shorten the chunk")
     if num_tokens + manager.num_reserved_tokens >= manager.context_len:
         problem = f"the prompt has {num_tokens} tokens and the context length of the model is {manager.context_len}"
         raise request_error(path, problem, "shorten the prompt")
 
 
-def with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
+def _with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
     """A copy of `sampling_params` that carries the options of each prompt; one object where all are equal."""
     if not isinstance(sampling_params, (list, tuple)):
         if all(other == opts[0] for other in opts):
@@ -355,6 +382,8 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
     return copied
 
 
-def has_options(obj: Any) -> bool:
-    """Whether a prepared single request has marks or options, and so gets a reply."""
-    return KEY in _custom_params(getattr(obj, "sampling_params", None))
+def may_get_reply(obj: Any) -> bool:
+    """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some."""
+    params = getattr(obj, "sampling_params", None)
+    has_options = any(KEY in _custom_params(one) for one in (params if isinstance(params, list) else [params]))
+    return has_options or getattr(obj, "session_params", None) is not None

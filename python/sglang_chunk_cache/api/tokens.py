@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from chunk_cache.errors import request_error
-from sglang_chunk_cache.api.marks import MarkedText
+from sglang_chunk_cache.api.marks import Mark, MarkedText
 
 _PROBE = "a"
 
@@ -24,21 +24,20 @@ class MarkedIds:
     Attributes:
         ids: all token ids.
         spans: `(start, end)` of each chunk, half-open, ascending.
+        marks: the mark of each chunk.
     """
 
     ids: list[int]
     spans: tuple[tuple[int, int], ...]
+    marks: tuple[Mark, ...]
 
 
-def encode_marked(
-    tokenizer: Any, marked: MarkedText, path: str, encode_kwargs: Mapping[str, Any] | None = None
-) -> MarkedIds:
+def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any] | None = None) -> MarkedIds:
     """Tokenizes the pieces of a marked text.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         marked: the text, split.
-        path: the JSON path of the text, for messages.
         encode_kwargs: what stock SGLang would pass to `tokenizer.encode` for the whole text; decides about BOS.
 
     Raises:
@@ -47,15 +46,15 @@ def encode_marked(
     head, tail = _special_tokens(tokenizer, encode_kwargs or {})
     ids = list(head)
     spans = []
-    for piece_ids, is_chunk in zip(_encode_pieces(tokenizer, marked.pieces), marked.is_chunk, strict=True):
+    for piece_ids, mark in zip(_encode_pieces(tokenizer, marked.pieces), marked.marks, strict=True):
         start = len(ids)
         ids.extend(piece_ids)
-        if is_chunk:
+        if mark is not None:
             if not piece_ids:
-                raise request_error(path, f"chunk {len(spans)} has no tokens", "give it text, or remove it")
+                raise request_error(mark.path, "the chunk has no tokens", "give it text, or remove it")
             spans.append((start, len(ids)))
     ids.extend(tail)
-    return MarkedIds(ids, tuple(spans))
+    return MarkedIds(ids, tuple(spans), tuple(mark for mark in marked.marks if mark is not None))
 
 
 def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[list[int]]:

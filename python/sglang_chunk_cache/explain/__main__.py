@@ -130,7 +130,7 @@ def _output(path: str) -> Path:
 
 def _local_tokens(args: argparse.Namespace) -> PromptTokens:
     marked = read_prompt(args.prompt, args.separator)
-    return tokenize(load_tokenizer(args.model_path), marked, f"--prompt {args.prompt}")
+    return tokenize(load_tokenizer(args.model_path), marked)
 
 
 def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], list[str]]:
@@ -145,7 +145,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     extra_key = uuid.uuid4().hex if args.prime and args.extra_key is None else args.extra_key
     with ExplainClient(args.url, args.api_key, args.separator, extra_key) as client:
         tokenizer = load_tokenizer(args.model_path or client.tokenizer_path())
-        tokens = tokenize(tokenizer, marked, f"--prompt {args.prompt}")
+        tokens = tokenize(tokenizer, marked)
         if args.prime:
             client.prime(marked)
         answers, notes = _ask_all(client, marked, specs, args)

@@ -77,13 +77,13 @@ def load_tokenizer(path: str) -> Any:
         raise request_error("--model-path", problem, remedy) from None
 
 
-def tokenize(tokenizer: Any, marked: MarkedText, path: str) -> PromptTokens:
+def tokenize(tokenizer: Any, marked: MarkedText) -> PromptTokens:
     """The tokens that the server makes of a marked text.
 
     Raises:
         ChunkCacheRequestError: a chunk has no tokens.
     """
-    marked_ids = encode_marked(tokenizer, marked, path)
+    marked_ids = encode_marked(tokenizer, marked)
     return PromptTokens(tuple(token_texts(tokenizer, marked_ids.ids)), marked_ids.spans)
 
 

@@ -1,4 +1,4 @@
-"""The routes `/chunk_cache/...` of SGLang's HTTP server: `add_routes`, in the launching process.
+"""What SGLang's HTTP server gets: the routes `/chunk_cache/...` and the headers of replies (`add_routes`).
 
 Who may ask is decided by SGLang, as for its own `/flush_cache` (`--api-key`, `--admin-api-key`).
 """
@@ -11,14 +11,17 @@ from sglang.srt.entrypoints.http_server import app, get_global_state
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_chunk_cache.admin.routes import ROUTES, Route, reply
+from sglang_chunk_cache.api.exchange import ReplyHeaders
 
 
 def add_routes(to: FastAPI = app) -> None:
-    """Adds the routes to SGLang's app, once."""
+    """Adds the routes to SGLang's app, and the headers of replies to its responses, once."""
     known = {getattr(route, "path", None) for route in to.router.routes}
     for route in ROUTES:
         if route[1] not in known:
             _add(to, route)
+    if not any(middleware.cls is ReplyHeaders for middleware in to.user_middleware):
+        to.add_middleware(ReplyHeaders)
 
 
 def _add(to: FastAPI, route: Route) -> None:

@@ -1,34 +1,39 @@
-"""`/v1/chat/completions`: marks inside message contents.
+"""`/v1/chat/completions`: chunks inside messages, and beside them.
 
-The chat template is applied to the messages with their separators; the rendered text is then
-split at them, and its pieces are tokenized one by one. Each text of a message marks its own chunks, so that a
-conversation whose earlier turns are sent again keeps the chunks of every turn.
+Whatever marks a chunk (separators in a text, a mark of another service, an entry of `chunks` or `documents`) stands
+in the messages as a pair of tags (`api/marks.py`) before the chat template is applied; the rendered text is split at
+them, and its pieces are tokenized one by one. So a conversation whose earlier turns are sent again keeps the chunks
+of every turn.
 
-Promise: the chunks in the rendered prompt are, letter by letter, the chunks that were sent. A template that drops,
-repeats or escapes them is noticed, and the request gets a 400.
+Promises: chunks that were marked for us are in the rendered prompt, letter by letter, as they were sent; a template
+that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services change nothing:
+the prompt is rendered without them too, and where the two differ they are not used, and named in a header of the
+response.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageContentTextPart
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import RequestOptions, parse_request
-from sglang_chunk_cache.api.marks import MarkedText, split_marked, split_rendered
-from sglang_chunk_cache.api.prepare import CHAT_NAMES, KEY, check_length, mark_prepared, prepare, with_options
-from sglang_chunk_cache.api.served import check_rows, check_served
+from chunk_cache.request_options import MAX_CHUNKS
+from sglang_chunk_cache.api.asked import KEY, Passage, as_passages
+from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked, texts_of
+from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, may_get_reply, prepare
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
-from sglang_chunk_cache.host.generate import misplaced_options
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
 
-_OPTS_PATH = f"custom_params.{KEY}"
+_SPANS_REMEDY = f"apply the template yourself and send input_ids with custom_params.{KEY}.spans"
 
 
 @dataclass
@@ -36,33 +41,46 @@ class Rendering:
     """One request on its way through the template; lives in the thread that renders it.
 
     Attributes:
-        separator: the separator of the server.
-        texts: the marked texts of its messages, in order.
-        paths: the JSON path of each.
-        encoded: the tokenized prompt, once it is known.
+        marks: its chunks, which stand in tags.
+        separator: the separator of the server, which must not stand in what is rendered.
+        is_looked_at: the text is wanted, and no token ids.
+        text: what was rendered last while it was looked at.
+        encoded: the tokenized prompt, once it is known; None = it has no chunks.
     """
 
+    marks: Marks
     separator: str
-    texts: tuple[MarkedText, ...]
-    paths: tuple[str, ...]
+    is_looked_at: bool = False
+    text: str | None = None
     encoded: MarkedIds | None = None
 
     @property
     def path(self) -> str:
         """Where a message about the whole rendering points to."""
-        return self.paths[0] if self.paths else "messages"
+        return self.marks.own[0].path if self.marks.own else "messages"
 
-    def split(self, rendered: str) -> MarkedText:
-        """Splits the rendered prompt.
+    @property
+    def found(self) -> tuple[Mark, ...]:
+        """The marks of its chunks."""
+        return () if self.encoded is None else self.encoded.marks
+
+    def encode(self, tokenizer: Any, rendered: str, encode_kwargs: Any) -> list[int] | None:
+        """The ids of a rendered prompt; None where it has no chunks.
 
         Raises:
             ChunkCacheRequestError: the template changed the chunks.
         """
-        found = split_rendered(rendered, self.texts, self.separator)
+        marked = self._split(rendered)
+        if not marked.chunks:
+            return None
+        self.encoded = encode_marked(tokenizer, marked, encode_kwargs)
+        return self.encoded.ids
+
+    def _split(self, rendered: str) -> MarkedText:
+        found = None if self.separator in rendered else self.marks.split(rendered)
         if found is None:
-            reason = "the chat template of this model, or a separator outside message contents,"
-            remedy = f"apply the template yourself and send input_ids with {_OPTS_PATH}.spans"
-            raise request_error(self.path, f"{reason} changes the marked chunks", remedy)
+            problem = "the chat template of this model, or a separator outside message contents,"
+            raise request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
         return found
 
 
@@ -73,130 +91,216 @@ def _current() -> Rendering | None:
     return getattr(_thread, "rendering", None)
 
 
-def _text_fields(messages: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """All texts of the messages, with their JSON paths."""
-    for index, message in enumerate(messages):
-        content = getattr(message, "content", None)
-        if isinstance(content, str):
-            yield f"messages[{index}].content", content
-        elif isinstance(content, (list, tuple)):
-            for part_index, part in enumerate(content):
-                text = getattr(part, "text", None)
-                if isinstance(text, str):
-                    yield f"messages[{index}].content[{part_index}].text", text
-
-
-def _marked_texts(request: Any, args: ChunkCacheArgs) -> list[tuple[str, MarkedText]]:
-    found = ((path, split_marked(text, args.separator, path)) for path, text in _text_fields(request.messages))
-    return [(path, marked) for path, marked in found if marked is not None]
-
-
 class ChunkServingChat(OpenAIServingChat):
     """See the head of this file."""
 
-    async def handle_request(self, request: Any, raw_request: Any) -> Any:
-        error = await misplaced_options(self, raw_request)
-        return await super().handle_request(request, raw_request) if error is None else error
-
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-        """Runs in a thread of SGLang's pool."""
+        """Runs in a thread of SGLang's pool, or in the event loop for the Anthropic route."""
         manager = self.tokenizer_manager
         args = attached(manager.server_args)
         if args is None:
             return super()._convert_to_internal_request(request, raw_request)
-        marked = [] if request.input_ids is not None else _marked_texts(request, args)
-        opts = _marked_options(request, marked, manager, args) if marked else RequestOptions()
-        rendering = Rendering(args.separator, tuple(text for _, text in marked), tuple(path for path, _ in marked))
+        exchange = Exchange.of(raw_request)
+        if exchange.asked.options is not None:
+            request.custom_params = {**(request.custom_params or {}), KEY: exchange.asked.options}
+        self._place(request, exchange, args)
+        rendering = Rendering(exchange.marks, args.separator)
         _thread.rendering = rendering
         try:
             adapted, request = super()._convert_to_internal_request(request, raw_request)
         finally:
             _thread.rendering = None
-        if marked:
-            _finish(adapted, rendering, opts, manager)
-        else:
-            prepare(adapted, manager, args, CHAT_NAMES)
+        exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
+        if rendering.encoded is not None:
+            exchange.ids = tuple(mark.id for mark in rendering.encoded.marks)
+            _give_spans(adapted, rendering.encoded, manager)
+        elif exchange.marks.own:
+            problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
+            raise request_error(rendering.path, problem, _SPANS_REMEDY)
+        prepare(adapted, manager, args, dataclasses.replace(CHAT_NAMES, options=exchange.asked.path))
+        exchange.awaits_reply = may_get_reply(adapted)
         return adapted, request
+
+    def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:
+        """Puts all chunks of a request into its messages, in tags.
+
+        Raises:
+            ChunkCacheRequestError: a mark is bad, or chunks are marked where they cannot be, or in two ways.
+        """
+        if request.input_ids is not None:
+            _forgo(exchange)
+            return
+        marks, asked = exchange.marks, exchange.asked
+        if self.chat_encoding_spec is not None:
+            marks.drop_foreign("the chat encoding of this model cannot mark chunks")
+            for _, holder, name in texts_of(request.messages):
+                setattr(holder, name, marks.without(getattr(holder, name)))
+        for path, holder, name in texts_of(request.messages):
+            marked = split_marked(getattr(holder, name), args.separator, path)
+            if marked is not None:
+                _check_not_continued(request, path)
+                setattr(holder, name, marks.tag_pieces(marked))
+        passages = asked.passages
+        if exchange.documents and self._renders_documents() and asked.template is None:
+            _put_documents(request, exchange)
+        else:
+            passages = (*as_passages(exchange.documents, "documents"), *passages)
+        if passages:
+            _put_in_front(request.messages, passages, exchange)
+        _check_one_way(exchange)
+
+    def _renders_documents(self) -> bool:
+        """Whether the model's own template has a place for documents."""
+        tokenizer = self.tokenizer_manager.tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        is_jinja = self.template_manager.chat_template_name is None and self.chat_encoding_spec is None
+        return is_jinja and re.search(r"\bdocuments\b", str(template)) is not None
+
+    def _render_and_encode_chat_template(self, messages: Any, **options: Any) -> tuple[list[int], str | None]:
+        rendering = _current()
+        if rendering is None or not rendering.marks.foreign:
+            return super()._render_and_encode_chat_template(messages, **options)
+        text = self._look(rendering, messages, **options)
+        without = {
+            "messages": rendering.marks.without(messages, foreign_only=True),
+            **options,
+            "template_kwargs": rendering.marks.without(options["template_kwargs"], foreign_only=True),
+        }
+        expected = self._look(rendering, **without)
+        if text is None or rendering.marks.without(text, foreign_only=True) != expected:
+            rendering.marks.drop_foreign("the chat template changes it")
+            return super()._render_and_encode_chat_template(**without)
+        ids = rendering.encode(self.tokenizer_manager.tokenizer, text, options["encode_kwargs"])
+        if ids is None:
+            return super()._render_and_encode_chat_template(**without)
+        return ids, None
+
+    def _look(self, rendering: Rendering, messages: Any, **options: Any) -> str | None:
+        """The text that the template makes of messages; None where it makes token ids at once."""
+        rendering.is_looked_at, rendering.text = True, None
+        try:
+            super()._render_and_encode_chat_template(messages, **options)
+        finally:
+            rendering.is_looked_at = False
+        return rendering.text
 
     def _apply_conversation_template(self, request: Any, is_multimodal: bool) -> Any:
         """With a built-in template SGLang tokenizes here."""
         result = super()._apply_conversation_template(request, is_multimodal)
         rendering = _current()
-        if rendering is not None and rendering.separator in result.prompt:
-            result.prompt_ids = _encode(rendering, self.tokenizer_manager.tokenizer, result.prompt, None)
+        if rendering is None:
+            return result
+        text = result.prompt
+        if rendering.marks.foreign:
+            for _, holder, name in texts_of(request.messages):
+                setattr(holder, name, rendering.marks.without(getattr(holder, name), foreign_only=True))
+            result = super()._apply_conversation_template(request, is_multimodal)
+            if rendering.marks.without(text, foreign_only=True) != result.prompt:
+                rendering.marks.drop_foreign("the chat template changes it")
+                text = result.prompt
+        result.prompt = rendering.marks.without(text)
+        result.prompt_ids = rendering.encode(self.tokenizer_manager.tokenizer, text, None) or result.prompt_ids
         return result
 
     def _build_chat_response(self, request: Any, ret: list[dict[str, Any]], created: int) -> Any:
-        return sglext.add_reply(super()._build_chat_response(request, ret, created), ret)
+        return sglext.add_reply(super()._build_chat_response(request, ret, created), ret, request.n)
 
     def _generate_chat_stream(self, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
         events = super()._generate_chat_stream(adapted_request, request, raw_request)
-        return sglext.end_with_reply(events, adapted_request, "chat.completion.chunk", request.model)
+        return sglext.end_with_reply(events, Exchange.of(raw_request).replies, "chat.completion.chunk", request)
 
 
-def _marked_options(
-    request: Any, marked: list[tuple[str, MarkedText]], manager: Any, args: ChunkCacheArgs
-) -> RequestOptions:
-    """The options of a request with separators, so far without spans.
+def _forgo(exchange: Exchange) -> None:
+    """Leaves the texts of a request alone whose prompt is given as token ids."""
+    asked, marks = exchange.asked, exchange.marks
+    if asked.passages:
+        raise request_error(f"{asked.path}.chunks", "input_ids are given too", "send one of the two")
+    marks.drop_foreign("input_ids are given")
+    if exchange.documents:
+        marks.unused["documents"] = "input_ids are given"
+    exchange.marks = Marks(unused=marks.unused)
 
-    Raises:
-        ChunkCacheRequestError: they are bad, mark chunks too, or chunks are marked where they cannot be.
-    """
-    opts = RequestOptions()
-    if KEY in (request.custom_params or {}):
-        opts = parse_request(request.custom_params[KEY], path=_OPTS_PATH, default_method=args.method)
-        check_served(opts, manager, args, _OPTS_PATH)
-    if opts.spans:
-        problem = f"{marked[0][0]} has separators too"
-        raise request_error(f"{_OPTS_PATH}.spans", problem, "mark chunks in one of the two ways")
+
+def _check_not_continued(request: Any, path: str) -> None:
     last = f"messages[{len(request.messages) - 1}].content"
-    if request.continue_final_message and marked[-1][0] == last:
+    if request.continue_final_message and path.startswith(last):
         problem = "chunks cannot be marked in the message that is continued (continue_final_message)"
         raise request_error(last, problem, "remove the separators")
-    return opts
 
 
-def _finish(adapted: Any, rendering: Rendering, opts: RequestOptions, manager: Any) -> None:
-    encoded = rendering.encoded
-    if encoded is None:
-        problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
-        raise request_error(rendering.path, problem, f"send input_ids with {_OPTS_PATH}.spans")
-    check_length(len(adapted.input_ids), manager, "messages")
-    opts = dataclasses.replace(opts, spans=encoded.spans)
-    args = get_args()
-    assert args is not None
-    check_rows(opts, args, _OPTS_PATH)
-    adapted.sampling_params = with_options(adapted.sampling_params, [opts])
-    mark_prepared(adapted)
+def _put_documents(request: Any, exchange: Exchange) -> None:
+    """Hands the documents to the model's own template."""
+    kwargs = request.chat_template_kwargs or {}
+    if "documents" in kwargs:
+        raise request_error("documents", "given in chat_template_kwargs too", "give one of the two")
+    tagged = [
+        {**document, "text": exchange.marks.tag(document["text"], Mark(f"documents[{index}]"))}
+        for index, document in enumerate(exchange.documents)
+    ]
+    request.chat_template_kwargs = {**kwargs, "documents": tagged}
 
 
-def _encode(rendering: Rendering, tokenizer: Any, rendered: str, encode_kwargs: Any) -> list[int]:
-    marked = rendering.split(rendered)
-    rendering.encoded = encode_marked(tokenizer, marked, rendering.path, encode_kwargs)
-    return rendering.encoded.ids
+def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: Exchange) -> None:
+    """Writes passages in front of the last message of the user."""
+    message = next((one for one in reversed(messages) if one.role == "user"), None)
+    if message is None:
+        raise request_error(passages[0].path, "no message of the user, to stand in front of", "send one")
+    written = exchange.tag_passages(passages)
+    if isinstance(message.content, str):
+        message.content = written + message.content
+        return
+    first = next((part for part in message.content if getattr(part, "type", None) == "text"), None)
+    if first is None:
+        message.content = [ChatCompletionMessageContentTextPart(type="text", text=written), *message.content]
+    else:
+        first.text = written + first.text
 
 
-def _encode_marked_rendering(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int] | None:
-    """The ids of a rendered prompt with separators; None where it has none.
+def _check_one_way(exchange: Exchange) -> None:
+    marks, asked = [*exchange.marks.own, *exchange.marks.foreign], exchange.asked
+    if marks and asked.options and asked.options.get("spans"):
+        problem = f"{marks[0].path} is marked too"
+        raise request_error(f"{asked.path}.spans", problem, "mark chunks in one of the two ways")
+
+
+def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
+    """Writes the spans of the chunks into the options of a request, where a client would give them."""
+    if len(encoded.spans) > MAX_CHUNKS:
+        problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
+        raise request_error("messages", problem, "mark longer chunks")
+    paths = [mark.path for mark in encoded.marks]
+    check_length(len(adapted.input_ids), encoded.spans, paths, manager, "messages")
+    params = adapted.sampling_params
+    custom_params = params.get("custom_params") or {}
+    options = {**custom_params.get(KEY, {}), "spans": encoded.spans}
+    adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}
+
+
+def _encode_rendered(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int] | None:
+    """The ids of a rendered prompt with chunks; None where it has none.
 
     Raises:
-        ChunkCacheRequestError: it has some on a route that does not mark chunks (/v1/responses).
+        ChunkCacheRequestError: it has separators on a route that does not mark chunks (/v1/responses).
     """
-    args = get_args()
-    if args is None or args.separator not in text:
+    args, rendering = get_args(), _current()
+    if args is None:
         return None
-    rendering = _current()
     if rendering is None:
-        remedy = f"use /v1/chat/completions, or remove {args.separator!r}"
-        raise request_error("input", "chunks cannot be marked on this route", remedy)
-    return _encode(rendering, tokenizer, text, encode_kwargs)
+        if args.separator in text:
+            remedy = f"use /v1/chat/completions, or remove {args.separator!r}"
+            raise request_error("input", "chunks cannot be marked on this route", remedy)
+        return None
+    if rendering.is_looked_at:
+        rendering.text = text
+        return []
+    return rendering.encode(tokenizer, text, encode_kwargs)
 
 
 def parallel_prompt_encode(
     original: Callable[..., list[int]], tokenizer: Any, text: Any, encode_kwargs: Any = None
 ) -> list[int]:
     """AROUND the function that tokenizes a rendered chat prompt."""
-    encoded = _encode_marked_rendering(tokenizer, text, encode_kwargs) if isinstance(text, str) else None
+    encoded = _encode_rendered(tokenizer, text, encode_kwargs) if isinstance(text, str) else None
     return original(tokenizer, text, encode_kwargs) if encoded is None else encoded
 
 
@@ -204,5 +308,5 @@ def encode_prompt_segments(
     original: Callable[..., list[int]], tokenizer: Any, segments: Any, encode_kwargs: Any = None
 ) -> list[int]:
     """AROUND the function that tokenizes the segments of a template written in Python."""
-    encoded = _encode_marked_rendering(tokenizer, "".join(segments), encode_kwargs)
+    encoded = _encode_rendered(tokenizer, "".join(segments), encode_kwargs)
     return original(tokenizer, segments, encode_kwargs) if encoded is None else encoded

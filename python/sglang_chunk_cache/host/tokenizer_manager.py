@@ -20,9 +20,10 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_chunk_cache.admin.client import Admin
 from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
-from sglang_chunk_cache.api.prepare import KEY, has_options, prepare
+from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.prepare import may_get_reply, prepare
 from sglang_chunk_cache.host.selector import ask, create_client
-from sglang_chunk_cache.host.sglext import collect
 from sglang_chunk_cache.selector.client import SelectorClient
 from sglang_chunk_cache.server_args import attached, set_args
 
@@ -51,7 +52,8 @@ class ChunkTokenizerManager(TokenizerManager):
         args = attached(self.server_args)
         if args is not None and isinstance(obj, GenerateReqInput):
             prepare(obj, self, args)
-        return collect(super().generate_request(obj, request), obj)
+        outputs = super().generate_request(obj, request)
+        return Exchange.of(request).noting(outputs) if request is not None and may_get_reply(obj) else outputs
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await super()._send_one_request(tokenized_obj)
@@ -97,7 +99,7 @@ class ChunkTokenizerManager(TokenizerManager):
 
     def _stream_one_response(self, obj: Any, state: Any, request: Any = None) -> AsyncIterator[Any]:
         generator = super()._stream_one_response(obj, state, request)
-        return _with_reply(generator, state) if has_options(obj) else generator
+        return _with_reply(generator, state) if may_get_reply(obj) else generator
 
 
 def _add_reply(meta_info: dict[str, Any], state: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from chunk_cache.errors import ChunkCacheRequestError, user_error
 from chunk_cache.request_options import parse_request
 from chunk_cache.types import Span
-from sglang_chunk_cache.api.marks import MarkedText, split_marked, split_rendered
+from sglang_chunk_cache.api.marks import MarkedText, Marks, map_texts, split_marked
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
 from sglang_chunk_cache.verify.token_prompt import TokenPrompt
@@ -174,7 +174,7 @@ class _Reader:
         if not isinstance(value[kind], str):
             raise _error(self._path(kind), "not a string", "give one prompt per line")
         marked = split_marked(value[kind], self.separator, self._path(kind))
-        return None if marked is None else self._encoded(marked, kind, {}, answer)
+        return None if marked is None else self._encoded(marked, {}, answer)
 
     def _of_question(self, value: Mapping[str, Any], answer: str) -> TokenPrompt | None:
         chunks = value["chunks"]
@@ -196,7 +196,7 @@ class _Reader:
             return self._of_messages([*messages, {"role": "user", "content": body}], answer)
         head = PLAIN.system.replace("{system}", system) if system else ""
         marked = split_marked(self.separator.join((head, *written, tail)), self.separator, self._path("chunks"))
-        return None if marked is None else self._encoded(marked, "chunks", {}, answer)
+        return None if marked is None else self._encoded(marked, {}, answer)
 
     def _of_messages(self, messages: object, answer: str) -> TokenPrompt | None:
         path = self._path("messages")
@@ -205,16 +205,20 @@ class _Reader:
         if getattr(self.tokenizer, "chat_template", None) is None:
             remedy = "give the prompts as text with separators" + (", or leave out --chat" if self.chat else "")
             raise _error(path, "the model's tokenizer has no chat template", remedy)
-        texts = [text for message in messages for text in _texts(message.get("content"))]
-        marked = [found for text in texts if (found := split_marked(text, self.separator, path)) is not None]
-        if not marked:
+        marks = Marks()
+
+        def tag(text: str) -> str:
+            marked = split_marked(text, self.separator, path)
+            return text if marked is None else marks.tag_pieces(marked)
+
+        joined = [{**message, "content": _joined(map_texts(message.get("content"), tag))} for message in messages]
+        if not marks.own:
             return None
-        joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
         rendered = self.tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
-        whole = split_rendered(rendered, marked, self.separator)
+        whole = marks.split(rendered)
         if whole is None:
             raise _error(path, "the chat template of the model changes the marked chunks", "give input_ids and spans")
-        return self._encoded(whole, "messages", _PLAIN, answer)
+        return self._encoded(whole, _PLAIN, answer)
 
     def _of_ids(self, value: Mapping[str, Any], answer: str) -> TokenPrompt | None:
         ids = value["input_ids"]
@@ -232,8 +236,8 @@ class _Reader:
         spans = parse_request({"spans": options["spans"]}, path=path, num_tokens=len(ids)).spans
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
 
-    def _encoded(self, marked: MarkedText, kind: str, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt:
-        encoded = encode_marked(self.tokenizer, marked, self._path(kind), kwargs)
+    def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt:
+        encoded = encode_marked(self.tokenizer, marked, kwargs)
         gap = "" if not marked.pieces[-1] or marked.pieces[-1][-1].isspace() else " "
         return TokenPrompt(tuple(encoded.ids), encoded.spans, self._ids(gap + answer if answer else ""))
 

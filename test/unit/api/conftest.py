@@ -20,7 +20,7 @@ import zmq
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
-REPLY = {"prefix_tokens": 1, "reused_tokens": 2, "computed_tokens": 3, "chunks": []}
+REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
 
 
 class SchedulerEnd:
@@ -78,7 +78,7 @@ def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> An
         prompt_tokens=[len(request.input_ids)],
         completion_tokens=[num_tokens],
         reasoning_tokens=[0],
-        cached_tokens=[0],
+        cached_tokens=[REPLY["prefix_tokens"]],
         retraction_counts=[0],
         customized_info=wrap_as_pickle(info) if info is not None and (reply or not request.stream) else None,
     )
@@ -118,12 +118,13 @@ class Service:
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.anthropic import serving
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.openai import serving_chat, serving_completions, serving_responses
     from sglang.srt.runtime_context import publish, restore_context, snapshot_context
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from sglang_chunk_cache.host import hooks
+    from sglang_chunk_cache.host import admin_routes, hooks
     from tiny_models import make_model
 
     args = ChunkCacheArgs()
@@ -145,6 +146,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     state.openai_serving_completion = serving_completions.OpenAIServingCompletion(manager, templates)
     state.openai_serving_chat = serving_chat.OpenAIServingChat(manager, templates)
     state.openai_serving_responses = serving_responses.OpenAIServingResponses(manager, templates)
+    state.anthropic_serving = serving.AnthropicServing(state.openai_serving_chat)
+    admin_routes.add_routes()
     options.set_args(args)
     yield Service(manager, http_server.app, SchedulerEnd(port_args))
     options.set_args(None)

@@ -18,6 +18,7 @@ from chunk_cache.request_options import KEYS, MODES
 from chunk_cache.selector_config import SelectorConfig
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
+from sglang_chunk_cache.api.asked import ROUTE_KEYS
 from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.host import refusals
@@ -58,7 +59,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
-    keys = (*KEYS, *Config.__dataclass_fields__, *TierConfig.__dataclass_fields__, *SelectorConfig.__dataclass_fields__)
+    configs = (Config, TierConfig, SelectorConfig)
+    keys = (*KEYS, *ROUTE_KEYS, *(key for config in configs for key in config.__dataclass_fields__))
     choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     gate = (*TARGET_KEYS, *DROPPED, *MEASURES)

@@ -52,7 +52,7 @@ def test_chunk_has_the_same_ids_wherever_it_stands(add_bos):
     for text in (f"{SEP}{chunk}{SEP}", f"In the end{SEP}other{SEP}{chunk}{SEP} what?", f"x{SEP}{chunk}{SEP}y{SEP}z"):
         marked = split_marked(text, SEP, "text")
         assert marked is not None
-        encoded = encode_marked(tokenizer, marked, "text")
+        encoded = encode_marked(tokenizer, marked)
         index = marked.chunks.index(chunk)
         start, end = encoded.spans[index]
         found.append(encoded.ids[start:end])
@@ -63,12 +63,12 @@ def test_bos_comes_once_and_the_pieces_give_the_prompt():
     tokenizer = make_tokenizer(add_bos=True)
     marked = split_marked(f"sys{SEP}aa{SEP}bb{SEP}q", SEP, "text")
     assert marked is not None
-    encoded = encode_marked(tokenizer, marked, "text")
+    encoded = encode_marked(tokenizer, marked)
     assert encoded.ids[0] == tokenizer.bos_token_id
     assert encoded.ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(encoded.ids[1:]) == "sysaabbq"
     assert [tokenizer.decode(encoded.ids[start:end]) for start, end in encoded.spans] == ["aa", "bb"]
-    without = encode_marked(tokenizer, marked, "text", {"add_special_tokens": False})
+    without = encode_marked(tokenizer, marked, {"add_special_tokens": False})
     assert without.ids == encoded.ids[1:]
     assert without.spans == tuple((start - 1, end - 1) for start, end in encoded.spans)
 
@@ -83,7 +83,7 @@ def test_a_tokenizer_that_adds_a_final_token_adds_it_once_at_the_end():
     )
     marked = split_marked(f"a{SEP}b{SEP}c", SEP, "text")
     assert marked is not None
-    encoded = encode_marked(tokenizer, marked, "text")
+    encoded = encode_marked(tokenizer, marked)
     assert encoded.ids[-1] == tokenizer.eos_token_id
     assert encoded.ids.count(tokenizer.eos_token_id) == 1
 
@@ -93,7 +93,7 @@ def test_separator_that_is_a_special_token_is_never_tokenized():
     separator = "<|user|>"
     marked = split_marked(f"a{separator}b{separator}c", separator, "text")
     assert marked is not None
-    encoded = encode_marked(tokenizer, marked, "text")
+    encoded = encode_marked(tokenizer, marked)
     assert tokenizer.convert_tokens_to_ids(separator) not in encoded.ids
 
 

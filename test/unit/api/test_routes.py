@@ -10,7 +10,7 @@ import pytest
 from chunk_cache.request_options import loads
 
 SEP = "<|chunk|>"
-REPLY = {"prefix_tokens": 1, "reused_tokens": 2, "computed_tokens": 3, "chunks": []}
+REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
 OPTS = "sampling_params.custom_params.chunk_cache"
 
 
@@ -171,14 +171,14 @@ def test_separators_and_spans_together(service, seen, stream):
     ("route", "body"),
     [
         ("/generate", {"text": "a"}),
-        ("/v1/completions", {"model": "m", "prompt": "a"}),
-        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"model": "m", "input": "a"}),
+        ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-def test_top_level_field(service, seen, route, body, stream):
-    response = service.post(route, {**body, "stream": stream, "chunk_cache": {"chunks": []}})
+def test_top_level_field_where_it_is_not_read(service, seen, route, body, stream):
+    response = service.post(route, {**body, "stream": stream, "chunk_cache": {"mode": "off"}})
     assert response.status_code == 400
-    assert "chunk_cache: unknown field at the top" in response.text
+    assert "chunk_cache: this route does not read it there; " in response.text
     assert seen == []
 
 

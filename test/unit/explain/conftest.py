@@ -33,7 +33,7 @@ def tokens(tokenizer: Any) -> PromptTokens:
 
     marked = split_marked("<|chunk|>".join(TEXTS), "<|chunk|>", "text")
     assert marked is not None
-    return tokenize(tokenizer, marked, "text")
+    return tokenize(tokenizer, marked)
 
 
 MakeReply = Callable[..., dict[str, Any]]

@@ -1,0 +1,295 @@
+"""Bodies of requests, read before SGLang parses them, which drops what it does not know.
+
+Verb: `read_body`. It finds what a request asks of the chunk cache, puts tags around the chunks that a client has
+marked for another service, and names in `Marks.unused` those that are not used.
+
+What is a chunk, of a message of the user, of a tool or of the system, and never the last part of the prompt:
+- a text with `prompt_cache_breakpoint` or `cache_control`, where server or request say so (`marks`);
+- every text of a message with several parts, where server or request say so (`parts`);
+- a block `search_result` or `document` of the Anthropic route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import request_error, show
+from sglang_chunk_cache.api.asked import KEY, check_passage, read_asked, read_documents
+from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.marks import Mark, trimmed
+from sglang_chunk_cache.server_args import ChunkCacheArgs
+
+_CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
+_ROLES = ("user", "tool", "function", "system", "developer")
+_OFF = "off: --chunk-cache-marks"
+
+
+def read_body(path: str, body: object, exchange: Exchange, args: ChunkCacheArgs) -> None:
+    """Reads a decoded body; changes it in place.
+
+    Args:
+        path: that of the route.
+
+    Raises:
+        ChunkCacheRequestError: the request breaks the contract.
+    """
+    reader = _READERS.get(path)
+    if reader is not None and isinstance(body, dict):
+        reader(body, exchange, args)
+
+
+# What each route reads.
+
+
+def _read_generate(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheArgs) -> None:
+    _refuse(body, (), "sampling_params.custom_params.chunk_cache")
+    _refuse(body, ("custom_params",), "sampling_params.custom_params.chunk_cache")
+
+
+def _read_completion(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
+    exchange.asked = read_asked(body, args.separator)
+
+
+def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    _read_completion(body, exchange, args)
+    exchange.documents = read_documents(body.get("documents"), "documents", args.separator)
+    _mark(list(_chat_parts(body)), exchange, args)
+
+
+def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    _refuse(body, ("custom_params",), "chunk_cache")
+    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
+    exchange.asked = read_asked(body, args.separator)
+    _mark(list(_message_parts(body)), exchange, args)
+
+
+def _read_count(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheArgs) -> None:
+    for _ in _message_parts(body):  # documents become blocks that SGLang knows
+        pass
+
+
+def _read_unmarked(body: dict[str, Any], exchange: Exchange, _args: ChunkCacheArgs) -> None:
+    """A route that cannot mark chunks."""
+    _refuse(body, (), None)
+    for name in ("input", "messages"):
+        for path, mark in _marks_in(body.get(name), name):
+            exchange.marks.unused[f"{path}.{mark}"] = "this route cannot mark chunks"
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] = {
+    "/generate": _read_generate,
+    "/v1/completions": _read_completion,
+    "/v1/chat/completions": _read_chat,
+    "/invocations": _read_chat,
+    "/v1/messages": _read_messages,
+    "/v1/messages/count_tokens": _read_count,
+    "/v1/responses": _read_unmarked,
+    "/api/chat": _read_unmarked,
+    "/api/generate": _read_unmarked,
+}
+
+
+def _refuse(body: Mapping[str, Any], outer: Sequence[str], remedy: str | None) -> None:
+    """Refuses a `chunk_cache` where another route reads it, and this one would drop it."""
+    holder: object = body
+    for name in outer:
+        holder = holder.get(name) if isinstance(holder, Mapping) else None
+    if isinstance(holder, Mapping) and KEY in holder:
+        path = ".".join((*outer, KEY))
+        advice = "use /v1/chat/completions or /v1/completions" if remedy is None else f"put it into {remedy}"
+        raise request_error(path, "this route does not read it there", advice)
+
+
+# The parts of a prompt.
+
+
+class _Field:
+    """A text in a body, and the place where it stands."""
+
+    def __init__(self, holder: dict[str, Any], key: str) -> None:
+        self._holder, self._key = holder, key
+
+    @property
+    def text(self) -> str:
+        found: str = self._holder[self._key]
+        return found
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._holder[self._key] = text
+
+    @property
+    def has_text(self) -> bool:
+        found = self._holder.get(self._key)
+        return isinstance(found, str) and bool(found.strip())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What stands at one place of the prompt.
+
+    Attributes:
+        path: of its text, for messages.
+        fields: what of it SGLang writes into the prompt, in order; empty = no text.
+        mark: the path of the mark that the client has put on it; empty = none.
+        is_passage: whether it is a passage by its kind, and not by a mark.
+        role: of its message.
+        is_several: whether its message has other parts too.
+    """
+
+    path: str
+    fields: tuple[_Field, ...]
+    mark: str
+    role: str
+    is_several: bool = False
+    is_passage: bool = False
+
+
+def _mark(parts: list[_Part], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    asked = exchange.asked
+    takes_marks = args.marks if asked.marks is None else asked.marks
+    takes_parts = args.parts if asked.parts is None else asked.parts
+    has_spans = bool(asked.options and asked.options.get("spans"))
+    for part in parts:
+        is_asked = part.is_passage or (bool(part.mark) and takes_marks)
+        if not is_asked and not (takes_parts and part.is_several):
+            reason = _OFF
+        else:
+            reason = "spans are given" if has_spans else _why_not(part, part is parts[-1], exchange)
+        if not reason and is_asked:
+            _check_part(part, args.separator)
+        if not reason and _is_markable(part, args.separator):
+            _tag(part, exchange)
+        elif part.mark:
+            exchange.marks.unused[part.mark] = reason
+
+
+def _why_not(part: _Part, is_last: bool, exchange: Exchange) -> str:
+    if not part.fields:
+        return "no text"
+    if part.role not in _ROLES:
+        return "not of the user, a tool or the system"
+    if is_last:
+        return "the last part of the prompt"
+    return "too many chunks" if exchange.marks.is_full else ""
+
+
+def _check_part(part: _Part, separator: str) -> None:
+    check_passage("\n".join(field.text for field in part.fields), part.path, separator)
+
+
+def _is_markable(part: _Part, separator: str) -> bool:
+    """Whether a text can be a chunk; one that is a part only, and has separators, marks its own."""
+    return any(field.has_text for field in part.fields) and all(separator not in field.text for field in part.fields)
+
+
+def _tag(part: _Part, exchange: Exchange) -> None:
+    opening, closing = exchange.marks.tags(Mark(part.mark or part.path))
+    lead, core, trail = trimmed(part.fields[0].text)
+    part.fields[0].text = f"{lead}{opening}{core}{trail}"
+    lead, core, trail = trimmed(part.fields[-1].text)
+    part.fields[-1].text = f"{lead}{core}{closing}{trail}"
+
+
+def _chat_parts(body: Mapping[str, Any]) -> Iterator[_Part]:
+    for path, message in _objects(body.get("messages"), "messages"):
+        role = str(message.get("role")).lower()
+        content = message.get("content")
+        if isinstance(content, list):
+            for where, part in _objects(content, f"{path}.content"):
+                fields = (_Field(part, "text"),) if _is_text(part) else ()
+                yield _Part(f"{where}.text", fields, _mark_of(part, where), role, len(content) > 1)
+        else:
+            fields = (_Field(message, "content"),) if isinstance(content, str) else ()
+            yield _Part(f"{path}.content", fields, _mark_of(message, path), role)
+
+
+def _message_parts(body: Mapping[str, Any]) -> Iterator[_Part]:
+    yield from _block_parts(body.get("system"), "system", "system")
+    for path, message in _objects(body.get("messages"), "messages"):
+        content, role = message.get("content"), str(message.get("role"))
+        if isinstance(content, str):
+            yield _Part(f"{path}.content", (_Field(message, "content"),), "", role)
+        yield from _block_parts(content, f"{path}.content", role)
+
+
+def _block_parts(blocks: object, path: str, role: str) -> Iterator[_Part]:
+    found = list(_objects(blocks, path))
+    for where, block in found:
+        kind = block.get("type")
+        mark = _mark_of(block, where)
+        if kind == "tool_result":
+            content = block.get("content")
+            if isinstance(content, str):
+                yield _Part(f"{where}.content", (_Field(block, "content"),), mark, role)
+            elif mark:
+                yield _Part(where, (), mark, role)
+            yield from _block_parts(content, f"{where}.content", role)
+        elif kind in ("search_result", "document"):
+            if kind == "document":
+                _make_search_result(block, where)
+            yield _Part(where, _search_fields(block), f"{where}.{kind}", role, is_passage=True)
+        else:
+            fields = (_Field(block, "text"),) if _is_text(block) else ()
+            yield _Part(f"{where}.text", fields, mark, role, len(found) > 1)
+
+
+def _make_search_result(block: dict[str, Any], path: str) -> None:
+    """Makes of a document the block that SGLang knows how to write into a prompt: title, source, content.
+
+    Raises:
+        ChunkCacheRequestError: it has no text.
+    """
+    source = block.pop("source", None)
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind not in ("text", "content"):
+        problem = f"a document with a source of type {show(kind)} has no text"
+        raise request_error(f"{path}.source", problem, 'give a source of type "text" or "content"')
+    key = "data" if kind == "text" else "content"
+    content = source.get(key)
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part["text"] for part in parts if _is_text(part)]
+    if len(texts) < len(parts) or not "".join(texts).strip():
+        raise request_error(f"{path}.source.{key}", "the document is not of text", "give it text, or leave it out")
+    context = block.pop("context", None)
+    block["type"] = "search_result"
+    block["content"] = [{"type": "text", "text": text} for text in ([context] if context else []) + texts]
+
+
+def _search_fields(block: dict[str, Any]) -> tuple[_Field, ...]:
+    """The title, the source and the texts of a search result that has a text."""
+    texts = [_Field(part, "text") for _, part in _objects(block.get("content"), "") if _is_text(part)]
+    texts = [field for field in texts if field.has_text]
+    source = block.get("source")
+    heads = [_Field(block, "title")]
+    if isinstance(source, dict):
+        heads.append(_Field(source, "url" if source.get("url") else "text"))
+    else:
+        heads.append(_Field(block, "source"))
+    return (*(field for field in heads if field.has_text), *texts) if texts else ()
+
+
+def _objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for index, one in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(one, dict):
+            yield f"{path}[{index}]", one
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _mark_of(holder: Mapping[str, Any], path: str) -> str:
+    return next((f"{path}.{name}" for name in _CACHE_MARKS if holder.get(name) is not None), "")
+
+
+def _marks_in(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """The marks in the messages of a route that has no chunks."""
+    for where, one in _objects(value, path):
+        for name in _CACHE_MARKS:
+            if one.get(name) is not None:
+                yield where, name
+        yield from _marks_in(one.get("content"), f"{where}.content")

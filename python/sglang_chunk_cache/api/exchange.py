@@ -1,0 +1,109 @@
+"""Exchange: one HTTP request and its response, as far as the chunk cache is concerned.
+
+It lies in the ASGI scope, where everything that handles the request finds it: what the body asked for is put there
+when it is read, the marks while it is prepared, the replies as they come; `ReplyHeaders` makes the headers of the
+response of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_chunk_cache.api.asked import KEY, Asked, Passage, write_passage
+from sglang_chunk_cache.api.marks import Mark, Marks
+from sglang_chunk_cache.api.replies import Replies
+
+HEADER, UNUSED_HEADER = "x-chunk-cache", "x-chunk-cache-unused"
+_MAX_NAMED = 8
+"""Marks in a header: proxies bound its length."""
+
+
+@dataclass
+class Exchange:
+    """See the head of this file.
+
+    Attributes:
+        asked: the `chunk_cache` object of the request.
+        documents: the `documents` of a chat.
+        marks: the chunks that were marked otherwise than by spans, in tags where they stand.
+        ids: what the client calls the chunks, in the order of the prompt; empty = nothing.
+        replies: of its choices.
+        awaits_reply: whether the scheduler will send replies, so that the headers wait for the first output.
+    """
+
+    asked: Asked = field(default_factory=Asked)
+    documents: tuple[dict[str, Any], ...] = ()
+    marks: Marks = field(default_factory=Marks)
+    ids: tuple[str | None, ...] = ()
+    replies: Replies = field(default_factory=Replies)
+    awaits_reply: bool = False
+
+    @classmethod
+    def of(cls, raw_request: Any) -> Exchange:
+        """That of a request of Starlette; a new one where there is no request."""
+        if raw_request is None:
+            return cls()
+        found: Exchange = raw_request.scope.setdefault(KEY, cls())
+        return found
+
+    async def noting(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The outputs of a request, their replies noted, and with the ids that the client gave."""
+        async for out in outputs:
+            for index, one in enumerate(out if isinstance(out, list) else [out]):
+                self._note(one.get("index", index), one["meta_info"])
+            yield out
+
+    def _note(self, index: int, meta_info: dict[str, Any]) -> None:
+        reply = meta_info.get(KEY)
+        for chunk, name in zip(reply["chunks"] if reply else (), self.ids, strict=False):
+            if name is not None:
+                chunk["id"] = name
+        self.replies.note(index, meta_info)
+
+    def tag_passages(self, passages: Iterable[Passage]) -> str:
+        """Passages as they stand in the prompt, each in tags."""
+        written = ((one, write_passage(one, self.asked.template)) for one in passages)
+        return "".join(self.marks.tag(text, Mark(one.path, text.strip(), one.id or None)) for one, text in written)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of its response."""
+        unused = self.marks.unused
+        named = [f"{path} ({reason})" for path, reason in unused.items()][:_MAX_NAMED]
+        more = [f"and {len(unused) - _MAX_NAMED} more"] if len(unused) > _MAX_NAMED else []
+        found = {HEADER: self.replies.header(), UNUSED_HEADER: ", ".join(named + more)}
+        return [(name.encode(), value.encode()) for name, value in found.items() if value]
+
+
+class ReplyHeaders:
+    """ASGI middleware: adds the headers of the exchange to a response.
+
+    Where replies are awaited, the head of the response waits for the first of its body, which comes with the first
+    output.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        held: dict[str, Any] | None = None
+
+        async def send_with_headers(message: dict[str, Any]) -> None:
+            nonlocal held
+            exchange = scope.get(KEY)
+            if message["type"] == "http.response.start" and exchange is not None:
+                held = message
+                if exchange.awaits_reply:
+                    return
+            if held is not None:
+                start, held = held, None
+                await send({**start, "headers": [*start.get("headers", ()), *exchange.headers()]})
+                if start is message:
+                    return
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)

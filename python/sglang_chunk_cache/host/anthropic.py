@@ -1,0 +1,67 @@
+"""`/v1/messages`: the reply in messages of Anthropic.
+
+The marks of a request are found where its body is read (`api/bodies.py`); SGLang makes a chat of it, in which they
+stand in tags. The reply is `sglext.chunk_cache`, as on the OpenAI routes, and two fields of `usage`; in a stream both
+are in the event `message_start`. What came from chunks is counted in `input_tokens`, and never in
+`cache_read_input_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesResponse, AnthropicUsage
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+
+from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.replies import USAGE_KEYS, Replies
+
+_START = "event: message_start\ndata: "
+
+
+class _Usage(AnthropicUsage):
+    """With the counts of the chunk cache."""
+
+    chunk_reused_tokens: int
+    chunk_recomputed_tokens: int
+
+
+class _Message(AnthropicMessagesResponse):
+    """With the reply of the chunk cache."""
+
+    usage: _Usage
+    sglext: Any
+
+
+class ChunkAnthropicServing(AnthropicServing):
+    """See the head of this file."""
+
+    def _convert_response(self, response: Any) -> Any:
+        message = super()._convert_response(response)
+        reply = getattr(response.sglext, KEY, None)
+        if reply is None:
+            return message
+        details = response.usage.prompt_tokens_details.model_dump()
+        usage = _Usage(**message.usage.model_dump(), **{key: details[key] for key in USAGE_KEYS})
+        return _Message(**{**dict(message), "usage": usage, "sglext": {KEY: reply}})
+
+    async def _generate_anthropic_stream(
+        self, adapted_request: Any, processed_request: Any, anthropic_request: Any, raw_request: Any
+    ) -> AsyncIterator[str]:
+        replies = Exchange.of(raw_request).replies
+        events = super()._generate_anthropic_stream(adapted_request, processed_request, anthropic_request, raw_request)
+        async for event in events:
+            yield _with_reply(event, replies) if event.startswith(_START) else event
+
+
+def _with_reply(event: str, replies: Replies) -> str:
+    reply = replies.merged()
+    if reply is None:
+        return event
+    body = json.loads(event.removeprefix(_START))
+    body["message"]["usage"] |= replies.usage(1)
+    body["message"]["sglext"] = {KEY: reply}
+    return f"{_START}{json.dumps(body)}\n\n"

@@ -1,0 +1,561 @@
+"""Marks that clients send for other services, passages beside messages, and the headers and details of replies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from chunk_cache.request_options import MAX_CHUNKS, loads
+from sglang_chunk_cache import server_args as options
+
+SEP = "<|chunk|>"
+CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"
+BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+UNUSED = "x-chunk-cache-unused"
+
+
+@pytest.fixture
+def seen(service):
+    service.scheduler.seen.clear()
+    return service.scheduler.seen
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Changes the flags of the server."""
+
+    def change(**flags: Any) -> None:
+        monkeypatch.setattr(options, "_current", dataclasses.replace(options._current, **flags))
+
+    return change
+
+
+@pytest.fixture
+def template(service, monkeypatch):
+    """Gives the model another chat template."""
+
+    def change(text: str, content_format: str = "string") -> None:
+        monkeypatch.setattr(service.manager.tokenizer, "chat_template", text)
+        from sglang.srt.entrypoints.http_server import app
+
+        manager = app.state.openai_serving_chat.template_manager
+        monkeypatch.setattr(manager, "_jinja_template_content_format", content_format)
+
+    return change
+
+
+def carried(request: Any) -> Any:
+    return (request.sampling_params.custom_params or {}).get("chunk_cache")
+
+
+def text_of(service, request) -> str:
+    return service.manager.tokenizer.decode(list(request.input_ids))
+
+
+def chunks_of(service, request) -> list[str]:
+    if carried(request) is None:
+        return []
+    ids = list(request.input_ids)
+    return [service.manager.tokenizer.decode(ids[start:end]) for start, end in loads(carried(request)).spans]
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+def chat(*messages: Any, **more: Any) -> dict[str, Any]:
+    found = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
+    return {"model": "m", "max_tokens": 3, "messages": found, **more}
+
+
+def sent(service, seen, route: str, body: Any, status: int = 200) -> Any:
+    """The response, and the request that reached the scheduler."""
+    seen.clear()
+    response = service.post(route, body)
+    assert response.status_code == status, response.text
+    return response
+
+
+MARKED = chat(
+    ("system", [text("Be brief."), text(" the old rule\n", **CONTROL)]),
+    ("user", [text("the rose\n", **BREAKPOINT), text("the tale", **CONTROL), text("Who?", **CONTROL)]),
+)
+
+
+# Marks on text parts.
+
+
+def test_marks_are_off_unless_asked_for_and_named(service, seen):
+    response = sent(service, seen, CHAT, MARKED)
+    assert carried(seen[0]) is None
+    assert "x-chunk-cache" not in response.headers
+    named = response.headers[UNUSED]
+    assert "messages[0].content[1].cache_control (off: --chunk-cache-marks)" in named
+    assert "messages[1].content[0].prompt_cache_breakpoint (off" in named
+
+
+@pytest.mark.parametrize("how", ["server", "request"])
+def test_marked_parts_are_chunks_and_the_text_is_that_of_stock(service, seen, use, how):
+    sent(service, seen, CHAT, MARKED)
+    stock = text_of(service, seen[0])
+    use(marks=how == "server")
+    body = MARKED if how == "server" else {**MARKED, "chunk_cache": {"marks": True}}
+    response = sent(service, seen, CHAT, body)
+    assert chunks_of(service, seen[0]) == ["the old rule", "the rose", "the tale"]
+    assert text_of(service, seen[0]) == stock
+    assert response.headers[UNUSED] == "messages[1].content[2].cache_control (the last part of the prompt)"
+
+
+def test_a_request_may_decline_the_marks_that_the_server_takes(service, seen, use):
+    use(marks=True)
+    sent(service, seen, CHAT, {**MARKED, "chunk_cache": {"marks": False}})
+    assert chunks_of(service, seen[0]) == []
+
+
+def test_roles_strings_and_other_kinds_of_content(service, seen, use):
+    use(marks=True)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    body = chat(
+        {"role": "developer", "content": "the rule", **CONTROL},
+        {"role": "assistant", "content": [text("so", **CONTROL)]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [text("found it", **BREAKPOINT)]},
+        {"role": "user", "content": "Who?", **CONTROL},
+    )
+    response = sent(service, seen, CHAT, body)
+    assert chunks_of(service, seen[0]) == ["the rule", "found it"]
+    assert response.headers[UNUSED] == (
+        "messages[1].content[0].cache_control (not of the user, a tool or the system), "
+        "messages[4].cache_control (the last part of the prompt)"
+    )
+
+
+def test_parts_are_chunks_where_that_is_asked_for(service, seen, use):
+    body = chat(("system", [text("alone")]), ("user", [text("the rose"), text(" "), text("the tale"), text("Who?")]))
+    sent(service, seen, CHAT, body)
+    stock = text_of(service, seen[0])
+    sent(service, seen, CHAT, {**body, "custom_params": {"chunk_cache": {"parts": True, "mode": "exact"}}})
+    assert chunks_of(service, seen[0]) == ["the rose", "the tale"]
+    assert loads(carried(seen[0])).mode == "exact"
+    assert text_of(service, seen[0]) == stock
+    use(parts=True)
+    sent(service, seen, CHAT, body)
+    assert chunks_of(service, seen[0]) == ["the rose", "the tale"]
+
+
+def test_separators_and_marks_together(service, seen, use):
+    use(marks=True)
+    body = chat(("system", [text("the rule", **CONTROL), text("Go.")]), ("user", f"Read. {SEP}the rose{SEP}Who?"))
+    sent(service, seen, CHAT, body)
+    assert chunks_of(service, seen[0]) == ["the rule", "the rose"]
+
+
+def test_marks_are_not_mixed_with_spans(service, seen, use):
+    use(marks=True)
+    response = sent(service, seen, CHAT, {**MARKED, "chunk_cache": {"spans": [[0, 2]]}})
+    assert loads(carried(seen[0])).spans == ((0, 2),)
+    assert "prompt_cache_breakpoint (spans are given)" in response.headers[UNUSED]
+
+
+def test_only_so_many_marks_are_named(service, seen):
+    parts = [text(f"part {i}", **CONTROL) for i in range(20)]
+    assert sent(service, seen, CHAT, chat(("user", parts))).headers[UNUSED].endswith(", and 12 more")
+
+
+def test_more_marks_than_chunks_may_be(service, seen, use):
+    use(marks=True)
+    parts = [text("a", **CONTROL) for _ in range(MAX_CHUNKS + 2)]
+    response = sent(service, seen, CHAT, chat(("user", parts)))
+    assert len(chunks_of(service, seen[0])) == MAX_CHUNKS
+    assert f"messages[0].content[{MAX_CHUNKS}].cache_control (too many chunks)" in response.headers[UNUSED]
+
+
+# Exactness: whatever a template does with a text, the prompt is that of stock SGLang.
+
+ALL = ["the old rule", "the rose", "the tale"]
+LOOP = "{{ '<|bos|>' }}{% for m in messages %}<|{{ m.role }}|>WRITTEN{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "content_format", "chunks"),
+    [
+        ("{{ m.content | trim }}", "string", ALL),
+        ("{{ m.content | tojson }}", "string", ALL),
+        ("{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}", "openai", ALL),
+        ("{{ m.content if m.role == 'user' }}", "string", ["the rose", "the tale"]),
+        ("{{ m.content }}{{ m.content }}", "string", ALL),
+        ("{{ m.content[:1] }}", "string", []),
+        ("{{ m.content }}{{ m.content | length }}", "string", []),
+    ],
+)  # fmt: skip
+def test_the_text_is_that_of_stock_with_any_template(service, seen, template, written, content_format, chunks):
+    template(LOOP.replace("WRITTEN", written), content_format)
+    sent(service, seen, CHAT, MARKED)
+    stock = text_of(service, seen[0])
+    response = sent(service, seen, CHAT, {**MARKED, "chunk_cache": {"marks": True}})
+    assert text_of(service, seen[0]) == stock
+    assert list(dict.fromkeys(chunks_of(service, seen[0]))) == chunks
+    named = response.headers[UNUSED]
+    assert ("messages[0].content[1].cache_control (the chat template" in named) == ("the old rule" not in chunks)
+
+
+def test_a_built_in_template(service, seen, monkeypatch):
+    from sglang.srt.entrypoints.http_server import app
+
+    body = chat(("system", "Be brief."), ("user", [text("the rose\n", **CONTROL), text("Who?")]))
+    monkeypatch.setattr(app.state.openai_serving_chat.template_manager, "_chat_template_name", "chatml")
+    sent(service, seen, CHAT, body)
+    stock = text_of(service, seen[0])
+    sent(service, seen, CHAT, {**body, "chunk_cache": {"marks": True}})
+    assert chunks_of(service, seen[0]) == ["the rose"]
+    assert text_of(service, seen[0]) == stock
+
+
+# Passages beside the messages.
+
+CHUNKS = [{"id": "a", "text": "the rose\n"}, {"id": "b", "text": "the tale"}, {"id": "a", "text": "the rose\n"}]
+
+
+def test_chunks_stand_in_front_of_the_last_message_of_the_user(service, seen):
+    body = chat(("user", "Hi."), ("assistant", "Yes."), ("user", "Who?"))
+    sent(service, seen, CHAT, {**body, "chunk_cache": {"chunks": CHUNKS, "ratio": 0.5}})
+    assert chunks_of(service, seen[0]) == ["the rose", "the tale", "the rose"]
+    assert loads(carried(seen[0])).ratio == 0.5
+    assert "<|user|>the rose\n\n\nthe tale\n\nthe rose\n\n\nWho?<|assistant|>" in text_of(service, seen[0])
+
+
+def test_the_template_of_chunks(service, seen):
+    asked = {"chunks": CHUNKS[:2], "template": "[{id}] {text} {end}\n"}
+    sent(service, seen, CHAT, chat(("user", [text("Who?")]), chunk_cache=asked))
+    assert chunks_of(service, seen[0]) == ["[a] the rose\n {end}", "[b] the tale {end}"]
+    assert text_of(service, seen[0]).endswith("[b] the tale {end}\nWho?<|assistant|>")
+
+
+def test_chunks_in_front_of_a_completion(service, seen):
+    body = {"model": "m", "prompt": f"Now{SEP}the end{SEP}?", "max_tokens": 3, "echo": True}
+    response = sent(service, seen, COMPLETIONS, {**body, "chunk_cache": {"chunks": CHUNKS[:1]}})
+    assert chunks_of(service, seen[0]) == ["the rose", "the end"]
+    assert response.json()["choices"][0]["text"].startswith("the rose\n\n\nNowthe end?")
+
+
+DOCUMENTS = ["the rose\n", {"title": "Tales", "text": "the tale", "doc_id": 7}]
+
+
+def test_documents_without_a_place_in_the_template(service, seen):
+    sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS))
+    assert chunks_of(service, seen[0]) == ["the rose", "Tales\nthe tale"]
+    assert text_of(service, seen[0]).endswith("<|user|>the rose\n\n\nTales\nthe tale\n\nWho?<|assistant|>")
+
+
+def test_documents_in_the_models_own_template(service, seen, template):
+    template(
+        "{% for d in documents or () %}<{{ d.title }}: {{ d.text | trim }}>{% endfor %}"
+        + LOOP.replace("WRITTEN", "{{ m.content }}")
+    )
+    stock = [{"text": DOCUMENTS[0]}, DOCUMENTS[1]]
+    sent(service, seen, CHAT, chat(("user", "Who?"), chat_template_kwargs={"documents": stock}))
+    expected = text_of(service, seen[0])
+    sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS))
+    assert text_of(service, seen[0]) == expected
+    assert chunks_of(service, seen[0]) == ["the rose", "the tale"]
+    asked = {"template": "<{text}>"}
+    sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS, chunk_cache=asked))
+    assert chunks_of(service, seen[0]) == ["<the rose\n>", "<the tale>"]
+
+
+def test_documents_that_the_template_leaves_out_are_named(service, seen, template):
+    template("{% if tools %}{{ documents }}{% endif %}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=["the rose"]))
+    assert chunks_of(service, seen[0]) == []
+    assert response.headers[UNUSED] == "documents[0] (the chat template leaves it out)"
+
+
+# Anthropic.
+
+SEARCH = {
+    "type": "search_result",
+    "source": "http://a",
+    "title": "Roses",
+    "content": [text("the rose"), text("is red.\n")],
+    "citations": {"enabled": True},
+}
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "the tale"},
+    "title": "Tales",
+    "citations": {"enabled": True},
+}
+
+
+def messages(*content: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": list(content)}], **more}
+
+
+def test_search_results_and_documents_are_chunks(service, seen, monkeypatch):
+    body = messages(SEARCH, DOCUMENT, text("Who?"))
+    response = sent(service, seen, MESSAGES, body)
+    assert chunks_of(service, seen[0]) == [
+        "Roses\nSource: http://a\nContent: the rose\nis red.",
+        "Tales\nContent: the tale",
+    ]
+    assert UNUSED not in response.headers
+    found = text_of(service, seen[0])
+    monkeypatch.setattr(options, "_current", None)  # as stock SGLang has it
+    as_result = {"type": "search_result", "title": "Tales", "content": [text("the tale")]}
+    sent(service, seen, MESSAGES, messages(SEARCH, as_result, text("Who?")))
+    assert text_of(service, seen[0]) == found
+
+
+def test_documents_of_content_with_a_context(service, seen):
+    source = {"type": "content", "content": [text("the rose"), text("the tale")]}
+    sent(service, seen, MESSAGES, messages({"type": "document", "source": source, "context": "Read."}, text("Who?")))
+    assert chunks_of(service, seen[0]) == ["Read.\nthe rose\nthe tale"]
+    source = {"type": "content", "content": "the rose"}
+    sent(service, seen, MESSAGES, messages({"type": "document", "source": source}, text("Who?")))
+    assert chunks_of(service, seen[0]) == ["the rose"]
+
+
+def test_results_of_tools(service, seen, use):
+    use(marks=True)
+    use_block = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t", "content": [SEARCH, text("more", **CONTROL)]},
+        {"type": "tool_result", "tool_use_id": "t", "content": "plain", **CONTROL},
+        text("Who?"),
+    ]
+    body = messages(text("Look."))
+    body["messages"] += [{"role": "assistant", "content": [use_block]}, {"role": "user", "content": results}]
+    sent(service, seen, MESSAGES, body)
+    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red.", "more", "plain"]
+
+
+def test_cache_control_of_anthropic(service, seen, use):
+    body = messages(
+        text(" the rose\n", **CONTROL),
+        text("Who?", **CONTROL),
+        system=[text("Be brief."), text("the rule\n", **CONTROL)],
+    )
+    off = sent(service, seen, MESSAGES, body)
+    stock = text_of(service, seen[0])
+    assert "system[1].cache_control (off: --chunk-cache-marks)" in off.headers[UNUSED]
+    assert "sglext" not in off.json()
+    use(marks=True)
+    response = sent(service, seen, MESSAGES, body)
+    assert chunks_of(service, seen[0]) == ["the rule", "the rose"]
+    assert text_of(service, seen[0]) == stock
+    assert response.headers[UNUSED] == "messages[0].content[1].cache_control (the last part of the prompt)"
+
+
+def test_options_of_anthropic(service, seen):
+    asked = {"chunks": CHUNKS[:1], "method": "random"}
+    sent(service, seen, MESSAGES, messages(text("Who?"), chunk_cache=asked))
+    assert chunks_of(service, seen[0]) == ["the rose"]
+    assert loads(carried(seen[0])).method == "random"
+
+
+def test_tokens_of_documents_are_counted(service, seen):
+    body = messages(DOCUMENT, text("Who?", **CONTROL))
+    del body["max_tokens"]
+    response = sent(service, seen, f"{MESSAGES}/count_tokens", body)
+    assert response.json()["input_tokens"] > 10
+
+
+# Routes that cannot mark chunks.
+
+
+def test_marks_on_other_routes_are_named(service, seen):
+    body = {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a", **BREAKPOINT}]}]}
+    response = service.post("/v1/responses", body)
+    assert response.headers[UNUSED] == "input[0].content[0].prompt_cache_breakpoint (this route cannot mark chunks)"
+
+
+# Replies.
+
+COUNTS = {"chunk_reused_tokens": 5, "chunk_recomputed_tokens": 2}
+
+
+def test_headers_usage_and_ids_of_a_chat(service, seen):
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"chunks": CHUNKS[:1]}))
+    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
+    assert response.json()["usage"]["prompt_tokens_details"] == COUNTS
+
+
+def test_choices_are_added_up(service, seen):
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"chunks": CHUNKS[:1]}, n=3))
+    assert response.headers["x-chunk-cache"] == "reused=15, recomputed=6"
+    assert response.json()["usage"]["prompt_tokens_details"]["chunk_reused_tokens"] == 5
+    body = {"model": "m", "prompt": [f"{SEP}a{SEP}", "plain", f"{SEP}b{SEP}"], "max_tokens": 3}
+    response = sent(service, seen, COMPLETIONS, body)
+    assert response.headers["x-chunk-cache"] == "reused=10, recomputed=4"
+    assert response.json()["usage"]["prompt_tokens_details"]["chunk_reused_tokens"] == 10
+    body = {"text": [f"{SEP}a{SEP}", "plain"], "sampling_params": {"max_new_tokens": 3}}
+    assert sent(service, seen, "/generate", body).headers["x-chunk-cache"] == "reused=5, recomputed=2"
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, chat(("user", f"{SEP}a{SEP}b"))),
+        (COMPLETIONS, {"model": "m", "prompt": f"{SEP}a{SEP}b", "max_tokens": 3}),
+        ("/generate", {"text": f"{SEP}a{SEP}b", "sampling_params": {"max_new_tokens": 3}}),
+        (MESSAGES, messages(SEARCH, text("Who?"))),
+    ],
+)
+def test_streams_have_the_header_too(service, seen, route, body):
+    response = sent(service, seen, route, {**body, "stream": True})
+    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
+
+
+@pytest.mark.parametrize("cached", [{}, {"cached_tokens": 1}])
+def test_cached_tokens_are_those_of_stock(service, seen, cached):
+    from sglang.srt.runtime_context import get_serving
+
+    with get_serving().override(enable_cache_report=bool(cached)):
+        for route, body in (
+            (CHAT, chat(("user", f"{SEP}a{SEP}b"))),
+            (COMPLETIONS, {"model": "m", "prompt": f"{SEP}a{SEP}b", "max_tokens": 3}),
+        ):
+            assert sent(service, seen, route, body).json()["usage"]["prompt_tokens_details"] == {**cached, **COUNTS}
+            events = service.events(route, {**body, "stream_options": {"include_usage": True}})
+            (usage,) = [event["usage"] for event in events if event.get("usage")]
+            assert usage["prompt_tokens_details"] == {**cached, **COUNTS}
+        body = messages(SEARCH, text("Who?"))
+        message = sent(service, seen, MESSAGES, body).json()
+        start = sent(service, seen, MESSAGES, {**body, "stream": True}).text.partition("data: ")[2].partition("\n")[0]
+        for usage in (message["usage"], json.loads(start)["message"]["usage"]):
+            assert usage.get("cache_read_input_tokens", 0) == len(cached)
+            assert usage["input_tokens"] == len(seen[0].input_ids) - len(cached)
+            assert usage.items() >= COUNTS.items()
+
+
+def test_the_reply_of_anthropic(service, seen):
+    body = messages(SEARCH, text("Who?"))
+    message = sent(service, seen, MESSAGES, body).json()
+    assert message["sglext"]["chunk_cache"]["reused_tokens"] == 5
+    usage = message["usage"]
+    assert (usage["chunk_reused_tokens"], usage["chunk_recomputed_tokens"]) == (5, 2)
+    assert "cache_read_input_tokens" not in usage
+    assert usage["input_tokens"] == len(seen[0].input_ids)
+    events = sent(service, seen, MESSAGES, {**body, "stream": True}).text
+    assert events.count('"sglext"') == 1
+    assert '"chunk_reused_tokens": 5' in events.partition("event: content_block_start")[0]
+
+
+def test_plain_requests_get_nothing(service, seen):
+    for route, body in (
+        (CHAT, chat(("user", "a"))),
+        (MESSAGES, messages(text("a"))),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 3}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
+    ):
+        response = sent(service, seen, route, body)
+        assert not [name for name in response.headers if name.startswith("x-chunk-cache")]
+        assert "chunk_" not in response.text
+
+
+# Bad marks: a 400 that names the place.
+
+USER = ("user", "Who?")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        (CHAT, chat(USER, chunk_cache={"chunk": []}), "chunk_cache: unknown key 'chunk'; known keys: spans"),
+        (CHAT, chat(USER, chunk_cache=[]), "chunk_cache: [] is not an object"),
+        (CHAT, chat(USER, chunk_cache={"marks": 1}), "chunk_cache.marks: 1 is not a boolean"),
+        (CHAT, chat(USER, chunk_cache={"method": "best"}), "chunk_cache.method: unknown method 'best'"),
+        (
+            CHAT,
+            chat(USER, chunk_cache={}, custom_params={"chunk_cache": {}}),
+            "chunk_cache: given in custom_params.chunk_cache too",
+        ),
+        (
+            CHAT,
+            chat(USER, custom_params={"chunk_cache": {"chunks": [{"text": " "}]}}),
+            "custom_params.chunk_cache.chunks[0].text: the passage is empty",
+        ),
+        (CHAT, chat(USER, chunk_cache={"chunks": {}}), "chunk_cache.chunks: {} is not a list"),
+        (CHAT, chat(USER, chunk_cache={"chunks": ["a"]}), "chunk_cache.chunks[0]: 'a' is no chunk"),
+        (CHAT, chat(USER, chunk_cache={"chunks": [{"id": "a"}]}), "chunk_cache.chunks[0].text: no text"),
+        (
+            CHAT,
+            chat(USER, chunk_cache={"chunks": [{"text": "a", "title": "b"}]}),
+            "chunk_cache.chunks[0]: unknown key 'title'; known keys: id, text",
+        ),
+        (
+            CHAT,
+            chat(USER, chunk_cache={"chunks": [{"id": "a", "text": "b"}, {"id": "a", "text": "c"}]}),
+            "chunk_cache.chunks[1].id: 'a' is the id of another text too",
+        ),
+        (
+            COMPLETIONS,
+            {"model": "m", "prompt": "a", "chunk_cache": {"chunks": [{"text": f"a{SEP}b"}]}},
+            "chunk_cache.chunks[0].text: the separator '<|chunk|>' stands inside of a passage",
+        ),
+        (COMPLETIONS, {"model": "m", "prompt": [5, 6], "chunk_cache": {"chunks": CHUNKS}}, "chunk_cache.chunks: the p"),
+        (
+            CHAT,
+            chat(("system", "a"), chunk_cache={"chunks": CHUNKS}),
+            "chunk_cache.chunks[0]: no message of the user",
+        ),
+        (CHAT, chat(USER, chunk_cache={"template": "{id}"}), "chunk_cache.template: {text} does not stand in it once"),
+        (CHAT, chat(USER, chunk_cache={"chunks": CHUNKS, "spans": [[0, 1]]}), "chunk_cache.spans: chunk_cache.chunks["),
+        (
+            CHAT,
+            chat(("user", f"{SEP}a{SEP}b"), min_tokens=1, stop_token_ids=[10**6]),
+            "stop_token_ids: with a minimal length",
+        ),
+        (CHAT, chat(USER, documents={}), "documents: {} is not a list"),
+        (CHAT, chat(USER, documents=[{"title": "a"}]), "documents[0].text: no text"),
+        (CHAT, chat(USER, documents=["a", " "]), "documents[1]: the passage is empty"),
+        (CHAT, chat(USER, documents=[7]), "documents[0]: 7 is no document"),
+        (
+            CHAT,
+            chat(("user", [text(f"a{SEP}b", **CONTROL), text("c")]), chunk_cache={"marks": True}),
+            "messages[0].content[0].text: the separator '<|chunk|>' stands inside of a passage",
+        ),
+        (
+            CHAT,
+            chat(("user", [text(" ", **CONTROL), text("c")]), chunk_cache={"marks": True}),
+            "messages[0].content[0].text: the passage is empty",
+        ),
+        (
+            CHAT,
+            chat(("user", [text("a b " * 9000, **CONTROL), text("c")]), chunk_cache={"marks": True}),
+            "messages[0].content[0].cache_control: the chunk has ",
+        ),
+        (
+            CHAT,
+            chat(USER, chunk_cache={"chunks": [{"text": "a b " * 9000}]}),
+            "chunk_cache.chunks[0]: the chunk has ",
+        ),
+        (MESSAGES, messages(text("a"), chunk_cache={"spam": 1}), "chunk_cache: unknown key 'spam'"),
+        (MESSAGES, messages(text("a"), custom_params={"chunk_cache": {}}), "custom_params.chunk_cache: this route"),
+        (
+            MESSAGES,
+            messages({"type": "document", "source": {"type": "base64", "data": "AA"}}, text("a")),
+            "messages[0].content[0].source: a document with a source of type 'base64' has no text",
+        ),
+        (
+            MESSAGES,
+            messages({"type": "document", "source": {"type": "text", "data": " "}}, text("a")),
+            "messages[0].content[0].source.data: the document is not of text",
+        ),
+        (
+            MESSAGES,
+            messages({**SEARCH, "title": f"a{SEP}"}, text("a")),
+            "messages[0].content[0]: the separator '<|chunk|>' stands inside of a passage",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_marks_are_named(service, seen, route, body, message, stream):
+    response = sent(service, seen, route, {**body, "stream": stream}, status=400)
+    answer = response.json()
+    assert (answer["error"] if route == MESSAGES else answer)["message"].startswith(message), response.text
+    assert seen == []
