@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py", "test_veri
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment() -> Iterator[None]:
+    """What a module sets is gone for the next, whose processes would inherit it: SGLang sets variables of its own."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
