@@ -297,6 +297,10 @@ class ChunkIndex:
             self.counters.num_partial += 1
         return Lookup(best, best_len, None, best_cfo)
 
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether the chunk was stored, and is remembered as gone."""
+        return key in self._gone_keys and key not in self._by_key
+
     def _beside_prepared(self, prepared: Variant, variants: Sequence[Variant], resolve: Resolve) -> list[Variant]:
         """Those that a lookup chooses from; all but the prepared one where that is gone, which is forgotten."""
         if resolve(prepared) == 0:

@@ -107,9 +107,10 @@ class Admin:
         replies = await self._ask(
             messages.ChunkCacheVariantsReq(key=listing.key, limit=listing.limit, offset=listing.offset)
         )
-        result: dict[str, Any] = replies[0].ranks[0]
+        result: dict[str, Any] = dict(replies[0].ranks[0])
+        evicted = result.pop("evicted")
         if listing.key is not None and not result["total"]:
-            raise _unknown("key", [listing.key])
+            raise _unknown("key", [listing.key], {"evicted": evicted})
         return {**result, "limit": listing.limit, "offset": listing.offset}
 
     async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
@@ -324,7 +325,7 @@ def _check_known(selection: Selection, chunks: Sequence[Chunk], hits: Sequence[o
         raise _unknown("keys", [chunk.key for chunk in chunks])
 
 
-def _unknown(path: str, keys: Sequence[bytes]) -> AdminRefused:
+def _unknown(path: str, keys: Sequence[bytes], details: dict[str, Any] | None = None) -> AdminRefused:
     shown = ", ".join(key.hex() for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     message = f"{path}: {shown} not known; GET /chunk_cache/variants lists what is"
-    return AdminRefused(message, HTTPStatus.NOT_FOUND)
+    return AdminRefused(message, HTTPStatus.NOT_FOUND, details)

@@ -87,7 +87,11 @@ class ChunkAdmin:
         found = list(self.index) if request.key is None else self.index.variants_of(request.key)
         found.sort(key=lambda variant: variant.variant_id)
         page = found[request.offset : request.offset + request.limit]
-        return {"total": len(found), "variants": [self._describe(variant) for variant in page]}
+        return {
+            "total": len(found),
+            "variants": [self._describe(variant) for variant in page],
+            "evicted": request.key is not None and self.index.was_evicted(request.key),
+        }
 
     def _describe(self, variant: Variant) -> Result:
         is_path = isinstance(variant.holder, PathTokens)

@@ -1,4 +1,7 @@
-"""Workload: the prompts that a model is verified with. `read_prompts` (a user's file), `generate_prompts` (random ids).
+"""Workload: the prompts that a model is verified with.
+
+Verbs: `read_prompts` (a user's file), `requests_in` and `read_prompt` (the same, one by one), `generate_prompts` (of
+random ids).
 
 A file holds one JSON object per line, and each line may be any of these:
 
@@ -76,13 +79,8 @@ def read_prompts(path: str | Path, tokenizer: Any, separator: str, *, chat: bool
     """
     found: dict[str, TokenPrompt] = {}
     num_unmarked = num_again = 0
-    for where, value in _requests(path):
-        try:
-            prompt = _Reader(tokenizer, separator, where, chat).read(value)
-        except DataError:
-            raise
-        except ChunkCacheRequestError as error:
-            raise DataError(f"{error}.") from error
+    for where, value in requests_in(path):
+        prompt = read_prompt(value, tokenizer, separator, where, chat=chat)
         if prompt is None:
             num_unmarked += 1
         elif prompt.key in found:
@@ -94,6 +92,25 @@ def read_prompts(path: str | Path, tokenizer: Any, separator: str, *, chat: bool
         remedy = f"put {separator!r} before and after each passage, or name the server's separator by --separator"
         raise _error(str(path), problem, remedy)
     return Workload(tuple(found.values()), num_unmarked, num_again)
+
+
+def read_prompt(
+    value: Mapping[str, Any], tokenizer: Any, separator: str, where: str, *, chat: bool = False
+) -> TokenPrompt | None:
+    """The prompt of one request; None where it marks no chunk.
+
+    Args:
+        where: it came from, for messages.
+
+    Raises:
+        DataError: as `read_prompts`.
+    """
+    try:
+        return _Reader(tokenizer, separator, where, chat).read(value)
+    except DataError:
+        raise
+    except ChunkCacheRequestError as error:
+        raise DataError(f"{error}.") from error
 
 
 def pick(prompts: Sequence[TokenPrompt], num: int) -> list[TokenPrompt]:
@@ -125,7 +142,7 @@ def generate_prompts(
     return prompts
 
 
-def _requests(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def requests_in(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, what was asked) of every prompt; `answers` of the line go along."""
     for where, value in read_jsonl(path):
         if value.get("event", RECEIVED) != RECEIVED:

@@ -19,6 +19,8 @@ from chunk_cache.selector_config import SelectorConfig
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.api.asked import ROUTE_KEYS
+from sglang_chunk_cache.doctor.__main__ import main as doctor
+from sglang_chunk_cache.doctor.compare import Cause
 from sglang_chunk_cache.explain.__main__ import main as explain
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.host import refusals
@@ -64,7 +66,7 @@ def test_keys_reasons_and_options_are_told() -> None:
     choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     gate = (*TARGET_KEYS, *DROPPED, *MEASURES)
-    assert not told((*keys, *choices, *options, *REASONS, *tier_reasons, *gate))
+    assert not told((*keys, *choices, *options, *REASONS, *tier_reasons, *gate, *Cause))
 
 
 def test_what_is_refused_and_served_is_told() -> None:
@@ -87,7 +89,7 @@ def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]
 
 
-@pytest.mark.parametrize("command", [explain, warm, verify, train])
+@pytest.mark.parametrize("command", [doctor, explain, warm, verify, train])
 def test_flags_of_commands_are_told(command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         command(["--help"])

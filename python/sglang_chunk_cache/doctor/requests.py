@@ -1,0 +1,108 @@
+"""Request: one request as far as it decides what it may reuse; `read_requests` (of a user's files)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.errors import request_error
+from chunk_cache.keys import Partition
+from sglang_chunk_cache.explain.prompt import CONTINUED, token_texts
+from sglang_chunk_cache.verify.workload import read_prompt, requests_in
+
+JSON_ENDINGS = (".json", ".jsonl", ".log")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a prompt: its text, as its tokens spell it, and their ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        where: it came from.
+        text: the whole prompt.
+        head: what stands before the first chunk.
+        chunks: the marked chunks; empty = nothing is marked.
+        partition: of the cache, without what an adapter adds.
+        adapter: the LoRA adapter; None = there is none.
+        names_method: whether it names a method, a ratio or options, so that no length is too short.
+        mode: that it asks for.
+    """
+
+    where: str
+    text: str
+    head: Piece
+    chunks: tuple[Piece, ...]
+    partition: Partition
+    adapter: str | None = None
+    names_method: bool = False
+    mode: str = "auto"
+
+
+def read_requests(paths: Sequence[str], tokenizer: Any, separator: str) -> list[Request]:
+    """The requests of files, in their order: a text is one prompt, a JSON file has one request on each line.
+
+    Args:
+        tokenizer: the server's.
+
+    Raises:
+        ChunkCacheRequestError: a file cannot be read, or a request is not one.
+    """
+    return [_request(where, value, tokenizer, separator) for path in paths for where, value in _values(path)]
+
+
+def _values(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if Path(path).suffix in JSON_ENDINGS:
+        yield from requests_in(path)
+        return
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read ({error})"
+        raise request_error(f"--prompt {path}", problem, "give a text, a JSON file of requests, or -") from None
+    yield path, {"text": text.removesuffix("\n")}
+
+
+def _request(where: str, value: Mapping[str, Any], tokenizer: Any, separator: str) -> Request:
+    prompt = read_prompt(value, tokenizer, separator, where)
+    options = _options(value)
+    partition = Partition(value.get("extra_key") or None, value.get("cache_salt") or None)  # as SGLang, empty is none
+    common: dict[str, Any] = {
+        "partition": partition,
+        "adapter": value.get("lora_path"),
+        "names_method": any(options.get(name) is not None for name in ("method", "ratio", "options")),
+        "mode": options.get("mode") or "auto",
+    }
+    if prompt is None:
+        return Request(where, "", Piece("", ()), (), **common)
+    texts = [text if text != CONTINUED else "" for text in token_texts(tokenizer, prompt.ids)]
+
+    def piece(start: int, end: int) -> Piece:
+        return Piece("".join(texts[start:end]), prompt.ids[start:end])
+
+    chunks = tuple(piece(*span) for span in prompt.spans)
+    return Request(where, "".join(texts), piece(0, prompt.spans[0][0]), chunks, **common)
+
+
+def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object `chunk_cache`, wherever the route takes it."""
+    params = value.get("sampling_params")
+    holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
+    for holder in holders:
+        options = holder.get("chunk_cache") if isinstance(holder, dict) else None
+        if isinstance(options, str):  # as the server passes it on, and logs it
+            options = json.loads(options)
+        if isinstance(options, dict):
+            return options
+    return {}
