@@ -1,7 +1,8 @@
-"""Random Llama models for measurements, written as Hugging Face folders on the spot.
+"""Random models for measurements, written as Hugging Face folders on the spot.
 
-- `LlamaShape` says how large; `make_llama` writes one and returns its folder. The same shape and seed give the same
-  weights, and a folder that already holds them is left as it is.
+- `LlamaShape` says how large; `make_llama` writes one and returns its folder, `make_latent` one of the same size with
+  latent attention. The same shape and seed give the same weights, and a folder that already holds them is left as it
+  is.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
 The weights have the spread of a fresh initialisation: time and memory do not depend on them, answers mean nothing.
@@ -13,10 +14,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -54,38 +62,76 @@ def make_llama(
     out_dir: str | Path, shape: LlamaShape, *, tokenizer: PreTrainedTokenizerFast | None = None, seed: int = 0
 ) -> Path:
     """Writes a random fp32 model as safetensors into `out_dir`, with `tokenizer` if given, and returns the folder."""
-    out_dir = Path(out_dir)
-    recipe = json.dumps([asdict(shape), seed, 1])
-    mark = out_dir / ".recipe.json"
-    if not (mark.exists() and mark.read_text() == recipe):
-        out_dir.mkdir(parents=True, exist_ok=True)
-        _write_weights(out_dir, shape, seed)
-        mark.write_text(recipe)
+    config = LlamaConfig(**_size(shape), num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads)
+    out_dir = _write_once(Path(out_dir), [asdict(shape), seed, 1], LlamaForCausalLM, config, seed)
     if tokenizer is not None:
         tokenizer.save_pretrained(out_dir)
     return out_dir
 
 
-def _write_weights(out_dir: Path, shape: LlamaShape, seed: int) -> None:
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        max_position_embeddings=shape.max_position,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+LATENT_RANK, LATENT_ROTATED = 128, 32
+"""Numbers of a latent row: 160 against 512 of grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
+
+
+def make_latent(out_dir: str | Path, shape: LlamaShape) -> Path:
+    """Writes a random fp32 model of DeepSeek-V2's class without experts, as large as a Llama of this shape."""
+    head_dim = shape.hidden // shape.heads
+    config = DeepseekV2Config(
+        **_size(shape),
+        num_key_value_heads=shape.heads,
+        q_lora_rank=None,
+        kv_lora_rank=LATENT_RANK,
+        qk_rope_head_dim=LATENT_ROTATED,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
+        first_k_dense_replace=shape.layers,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_layer_freq=1,
+        topk_method="greedy",
+        scoring_func="softmax",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": shape.max_position // 4,
+        },
     )
+    recipe = ["latent", asdict(shape), LATENT_RANK, LATENT_ROTATED]
+    return _write_once(Path(out_dir), recipe, DeepseekV2ForCausalLM, config, 0)
+
+
+def _size(shape: LlamaShape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.max_position,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _write_once(out_dir: Path, recipe: list[Any], model_class: type[Any], config: Any, seed: int) -> Path:
+    """Writes random weights, unless the folder holds those of this recipe."""
+    text, mark = json.dumps(recipe), out_dir / ".recipe.json"
+    if mark.exists() and mark.read_text() == text:
+        return out_dir
+    out_dir.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = model_class(config).to(torch.float32)
     transformers_logging.disable_progress_bar()
     model.save_pretrained(out_dir, safe_serialization=True)
+    mark.write_text(text)
+    return out_dir
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:

@@ -19,64 +19,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
 from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape, make_llama
+from benchmark.common.models import LATENT_RANK, LATENT_ROTATED, make_latent, make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import METHODS, SYSTEMS, time_reuse
 from benchmark.ttft.workload import FULL, QUICK, Size, Workload
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 CACHE_DIR = ROOT / ".cache" / "bench"
 SIDES = ("grouped", "latent")
-RANK, ROPE_DIM = 128, 32
-"""Of the latent row: 160 numbers against 512 of grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
-
-
-def make_latent(out_dir: Path, shape: LlamaShape) -> Path:
-    """Writes a random fp32 model of DeepSeek-V2's class without experts, as large as a Llama of this shape."""
-    mark = out_dir / ".done"
-    if mark.exists():
-        return out_dir
-    head_dim = shape.hidden // shape.heads
-    config = DeepseekV2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        max_position_embeddings=shape.max_position,
-        q_lora_rank=None,
-        kv_lora_rank=RANK,
-        qk_rope_head_dim=ROPE_DIM,
-        qk_nope_head_dim=head_dim,
-        v_head_dim=head_dim,
-        first_k_dense_replace=shape.layers,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        moe_layer_freq=1,
-        topk_method="greedy",
-        scoring_func="softmax",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": shape.max_position // 4,
-        },
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(out_dir)
-    mark.touch()
-    return out_dir
 
 
 def measure(model_dir: Path, size: Size, repeats: int, name: str) -> dict[str, Any]:
@@ -145,7 +96,9 @@ def main() -> int:
     ):
         report[side] = measure(folder, size, args.repeats, side)
     report["grouped"]["model"] = f"{shape}, {shape.kv_heads} heads of K and V"
-    report["latent"]["model"] = f"DeepSeek-V2's class without experts, rows of {RANK} and {ROPE_DIM} rotated"
+    report["latent"]["model"] = (
+        f"DeepSeek-V2's class without experts, rows of {LATENT_RANK} and {LATENT_ROTATED} rotated"
+    )
     for path in write_result(args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft"), "latent", report,
                              to_markdown(report)):  # fmt: skip
         print(path)
