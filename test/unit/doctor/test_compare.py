@@ -53,7 +53,7 @@ def found(
         return stored or Stored(tokens=len(ids))
 
     checks = list(compare(earlier, later, ask, min_reuse_len=least, page_size=page_size))
-    assert all(bool(check.remedy) == (check.level is not Level.OK) for check in checks)
+    assert all(bool(check.remedy) == bool(check.cause) for check in checks)
     causes: dict[str, list[str]] = {}
     for check in checks:
         causes.setdefault(check.name, []).extend([check.cause] if check.cause else [])
@@ -103,6 +103,14 @@ def test_an_empty_partition_is_none(read):
 
 
 def test_another_system_prompt_is_no_reason_for_chunks(read):
+    head, _ = compare(
+        [read(prompt(PASSAGE))],
+        read(prompt(PASSAGE, head="Think. ")),
+        lambda *_: Stored(tokens=1),
+        min_reuse_len=1,
+        page_size=1,
+    )
+    assert head.level is Level.OK
     causes = found([read(prompt(PASSAGE))], read(prompt(PASSAGE, head="Think. ")))
     assert causes == {"text in front": [Cause.SYSTEM_PROMPT], "chunk 0": []}
 
