@@ -103,11 +103,14 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
     if not earlier:
         return None
     same_ids = [request for request in earlier for one in request.chunks if one.ids == chunk.ids]
+    sharing = [request for request in same_ids if _share(request, later)]
+    if any(request.mode != "off" for request in sharing):
+        return None
+    if sharing:
+        return Cause.MODE, f"{sharing[-1].where} asks for mode off, so nothing of it was remembered"
     if same_ids:
-        others = [request for request in same_ids if not _share(request, later)]
-        if len(others) < len(same_ids):
-            return None
-        return Cause.PARTITION, f"{_partition(others[-1])} in {others[-1].where}, {_partition(later)} in {later.where}"
+        other = same_ids[-1]
+        return Cause.PARTITION, f"{_partition(other)} in {other.where}, {_partition(later)} in {later.where}"
     every = [(request, one) for request in reversed(earlier) for one in request.chunks]
     for request, one in every:
         if one.text == chunk.text:
@@ -124,8 +127,6 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
     for request in reversed(earlier):
         if core in request.text:
             return Cause.UNMARKED, f"the text stands in {request.where} outside of its chunks"
-        if not request.chunks:
-            return Cause.UNMARKED, f"{request.where} marks no chunk, so it stored none"
     return Cause.OTHER_TEXT, "no earlier prompt has this text"
 
 

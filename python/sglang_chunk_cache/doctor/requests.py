@@ -11,6 +11,7 @@ from typing import Any
 
 from chunk_cache.errors import request_error
 from chunk_cache.keys import Partition
+from sglang_chunk_cache.api.marks import map_texts
 from sglang_chunk_cache.explain.prompt import CONTINUED, token_texts
 from sglang_chunk_cache.verify.workload import read_prompt, requests_in
 
@@ -31,7 +32,7 @@ class Request:
 
     Attributes:
         where: it came from.
-        text: the whole prompt.
+        text: the whole prompt; of a chat that marks nothing, its texts before the template.
         head: what stands before the first chunk.
         chunks: the marked chunks; empty = nothing is marked.
         partition: of the cache, without what an adapter adds.
@@ -75,24 +76,48 @@ def _values(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _request(where: str, value: Mapping[str, Any], tokenizer: Any, separator: str) -> Request:
-    prompt = read_prompt(value, tokenizer, separator, where)
-    options = _options(value)
-    partition = Partition(value.get("extra_key") or None, value.get("cache_salt") or None)  # as SGLang, empty is none
+    try:
+        prompt = read_prompt(value, tokenizer, separator, where)
+        options = _options(value)
+    except json.JSONDecodeError:
+        raise request_error(f"{where}: chunk_cache", "not JSON", "give an object") from None
+    extra_key, cache_salt, adapter = (_name(value, name, where) for name in ("extra_key", "cache_salt", "lora_path"))
     common: dict[str, Any] = {
-        "partition": partition,
-        "adapter": value.get("lora_path"),
+        "partition": Partition(extra_key, cache_salt),
+        "adapter": adapter,
         "names_method": any(options.get(name) is not None for name in ("method", "ratio", "options")),
         "mode": options.get("mode") or "auto",
     }
     if prompt is None:
-        return Request(where, "", Piece("", ()), (), **common)
-    texts = [text if text != CONTINUED else "" for text in token_texts(tokenizer, prompt.ids)]
+        return Request(where, _unmarked_text(value, tokenizer), Piece("", ()), (), **common)
+    texts = _texts(tokenizer, prompt.ids)
 
     def piece(start: int, end: int) -> Piece:
         return Piece("".join(texts[start:end]), prompt.ids[start:end])
 
     chunks = tuple(piece(*span) for span in prompt.spans)
     return Request(where, "".join(texts), piece(0, prompt.spans[0][0]), chunks, **common)
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text."""
+    return [text if text != CONTINUED else "" for text in token_texts(tokenizer, ids)]
+
+
+def _unmarked_text(value: Mapping[str, Any], tokenizer: Any) -> str:
+    if value.get("input_ids") is not None:
+        return "".join(_texts(tokenizer, value["input_ids"]))
+    texts: list[str] = []
+    map_texts([value.get(kind) for kind in ("text", "prompt", "messages")], lambda text: texts.append(text) or text)
+    return "\n".join(texts)
+
+
+def _name(value: Mapping[str, Any], field: str, where: str) -> str | None:
+    """A field that names a part of the cache; as in SGLang, an empty one is none."""
+    name = value.get(field) or None
+    if name is not None and not isinstance(name, str):
+        raise request_error(f"{where}: {field}", "not a string", "give one request per line")
+    return name
 
 
 def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -115,10 +115,13 @@ def test_another_system_prompt_is_no_reason_for_chunks(read):
     assert causes == {"text in front": [Cause.SYSTEM_PROMPT], "chunk 0": []}
 
 
-def test_what_is_not_marked(read):
-    plain = {"text": f"Read. {PASSAGE} Where?"}
-    assert found([read(prompt(PASSAGE))], read(plain)) == {"prompt": [Cause.UNMARKED]}
-    assert found([read(plain)], read(prompt(PASSAGE)))["chunk 0"] == [Cause.UNMARKED]
+def test_what_is_not_marked(read, tokenizer):
+    text = f"Read. {PASSAGE} Where?"
+    ids = tokenizer.encode(text)
+    for plain in ({"text": text}, {"messages": [{"role": "user", "content": text}]}, {"input_ids": ids}):
+        assert found([read(prompt(PASSAGE))], read(plain)) == {"prompt": [Cause.UNMARKED]}
+        assert found([read(plain)], read(prompt(PASSAGE)))["chunk 0"] == [Cause.UNMARKED]
+    assert found([read({"text": "Something else."})], read(prompt(PASSAGE)))["chunk 0"] == [Cause.OTHER_TEXT]
     inside = read(prompt("Rome is in Italy.\n", head=f"Read. {PASSAGE}"))
     assert found([inside], read(prompt(PASSAGE)))["chunk 0"] == [Cause.UNMARKED]
 
@@ -127,6 +130,20 @@ def test_what_is_not_marked(read):
 def test_modes(read, mode):
     later = read({**prompt(PASSAGE), "chunk_cache": {"mode": mode}})
     assert found([], later)["prompt"] == [Cause.MODE]
+
+
+def test_what_an_earlier_request_did_not_remember(read):
+    forgetful = read({**prompt(PASSAGE), "chunk_cache": {"mode": "off"}})
+    assert found([forgetful], read(prompt(PASSAGE)))["chunk 0"] == [Cause.MODE]
+    assert found([forgetful, read(prompt(PASSAGE))], read(prompt(PASSAGE)))["chunk 0"] == []
+
+
+@pytest.mark.parametrize("body", [{"extra_key": ["a"]}, {"sampling_params": {"custom_params": {"chunk_cache": "{"}}}])
+def test_what_is_no_request_is_named(read, body):
+    with pytest.raises(
+        ChunkCacheRequestError, match=r"request.json:1: (extra_key: not a string|chunk_cache: not JSON); "
+    ):
+        read({**prompt(PASSAGE), **body})
 
 
 def test_too_short(read):
