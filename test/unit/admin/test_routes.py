@@ -123,6 +123,12 @@ def test_unknown_keys_are_a_404(admin, schedulers, route, more, request_type, re
     assert KEY in response.json()["error"]["message"]
 
 
+def test_an_unknown_key_may_be_known_as_evicted(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": True}}
+    response = ask("GET", f"variants?key={KEY}")
+    assert (response.status_code, response.json()["error"]["evicted"]) == (404, True)
+
+
 def test_texts_need_a_tokenizer(admin, schedulers):
     for route in ("evict", "warm"):
         response = ask("POST", route, {"texts": ["a"]})
@@ -156,7 +162,7 @@ def test_a_chunk_is_prepared_where_all_replicas_say_so(admin, schedulers):
 
 
 def test_ranks_that_disagree_are_a_500(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": []}}
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": False}}
     assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}
     schedulers.agree = False
     assert ask("GET", "variants").status_code == 500
