@@ -37,14 +37,10 @@ OTHERS = [
 MODELS = [
     Config(rope="llama3"),
     Config(rope="yarn", page_size=16),
-    Config(rope="linear", options=(("verify_share", 1.0),)),
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
-    Config(kind="mistral", chunked=True),
-    Config(kind="glm4", page_size=16, options=RUNS),
     Config(kind="granite", chunked=True),
     Config(kind="cohere", page_size=16),
-    Config(kind="mixtral", tp_size=2),
     Config(kind="qwen3_moe", chunked=True),
     Config(kind="qwen3_moe", tp_size=2, server=(("ep_size", 2),)),
     Config(kind="deepseek_v2", page_size=16, chunked=True),
@@ -53,6 +49,10 @@ MODELS = [
     Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
 ]
 MORE_MODELS = [
+    Config(rope="linear", options=(("verify_share", 1.0),)),
+    Config(kind="mistral", chunked=True),
+    Config(kind="glm4", page_size=16, options=RUNS),
+    Config(kind="mixtral", tp_size=2),
     Config(kind="phi3"),
     Config(kind="glm4_moe", overlap=False),
     Config(kind="olmo2", overlap=False),

@@ -77,7 +77,7 @@ def test_answers_that_are_drafted_equal_stock_everywhere(config: Config, case: s
 @pytest.mark.parametrize(
     "config",
     [
-        drafted("NGRAM", TREES, force_retract=True),
+        pytest.param(drafted("NGRAM", TREES, force_retract=True), marks=pytest.mark.all),
         drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle", force_retract=True),
     ],
     ids=str,
@@ -90,8 +90,8 @@ def test_retraction(config: Config) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        drafted("NGRAM", TREES),
-        drafted("STANDALONE", DRAFTED_CHAIN, draft="self"),
+        pytest.param(drafted("NGRAM", TREES), marks=pytest.mark.all),
+        pytest.param(drafted("STANDALONE", DRAFTED_CHAIN, draft="self"), marks=pytest.mark.all),
         drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle"),
     ],
     ids=str,

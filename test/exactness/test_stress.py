@@ -60,7 +60,9 @@ def test_more_random_requests_under_pressure(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", RETRACTION, ids=str)
+@pytest.mark.parametrize(
+    "config", [RETRACTION[0], *(pytest.param(one, marks=pytest.mark.all) for one in RETRACTION[1:])], ids=str
+)
 def test_case_22_retraction(config: Config) -> None:
     ours, stock = outcome(config, True, "22_retraction"), outcome(config, False, "22_retraction")
     same(ours, stock, 1e-4)
@@ -68,7 +70,7 @@ def test_case_22_retraction(config: Config) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.all), 16])
 def test_fused_requests_never_change_exact_ones(page_size: int) -> None:
     config = Config(page_size=page_size, max_total_tokens=16384)
     same(outcome(config, True, "exact_after_fused"), outcome(config, False, "exact_after_fused"), 1e-5)

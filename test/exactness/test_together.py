@@ -17,7 +17,9 @@ HIDDEN = (("enable_return_hidden_states", True),)
     "config",
     [
         Config(chunked=True, server=MIXED),
-        Config(chunked=True, overlap=False, page_size=16, options=RUNS, server=MIXED),
+        pytest.param(
+            Config(chunked=True, overlap=False, page_size=16, options=RUNS, server=MIXED), marks=pytest.mark.all
+        ),
         Config(chunked=True, step_len=256, tp_size=2, options=RUNS, server=MIXED),
     ],
     ids=str,
@@ -30,7 +32,7 @@ def test_mixed_batches(config: Config) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        Config(server=HIDDEN),
+        pytest.param(Config(server=HIDDEN), marks=pytest.mark.all),
         Config(chunked=True, page_size=16, overlap=False, options=RUNS, server=HIDDEN),
     ],
     ids=str,
@@ -45,7 +47,7 @@ def test_hidden_states(config: Config) -> None:
     [
         Config(num_adapters=2),
         Config(num_adapters=2, layers=4, chunked=True, page_size=16, options=RUNS, server=MIXED),
-        Config(num_adapters=2, layers=4, chunked=True, tp_size=2),
+        pytest.param(Config(num_adapters=2, layers=4, chunked=True, tp_size=2), marks=pytest.mark.all),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from server_fixture import Server
 from sglang_chunk_cache.doctor.__main__ import main
 from sglang_chunk_cache.doctor.compare import Cause
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.all]
 
 MIN_REUSE_LEN = 12
 KEY = "key of the doctor"

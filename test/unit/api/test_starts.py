@@ -45,8 +45,16 @@ def launch(environment: dict[str, str], *argv: str) -> subprocess.CompletedProce
     ("argv", "sentence"),
     [
         (["--chunk-cache", "--pp-size", "2"], "chunk cache: pipeline parallelism (--pp-size) cannot be combined"),
-        (["--chunk-cache-ratio", "0.5"], "chunk cache: --chunk-cache-ratio is given without --chunk-cache"),
-        (["--chunk-cache", "--chunk-cache-method", "best"], "chunk cache: --chunk-cache-method 'best' is not known"),
+        pytest.param(
+            ["--chunk-cache-ratio", "0.5"],
+            "chunk cache: --chunk-cache-ratio is given without --chunk-cache",
+            marks=pytest.mark.all,
+        ),
+        pytest.param(
+            ["--chunk-cache", "--chunk-cache-method", "best"],
+            "chunk cache: --chunk-cache-method 'best' is not known",
+            marks=pytest.mark.all,
+        ),
     ],
 )
 def test_refused_flag(environment, argv, sentence):
@@ -80,6 +88,7 @@ def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path):
     assert done.stderr.strip().splitlines()[-1].startswith("chunk cache: this model caps its attention's logits")
 
 
+@pytest.mark.all
 def test_refused_selector(environment, tmp_path):
     """One that is none is seen before anything starts, one whose weights cannot be read when its process has ended."""
     model, selector = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "selector", seed=1)
