@@ -344,8 +344,7 @@ class Warming:
         """What stands in front of every chunk; BOS only where text is tokenized, as in a prompt of text."""
         body, admin = self._body, self._admin
         if body.prefix_ids is not None:
-            if body.prefix_ids:
-                check_vocabulary(body.prefix_ids, admin.manager, "prefix_ids")
+            check_vocabulary(body.prefix_ids, admin.manager, "prefix_ids")
             return body.prefix_ids
         if body.prefix_text is None and body.selection.texts is None:
             return ()

@@ -48,6 +48,11 @@ class Exchange:
         found: Exchange = raw_request.scope.setdefault(KEY, cls())
         return found
 
+    def give_options(self, request: Any) -> None:
+        """Puts the options into the `custom_params` of a request of OpenAI's, wherever they stood in its body."""
+        if self.asked.options is not None:
+            request.custom_params = {**(request.custom_params or {}), KEY: self.asked.options}
+
     async def noting(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """The outputs of a request, their replies noted, and with the ids that the client gave."""
         async for out in outputs:

@@ -299,7 +299,7 @@ def _check_not_empty(ids: Sequence[int], path: str) -> None:
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
-    """Checks token ids that a client gave, one or more, also of plain requests: one too large ends stock SGLang.
+    """Checks token ids that a client gave, also of plain requests: one too large ends stock SGLang.
 
     Raises:
         ChunkCacheRequestError: one is not of the model's vocabulary.
@@ -327,7 +327,7 @@ def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
 def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None:
     """Checks the ids that a minimal length holds back, also of plain requests: others end stock SGLang."""
     vocab_size = manager.model_config.vocab_size
-    for params in sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params]:
+    for params in _each(sampling_params):
         ids = _numbers(params.get("stop_token_ids")) if isinstance(params, Mapping) else []
         if any(not 0 <= one < vocab_size for one in ids) and params.get("min_new_tokens"):
             problem = f"with a minimal length all must be token ids of the vocabulary, 0 to {vocab_size - 1}"
@@ -336,13 +336,18 @@ def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None
 
 def _numbers(given: object) -> list[int]:
     """Of all prompts, or one for each."""
-    return [one for one in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(one, int)]
+    return [one for one in _each(given) if isinstance(one, int)]
+
+
+def _each(given: object) -> Sequence[Any]:
+    """What was given for each prompt, or for all."""
+    return given if isinstance(given, (list, tuple)) else [given]
 
 
 def _are_below(ids: Sequence[int], bound: int) -> bool:
     """Whether all are whole numbers from 0 to `bound - 1`; a sixth of the time that `min` and `max` take."""
     try:
-        return bool(np.frombuffer(array("I", ids), dtype="I").max() < bound)
+        return bool(np.frombuffer(array("I", ids), dtype="I").max(initial=0) < bound)
     except (OverflowError, TypeError):
         return False
 
@@ -384,6 +389,5 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
 
 def may_get_reply(obj: Any) -> bool:
     """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some."""
-    params = getattr(obj, "sampling_params", None)
-    has_options = any(KEY in _custom_params(one) for one in (params if isinstance(params, list) else [params]))
+    has_options = any(KEY in _custom_params(one) for one in _each(getattr(obj, "sampling_params", None)))
     return has_options or getattr(obj, "session_params", None) is not None

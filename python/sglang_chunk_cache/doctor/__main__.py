@@ -72,7 +72,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _machine(args: argparse.Namespace) -> Iterator[Check]:
     from sglang_chunk_cache.doctor.machine import machine_checks
-    from sglang_chunk_cache.doctor.tiers import tier_checks
+    from sglang_chunk_cache.doctor.tiers import try_tiers
 
     yield from machine_checks()
     args.chunk_cache = True  # whether or not it was given with the flags that need it
@@ -84,7 +84,7 @@ def _machine(args: argparse.Namespace) -> Iterator[Check]:
     assert options is not None, "the chunk cache is on"
     words = f"{options.method} at {options.ratio}, separator {options.separator!r}"
     yield Check("options", Level.OK, f"{words}, {len(options.config)} keys in --chunk-cache-config")
-    yield from tier_checks(options.parsed_config)
+    yield from try_tiers(options.parsed_config)
 
 
 def _server(args: argparse.Namespace) -> Iterator[Check]:

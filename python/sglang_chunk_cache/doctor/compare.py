@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 from chunk_cache.keys import Partition
+from sglang_chunk_cache.doctor.advice import ADVICE
 from sglang_chunk_cache.doctor.checks import Check, Level
 from sglang_chunk_cache.doctor.requests import Piece, Request
 from sglang_chunk_cache.doctor.server import Stored
@@ -39,12 +40,12 @@ REMEDIES = {
     Cause.UNMARKED: "mark the passage in every prompt; docs/api.md shows how",
     Cause.SYSTEM_PROMPT: "no reason for chunks, which are reused behind any text; only the text in front is computed",
     Cause.PARTITION: "send the same extra_key, cache_salt and adapter, if these clients may share",
-    Cause.TOO_SHORT: "mark longer chunks, or lower min_reuse_len or --page-size of the server",
+    Cause.TOO_SHORT: ADVICE["too_short"][1],
     Cause.WHITE_SPACE: "write the chunk the same way every time, with the separators at the same side of white space",
     Cause.TOKENIZATION: "tokenize each chunk by itself, or send text and let the server do it",
     Cause.BOUNDARIES: "cut the passage at the same places every time",
     Cause.OTHER_TEXT: "nothing: a chunk is reused from its second time on",
-    Cause.EVICTED: "enlarge the KV pool (--mem-fraction-static), keep chunks below it (tiers), or pin them",
+    Cause.EVICTED: ADVICE["evicted"][1],
     Cause.NOT_STORED: "send it once, or warm it",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from chunk_cache.errors import request_error
 from chunk_cache.keys import Partition
 from sglang_chunk_cache.api.marks import map_texts
 from sglang_chunk_cache.explain.prompt import CONTINUED, token_texts
-from sglang_chunk_cache.verify.workload import read_prompt, requests_in
+from sglang_chunk_cache.verify.workload import options_of, read_prompt, requests_in
 
 JSON_ENDINGS = (".json", ".jsonl", ".log")
 
@@ -76,11 +75,8 @@ def _values(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _request(where: str, value: Mapping[str, Any], tokenizer: Any, separator: str) -> Request:
-    try:
-        prompt = read_prompt(value, tokenizer, separator, where)
-        options = _options(value)
-    except json.JSONDecodeError:
-        raise request_error(f"{where}: chunk_cache", "not JSON", "give an object") from None
+    prompt = read_prompt(value, tokenizer, separator, where)
+    options = options_of(value, where)
     extra_key, cache_salt, adapter = (_name(value, name, where) for name in ("extra_key", "cache_salt", "lora_path"))
     common: dict[str, Any] = {
         "partition": Partition(extra_key, cache_salt),
@@ -118,16 +114,3 @@ def _name(value: Mapping[str, Any], field: str, where: str) -> str | None:
     if name is not None and not isinstance(name, str):
         raise request_error(f"{where}: {field}", "not a string", "give one request per line")
     return name
-
-
-def _options(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object `chunk_cache`, wherever the route takes it."""
-    params = value.get("sampling_params")
-    holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
-    for holder in holders:
-        options = holder.get("chunk_cache") if isinstance(holder, dict) else None
-        if isinstance(options, str):  # as the server passes it on, and logs it
-            options = json.loads(options)
-        if isinstance(options, dict):
-            return options
-    return {}

@@ -1,4 +1,4 @@
-"""Checks of the tiers of a configuration: can this machine write to them and read back, and how fast; `tier_checks`."""
+"""Checks of the tiers of a configuration: can this machine write to them and read back, and how fast; `try_tiers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINGERPRINT = Fingerprint("doctor", "uint8", num_layers=8, kv_heads=8, head_dim=
 TIMEOUT_S = 5.0
 
 
-def tier_checks(config: Config) -> list[Check]:
+def try_tiers(config: Config) -> list[Check]:
     """One for each tier that is asked for; 4 MiB are written to it, read back and deleted."""
     asked_for = {} if config.tiers is None else config.tiers.asked_for()
     return [_check(name, value) for name, value in asked_for.items()]

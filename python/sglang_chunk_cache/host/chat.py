@@ -101,8 +101,7 @@ class ChunkServingChat(OpenAIServingChat):
         if args is None:
             return super()._convert_to_internal_request(request, raw_request)
         exchange = Exchange.of(raw_request)
-        if exchange.asked.options is not None:
-            request.custom_params = {**(request.custom_params or {}), KEY: exchange.asked.options}
+        exchange.give_options(request)
         self._place(request, exchange, args)
         rendering = Rendering(exchange.marks, args.separator)
         _thread.rendering = rendering

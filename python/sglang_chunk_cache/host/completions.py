@@ -9,7 +9,6 @@ from typing import Any
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from chunk_cache.errors import request_error
-from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, may_get_reply, prepare
@@ -44,8 +43,7 @@ class ChunkServingCompletion(OpenAIServingCompletion):
 
 def _place(request: Any, exchange: Exchange) -> None:
     asked = exchange.asked
-    if asked.options is not None:
-        request.custom_params = {**(request.custom_params or {}), KEY: asked.options}
+    exchange.give_options(request)
     if asked.passages:
         if not isinstance(request.prompt, str):
             raise request_error(f"{asked.path}.chunks", "the prompt is not one text", "send one prompt, as text")

@@ -84,8 +84,13 @@ def init_forward_batch(
     chunks = runtime_of(batch.tree_cache)
     if chunks is None or not batch.forward_mode.is_extend_or_draft_extend_or_mixed():
         return original(cls, batch, model_runner, **kwargs)
+    build = partial(_init_parts, original, cls, batch, model_runner, chunks)
     if model_runner.is_draft_worker:
-        return _init_draft_batch(original, cls, batch, model_runner, chunks, kwargs)
+        due = vars(batch).pop(_DUE_IN_DRAFT, None)
+        if due is None:
+            return original(cls, batch, model_runner, **kwargs)
+        # The plan is of the rows of the target's last forward.
+        return _draft_batch(batch, build(kwargs | {"kv_loc_plan": None}, due))
     chunks.pool.flush()
     due = _take_due_rows(batch)
     if due is not None and chunks.assembler.draft is not None:
@@ -93,22 +98,22 @@ def init_forward_batch(
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
         taker = _taker(batch, model_runner, chunks, batch.prefix_lens)
-        extras = Extras(None, taker, _timing(chunks, batch, ()), first_rows=rows)
+        extras = Extras(taker=taker, timing=_timing(chunks, batch, ()), first_rows=rows)
         forward_batch = original(cls, batch, model_runner, **kwargs)
     else:
-        build = partial(_init_parts, original, cls, batch, model_runner, chunks, kwargs)
-        *before, last = build(due)
-        forward_batch = last.batch
+        build = partial(build, kwargs)
+        parts = build(due)
+        forward_batch = parts[-1].batch
         copies = [copy for one in due for copy in one.layer_copies]
         tails = _tail_lens(batch)
         if copies:
             # A forward that waits for layers says nothing of what computing takes.
             assert chunks.landings is not None
             loads, again = chunks.landings.loads(copies), partial(_without_loads, build, chunks, batch, due)
-            extras = Extras(last.attention, last.taker, None, tuple(before), loads, again, tails, rows)
+            extras = Extras.of(parts, loads=loads, again=again, tail_lens=tails, first_rows=rows)
         else:
             timing = _timing(chunks, batch, due)
-            extras = Extras(last.attention, last.taker, timing, tuple(before), tail_lens=tails, first_rows=rows)
+            extras = Extras.of(parts, timing=timing, tail_lens=tails, first_rows=rows)
     if extras.changes_anything:
         announce(forward_batch, extras)
     return forward_batch
@@ -125,32 +130,20 @@ def _due_in_draft(due: DueRows) -> DueRows:
     return DueRows(positions, load_start=due.load_start)
 
 
-def _init_draft_batch(
-    original: Callable[..., ForwardBatch],
-    cls: type,
-    batch: ScheduleBatch,
-    model_runner: ModelRunner,
-    chunks: ChunkRuntime,
-    kwargs: dict[str, Any],
-) -> ForwardBatch:
+def _draft_batch(batch: ScheduleBatch, parts: list[Part]) -> ForwardBatch:
     """A prompt in the model that drafts, behind the target's forward of the same batch.
 
     SGLang's `_draft_extend_for_prefill` asks for it, with the hidden states of the target's rows where the draft reads
     them.
     """
-    due = vars(batch).pop(_DUE_IN_DRAFT, None)
-    if due is None:
-        return original(cls, batch, model_runner, **kwargs)
-    kwargs = kwargs | {"kv_loc_plan": None}  # the target's is of the rows of its last forward
-    *before, last = _init_parts(original, cls, batch, model_runner, chunks, kwargs, due)
+    batches = [part.batch for part in parts]
     hidden = batch.spec_info.hidden_states
-    if before and hidden is not None:
-        parts = [part.batch for part in (*before, last)]
-        for part, own in zip(parts, hidden.split([one.extend_num_tokens for one in parts]), strict=True):
-            part.spec_info = copy.copy(part.spec_info)
-            part.spec_info.hidden_states = own
-    announce(last.batch, Extras(last.attention, before=tuple(before)))
-    return last.batch
+    if len(parts) > 1 and hidden is not None:
+        for one, own in zip(batches, hidden.split([one.extend_num_tokens for one in batches]), strict=True):
+            one.spec_info = copy.copy(one.spec_info)
+            one.spec_info.hidden_states = own
+    announce(batches[-1], Extras.of(parts))
+    return batches[-1]
 
 
 def _taker(
@@ -177,10 +170,9 @@ def _without_loads(
             # The slots of the load stay the request's own; all that they hold is computed now.
             everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end), load_start=one.plan.load_start)
             _note_load_failed(chunks, batch.reqs[i], one, reason)
-    *before, last = build(everything)
-    extras = Extras(last.attention, last.taker, None, tuple(before), tail_lens=_tail_lens(batch))
-    announce(last.batch, extras)
-    return last.batch
+    parts = build(everything)
+    announce(parts[-1].batch, Extras.of(parts, tail_lens=_tail_lens(batch)))
+    return parts[-1].batch
 
 
 def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str) -> None:

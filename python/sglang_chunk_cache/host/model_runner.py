@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 from chunk_cache.gate.selection import Candidate
 from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
-from sglang_chunk_cache.selection.executor import LayerwiseForward
+from sglang_chunk_cache.selection.executor import LayerwiseForward, divide_adapters
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ class Extras:
     tail_lens: tuple[int, ...] | None = None
     first_rows: tuple[tuple[int, Candidate], ...] = ()
 
+    @classmethod
+    def of(cls, parts: Sequence[Part], **more: Any) -> Extras:
+        """Of a batch that is computed in `parts`, with `more` of the attributes."""
+        *before, last = parts
+        return cls(last.attention, last.taker, before=tuple(before), **more)
+
     @property
     def changes_anything(self) -> bool:
         """Whether the forward is not simply SGLang's."""
@@ -93,11 +99,11 @@ def forward(
     with extras.timing or contextlib.nullcontext():
         try:
             for part in extras.before:
-                _divide_adapters(model_runner, part.batch)
+                divide_adapters(model_runner.lora_manager, part.batch)
                 done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
                 hidden.append(done.logits_output.hidden_states)
             if extras.before:
-                _divide_adapters(model_runner, forward_batch)
+                divide_adapters(model_runner.lora_manager, forward_batch)
             last = Part(forward_batch, extras.attention, extras.taker)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
             if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
@@ -108,12 +114,6 @@ def forward(
     for place, candidate in extras.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
-
-
-def _divide_adapters(model_runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
-    if model_runner.lora_manager is not None:
-        model_runner.lora_manager.prepare_lora_batch(batch)
 
 
 def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras) -> None:

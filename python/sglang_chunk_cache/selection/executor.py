@@ -156,7 +156,7 @@ class LayerwiseForward:
             decoder.forward(asking.input_ids, asking.positions, asking)
         finally:
             self._rows, self.is_asking = main, False
-        self._divide_adapters(batch)
+        divide_adapters(self._lora_manager, batch)
         self._place_late_rows(input_ids, positions, batch)
 
     def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
@@ -290,16 +290,17 @@ class LayerwiseForward:
         return q[index], k[index], v[index]
 
     def _set_lengths(self, batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
-        set_lengths(batch, row_lens, cut)
-        self._divide_adapters(batch)
-
-    def _divide_adapters(self, batch: ForwardBatch) -> None:
-        """Has each row computed with the adapter of its request, where there are any."""
-        if self._lora_manager is not None:
-            self._lora_manager.prepare_lora_batch(batch)
+        _set_lengths(batch, row_lens, cut)
+        divide_adapters(self._lora_manager, batch)
 
 
-def set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> None:
+    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
+    if lora_manager is not None:
+        lora_manager.prepare_lora_batch(batch)
+
+
+def _set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
     """Makes all lengths of `batch` those of `row_lens`; `cut` rows are gone from the front of each request."""
     num_rows = sum(row_lens)
     batch.extend_seq_lens_cpu, batch.extend_num_tokens = row_lens, num_rows

@@ -166,6 +166,29 @@ def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield value
 
 
+def options_of(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The object `chunk_cache` of a request, wherever a route takes it; empty where there is none.
+
+    Args:
+        where: it came from, for messages.
+
+    Raises:
+        DataError: it is a string, and not JSON.
+    """
+    params = value.get("sampling_params")
+    holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
+    for holder in holders:
+        options = holder.get("chunk_cache") if isinstance(holder, dict) else None
+        if isinstance(options, str):  # as the server passes it on, and logs it
+            try:
+                options = json.loads(options)
+            except json.JSONDecodeError:
+                raise _error(f"{where}: chunk_cache", "not JSON", "give an object") from None
+        if isinstance(options, dict):
+            return options
+    return {}
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Reads one line; every verb raises `ChunkCacheRequestError`."""
@@ -241,13 +264,8 @@ class _Reader:
         ids = value["input_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise _error(self._path("input_ids"), "not a list of token ids", "give one prompt per line")
-        params = value.get("sampling_params")
-        holder = params if isinstance(params, dict) else value
-        custom = holder.get("custom_params") or value.get("custom_params") or {}
-        options = custom.get("chunk_cache") if isinstance(custom, dict) else None
-        if isinstance(options, str):  # as the server passes it on, and logs it
-            options = json.loads(options)
-        if not isinstance(options, dict) or not options.get("spans"):
+        options = options_of(value, self.where)
+        if not options.get("spans"):
             return None
         path = self._path("custom_params.chunk_cache")
         spans = parse_request({"spans": options["spans"]}, path=path, num_tokens=len(ids)).spans

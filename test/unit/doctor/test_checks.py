@@ -100,7 +100,7 @@ def test_hooks(monkeypatch, script, level):
 
 
 def tiers_of(**config: Any) -> list[Check]:
-    return tiers.tier_checks(parse_config({"tiers": config}))
+    return tiers.try_tiers(parse_config({"tiers": config}))
 
 
 def test_a_folder_is_as_it_was(tmp_path: Path):
@@ -132,7 +132,7 @@ def test_memory_and_a_store_that_is_not_there():
     large, remote = tiers_of(host_bytes="900TB", remote=f"redis://127.0.0.1:{closed_port()}/0")
     assert (small.level, large.level, remote.level) == ("ok", "failure", "failure")
     assert remote.remedy == "start the server, or check the url"
-    assert tiers.tier_checks(parse_config({})) == []
+    assert tiers.try_tiers(parse_config({})) == []
 
 
 def test_a_store_is_as_it_was(tmp_path: Path):

@@ -69,9 +69,10 @@ def test_every_turn_of_a_chat_marks_its_own_chunks(tmp_path: Path, tokenizer: An
 def test_token_ids_come_with_their_spans(tmp_path: Path, tokenizer: Any) -> None:
     body = {"input_ids": list(range(10, 20))}
     in_params = {**body, "sampling_params": {"custom_params": SPANS}}
-    at_top = {**body, "custom_params": SPANS}
+    in_custom = {**body, "custom_params": SPANS}
+    at_top = {**body, **SPANS}
     logged = {**body, "sampling_params": {"custom_params": {"chunk_cache": json.dumps(SPANS["chunk_cache"])}}}
-    for value in (in_params, at_top, logged):
+    for value in (in_params, in_custom, at_top, logged):
         (prompt,) = read(tmp_path, tokenizer, value).prompts
         assert prompt == TokenPrompt(tuple(range(10, 20)), ((1, 3), (3, 5)))
 
@@ -136,6 +137,7 @@ def test_what_a_server_printed_is_read_by_its_events(tmp_path: Path, tokenizer: 
         ({"messages": "hello"}, "messages: not a list of messages"),
         ({"input_ids": [1, "x"]}, "input_ids: not a list of token ids"),
         ({"input_ids": [1, 2], "custom_params": SPANS}, "custom_params.chunk_cache.spans"),
+        ({"input_ids": [1, 2], "custom_params": {"chunk_cache": "{"}}, "chunk_cache: not JSON; give an object"),
         ({"text": TEXT, "answers": "Italy"}, "answers: not a list of strings"),
     ],
 )
