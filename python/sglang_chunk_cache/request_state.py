@@ -182,8 +182,7 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
 
 
 def _is_supported(req: Any) -> bool:
-    # Inputs whose KV does not follow from the token ids alone,
-    # and experts, which SGLang keeps by slot.
+    # Inputs whose KV does not follow from the token ids alone, and experts, which SGLang keeps by slot.
     return (
         req.input_embeds is None
         and req.positional_embed_overrides is None

@@ -13,7 +13,7 @@ its configuration tells is refused here; whether reuse fits the model that was l
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,9 +170,7 @@ def check_flags(server_args: Any) -> None:
     """
     from sglang.srt.environ import envs
 
-    for rule in FLAG_RULES:
-        if rule.refused(_value(server_args, rule.name)):
-            refuse(f"{rule.what} cannot be combined with --chunk-cache; drop one of them.")
+    _refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
     for name, served in CHOICE_RULES.items():
         value = _value(server_args, name)
         if value not in (None, *served):
@@ -229,9 +227,7 @@ def _check_chosen(server_args: Any) -> None:
     """Checks what SGLang chose where nothing was given."""
     from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
-    for rule in FLAG_RULES:
-        if rule.refused(_value(server_args, rule.name)):
-            refuse(f"{rule.what}, which SGLang turned on by itself, cannot be combined with --chunk-cache.")
+    _refuse_any(FLAG_RULES, server_args, ", which SGLang turned on by itself, cannot be combined with --chunk-cache.")
     for name, served in CHOICE_RULES.items():
         value = _value(server_args, name)
         if value not in (None, *served):
@@ -309,6 +305,13 @@ def check_pool_dtype(dtype: str) -> None:
         refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 
 
+def _refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:
+    """Refuses the first flag that a rule refuses, with `words` behind what it is."""
+    for rule in rules:
+        if rule.refused(_value(server_args, rule.name)):
+            refuse(f"{rule.what}{words}")
+
+
 def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
     """Checks what belongs to the one process that tokenizes, where there are several.
 
@@ -367,6 +370,7 @@ def check_draft(config: Config, algorithm: str | None, device: str) -> None:
 _NOT_WITH_DRAFT = (
     FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
     FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
+    FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", _not_null),
 )
 """What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
 
@@ -379,9 +383,8 @@ def check_flags_with_draft(server_args: Any, algorithm: str | None) -> None:
     """
     if algorithm in (None, "NGRAM"):
         return
-    for rule in _NOT_WITH_DRAFT:
-        if rule.refused(_value(server_args, rule.name)):
-            refuse(f"{rule.what} cannot be combined with --chunk-cache and {algorithm}; drop one of them.")
+    words = f" cannot be combined with --chunk-cache and {algorithm}; drop one of them."
+    _refuse_any(_NOT_WITH_DRAFT, server_args, words)
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

@@ -115,9 +115,12 @@ def test_what_several_tokenizer_workers_cannot_have():
     refusals.check_tokenizer_workers(ChunkCacheArgs(selector="small"), ServerArgs(model_path="none"))
 
 
-@pytest.mark.parametrize("flag", ["enable_mixed_chunk", "enable_return_hidden_states"])
-def test_flags_that_a_draft_does_not_follow(flag):
-    args = ServerArgs(model_path="none", **{flag: True})
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("enable_mixed_chunk", True), ("enable_return_hidden_states", True), ("return_hidden_states_mode", "last")],
+)
+def test_flags_that_a_draft_does_not_follow(flag, value):
+    args = ServerArgs(model_path="none", **{flag: value})
     refusals.check_flags_with_draft(args, "NGRAM")
     with pytest.raises(StartRefused, match=f"--{flag.replace('_', '-')}. cannot be combined with .* and EAGLE; drop"):
         refusals.check_flags_with_draft(args, "EAGLE")
