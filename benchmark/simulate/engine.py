@@ -6,7 +6,7 @@ One request at a time, as the server handles it (`sglang_chunk_cache.host.radix_
 every chunk behind it with its new context; `make_plan`; make room; count the uses. Then remember: the chunks of a
 prompt that brought nothing in are spans of its path, exact; of a fused prompt
 
-    remember "missed"     those that it had to compute become nodes of their own, derived
+    remember "misses"     those that it had to compute become nodes of their own, derived
     remember "contexts"   also those that it brought in and fixed, as variants of their new context (Cache-Craft 3.3)
 
 and popular variants of cold paths are promoted. What is modelled instead of run: the KV memory (`store`), the attention
@@ -89,7 +89,7 @@ class Replay:
             settings.pool_tokens, settings.policy, age=lambda: self.manager.index.age, on_evicted=self._note_evicted
         )
         self.manager = ChunkManager(
-            settings.config, self.pool, method=METHOD, ratio=settings.ratio, remember=settings.remember
+            settings.config, self.pool, method=METHOD, ratio=settings.ratio, capacity=settings.pool_tokens
         )
         self.attention = SyntheticAttention(settings.seed)
         self.keys = [chunk_key(_PARTITION, array("q", [chunk])) for chunk in range(len(self.trace.lengths))]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from benchmark.simulate.store import POLICIES
 
-from chunk_cache.config import Config
-from chunk_cache.manager import REMEMBER
+from chunk_cache.config import REMEMBER, Config
 from chunk_cache.victims import AGEING
 
 
@@ -33,7 +32,7 @@ class Settings:
     max_cfo: float | None = None
     reuse: bool = True
     """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
-    remember: str = "missed"
+    remember: str = REMEMBER[0]
     promote_uses: int = 8
     ageing: float = AGEING
     """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
@@ -66,6 +65,7 @@ class Settings:
             max_generation=self.max_generation,
             alpha=self.alpha,
             max_cfo=self.max_cfo,
+            remember=self.remember,
             promote_uses=self.promote_uses,
             eviction="frequency-reuse" if self.policy == "frequency-reuse" else "lru",
             ageing=self.ageing,

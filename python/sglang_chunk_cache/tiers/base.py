@@ -80,6 +80,8 @@ class VariantInfo:
     """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
     is_prepared: bool = False
     """Whether `context` are neighbours that it was computed behind ahead of time."""
+    system: bytes = b""
+    """Marks of the system prompt in front of these (`chunk_cache.system_prompt`)."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"
@@ -91,6 +93,7 @@ class VariantInfo:
         """Hex of 8 bytes: tells the variants of one chunk apart."""
         kind = ",prepared" if self.is_prepared else ""
         hasher = hashlib.blake2b(f"{self.start},{self.generation}{kind}".encode(), digest_size=8)
+        hasher.update(self.system)
         for key in self.context:
             hasher.update(len(key).to_bytes(1, "little") + key)
         return hasher.hexdigest()
@@ -105,14 +108,14 @@ class VariantInfo:
         return self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((self.key, self.start, self.generation, self.context))
+        return hash((self.key, self.start, self.generation, self.system, self.context))
 
     def _values(self) -> tuple[object, ...]:
         return (*self.identity(), self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""
-        return (self.key, self.token_ids, self.start, self.generation, self.context, self.is_prepared)
+        return (self.key, self.token_ids, self.start, self.generation, self.system, self.context, self.is_prepared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

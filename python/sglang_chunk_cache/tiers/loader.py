@@ -181,7 +181,7 @@ class TierLoader:
             return {}
         for chunk in waiting.chunks:
             found = waiting.outcome[chunk.key]
-            if found.stored is None or self._pool.has(chunk.key, chunk.max_generation):
+            if found.stored is None or self._pool.has(chunk.key, chunk.need):
                 continue
             if not self._pool.bring_in(found.stored, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")

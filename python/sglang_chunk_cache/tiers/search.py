@@ -23,6 +23,7 @@ from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.keys import Partition
+    from chunk_cache.need import Need
     from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class Wanted:
     key: bytes
     token_ids: array[int]
     partition: Partition
-    max_generation: int
-    """Variants above it are passed over."""
+    need: Need
+    """Where, and which variants fit; the first of several requests that wait for it says so for all."""
 
 
 class Outcome(NamedTuple):
@@ -140,9 +141,7 @@ class TierSearch:
                 return Found(absent=(tier,))
             return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        for info in sorted(infos, key=self._rank):
-            if info.generation > chunk.max_generation:
-                continue
+        for info in self._ranked(infos, chunk.need):
             start = time.perf_counter()
             try:
                 if info.token_ids != chunk.token_ids:
@@ -156,9 +155,19 @@ class TierSearch:
             return Found(stored, tier.name, None, time.perf_counter() - start, stream, tuple(reads))
         return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
 
-    def _rank(self, info: VariantInfo) -> tuple[bool, Rank]:
-        """Smaller is read first; equal ones in the order in which the medium gives them."""
-        return not (info.is_prepared and self._prefers_prepared), rank_of(info.generation, info.is_prepared)
+    def _ranked(self, infos: Sequence[VariantInfo], need: Need) -> list[VariantInfo]:
+        """Those that fit, the best first: fewest tokens to fix, as a lookup in the pool chooses.
+
+        Beside a prepared one other derived ones are passed over. Equal ones come in the order of the medium.
+        """
+        fitting = [info for info in infos if need.fits(info)]
+        if any(info.is_prepared for info in fitting):
+            fitting = [info for info in fitting if info.is_prepared or not info.generation]
+        return sorted(fitting, key=lambda info: self._rank(info, need))
+
+    def _rank(self, info: VariantInfo, need: Need) -> tuple[bool, float, Rank]:
+        is_preferred = info.is_prepared and self._prefers_prepared
+        return not is_preferred, need.unit_cfo(info), rank_of(info.generation, info.is_prepared)
 
     def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:

@@ -209,6 +209,7 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
         statistics=variant.statistics,
         payload_len=variant.length * bytes_per_token,
         is_prepared=variant.is_prepared,
+        system=variant.system,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 
 from chunk_cache.cost import PrefillCost
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.need import Need
 from chunk_cache.prefetch import Votes
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.tier_ledger import TierLedger
@@ -47,7 +48,7 @@ PATIENCE_S = 20.0
 def wanted(number: int, length: int = LENGTH, max_generation: int = 3) -> Wanted:
     """A chunk; equal numbers are equal chunks."""
     tokens = array("q", [1000 * number + i for i in range(length)])
-    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, max_generation)
+    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, Need(max_generation))
 
 
 def variant(
@@ -110,8 +111,8 @@ class DictPool:
             self.brought[found.info.key] = found
         return self.has_room
 
-    def has(self, key: bytes, max_generation: int) -> bool:
-        return key in self.brought and self.brought[key].info.generation <= max_generation
+    def has(self, key: bytes, need: Need) -> bool:
+        return key in self.brought and need.fits(self.brought[key].info)
 
 
 class Tiers:
