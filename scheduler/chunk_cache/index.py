@@ -46,7 +46,7 @@ class Lookup:
     reason: str | None
     """Why there is no variant; None when there is one."""
     unit_cfo: float | None = None
-    """`unit_cfo_of` the variant behind the new context, in [0, 1]; None where the context was not given."""
+    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where the context was not given."""
     other_system: float | None = None
     """The share of it that another system prompt costs; None where that is the same, or the context was not given."""
 

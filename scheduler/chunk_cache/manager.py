@@ -184,7 +184,7 @@ class ChunkManager:
 
     def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
         """Where a prompt needs a chunk, and which variants it may be given."""
-        max_unit_cfo, alpha = 1.0, 1.0 if self.config.alpha is None else self.config.alpha
+        max_unit_cfo, alpha = math.inf, 1.0 if self.config.alpha is None else self.config.alpha
         if self.config.max_cfo is not None and alpha > 0.0 and not prompt.options.names_method:
             max_unit_cfo = self.config.max_cfo / alpha
         return Need(

@@ -12,6 +12,7 @@ that a prompt should have: it costs what it would cost without any.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,7 +49,7 @@ class Need:
     """Marks of the system prompt in front of these (`chunk_cache.system_prompt`)."""
     is_system_fixed: bool = False
     """Whether variants behind another system prompt are not used."""
-    max_unit_cfo: float = 1.0
+    max_unit_cfo: float = math.inf
     """Of variants that are used; the chunk is computed instead of one above it."""
 
     def fits(self, variant: Described) -> bool:
@@ -56,23 +57,23 @@ class Need:
         return (
             variant.generation <= self.max_generation
             and (not self.is_system_fixed or variant.system == self.system)
-            and (self.max_unit_cfo >= 1.0 or self.unit_cfo(variant) <= self.max_unit_cfo)
+            and (self.max_unit_cfo == math.inf or self.unit_cfo(variant) <= self.max_unit_cfo)
         )
 
     def unit_cfo(self, variant: Described) -> float:
-        """CFO at alpha 1, in [0, 1]."""
+        """CFO at alpha 1, in [0, 2]."""
         return unit_cfo_of(variant, first_places(self.context), self.system)
 
 
 def unit_cfo_of(variant: Described, place: Mapping[Hashable, int], system: bytes) -> float:
-    """CFO at alpha 1 of a variant, in [0, 1].
+    """CFO at alpha 1 of a variant, in [0, 2]: variants are compared before it is clipped.
 
     Args:
         place: `first_places` of the new context.
         system: marks of the new system prompt.
     """
     cfo = _context_cfo(variant, place)
-    return cfo if variant.system == system else min(1.0, cfo + system_charge(variant, system))
+    return cfo if variant.system == system else cfo + system_charge(variant, system)
 
 
 def system_charge(variant: Described, system: bytes) -> float:

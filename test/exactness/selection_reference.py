@@ -50,7 +50,7 @@ class Chunk:
         """Cache-Craft eq. 6 to 8 and 12, from their words, and what the chunk gave to what is another system prompt."""
         ends = [{1, *range(64, len(s), 64), len(s)} for s in (self.system, new_system)]  # of their pieces
         same = max((end for end in ends[0] & ends[1] if self.system[:end] == new_system[:end]), default=0)
-        return alpha * min(1.0, self.context_cfo(new_context) + float(self.on_system[same:].sum()))
+        return alpha * (self.context_cfo(new_context) + float(self.on_system[same:].sum()))
 
     def context_cfo(self, new_context: Sequence[tuple[int, ...]]) -> float:
         if not self.context:

@@ -28,6 +28,7 @@ import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.tier_ledger import EntryId
+from chunk_cache.variant import Rank, rank_of
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
 __all__ = [
@@ -97,6 +98,11 @@ class VariantInfo:
         for key in self.context:
             hasher.update(len(key).to_bytes(1, "little") + key)
         return hasher.hexdigest()
+
+    @property
+    def rank(self) -> Rank:
+        """As of a `Variant`."""
+        return rank_of(self.generation, self.is_prepared)
 
     @property
     def entry_id(self) -> EntryId:
@@ -182,6 +188,20 @@ class Medium(Protocol):
 
     def scan(self) -> Iterator[VariantInfo]:
         """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`."""
+
+    def read_note(self) -> bytes | None:
+        """What `write_note` has left here last, by this server or another; None = nothing.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def write_note(self, note: bytes) -> None:
+        """Keeps a note beside the entries; it is no entry. What does not outlive the process keeps none.
+
+        Raises:
+            TierError: timeout, unavailable, full, unreadable.
+        """
 
     def close(self) -> None: ...
 

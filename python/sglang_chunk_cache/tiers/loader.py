@@ -319,7 +319,7 @@ class TierLoader:
             if reason in BAD_ENTRY:
                 self._writer.forget(tier, info)
             elif reason is None:
-                tier.ledger.touch(info.entry_id)
+                tier.ledger.touch(info.entry_id, found.weight)
                 if found.stream is None:
                     self._note_seconds(key, tier, info, found.seconds)
 

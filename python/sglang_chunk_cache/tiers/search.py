@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from chunk_cache.variant import Rank, rank_of
+from chunk_cache.reusability import use_weight
+from chunk_cache.variant import Rank
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
@@ -58,6 +59,7 @@ class Found:
     Attributes:
         tier: where it was found, or where the trouble was; empty where it was not found.
         seconds: that reading it took.
+        weight: what this use adds to its reuse frequency.
         stream: brings the layers that are not there yet; None = all are.
         reads: what was tried to be read, and why it could not be; None = it could.
         absent: tiers that were searched and have no variant of it.
@@ -67,6 +69,7 @@ class Found:
     tier: str = ""
     reason: str | None = None
     seconds: float = 0.0
+    weight: float = 1.0
     stream: LayerStream | None = None
     reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
     absent: tuple[Tier, ...] = ()
@@ -152,8 +155,9 @@ class TierSearch:
                 reads.append((tier, info, error.reason))
                 continue
             reads.append((tier, info, None))
-            return Found(stored, tier.name, None, time.perf_counter() - start, stream, tuple(reads))
-        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
+            weight = use_weight(chunk.need.unit_cfo(info), len(info.token_ids))
+            return Found(stored, tier.name, None, time.perf_counter() - start, weight, stream, tuple(reads))
+        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, reads=tuple(reads))
 
     def _ranked(self, infos: Sequence[VariantInfo], need: Need) -> list[VariantInfo]:
         """Those that fit, the best first: fewest tokens to fix, as a lookup in the pool chooses.
@@ -167,7 +171,7 @@ class TierSearch:
 
     def _rank(self, info: VariantInfo, need: Need) -> tuple[bool, float, Rank]:
         is_preferred = info.is_prepared and self._prefers_prepared
-        return not is_preferred, need.unit_cfo(info), rank_of(info.generation, info.is_prepared)
+        return not is_preferred, need.unit_cfo(info), info.rank
 
     def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:

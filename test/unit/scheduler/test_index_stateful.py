@@ -67,7 +67,7 @@ class Record:
         return sum(SHARES[i] for i in gone) if self.statistics else float(own != other and len(own) > 0)
 
     def unit_cfo(self, system: bytes, context: list[bytes]) -> float:
-        return min(1.0, self.context_cfo(context) + self.system_charge(system))
+        return self.context_cfo(context) + self.system_charge(system)
 
     def context_cfo(self, context: list[bytes]) -> float:
         """By the paper's equations, one after the other."""

@@ -173,7 +173,7 @@ def best_stored(server: Server, prompt: ChunkPrompt, chunk: int) -> tuple[int, f
         if variant.system not in (b"", prompt.system):
             shares = None if statistics is None else statistics.system
             cfo += 1.0 if shares is None else share_elsewhere(shares, variant.system, prompt.system)
-        cfo = round(min(1.0, cfo), 9)
+        cfo = round(cfo, 9)
         covered_len = server.store.resolve(variant)
         to_compute = round(length - covered_len + cfo * covered_len, 9)
         found.append((to_compute, cfo, variant.generation, -variant.last_use, covered_len))

@@ -52,12 +52,18 @@ def wanted(number: int, length: int = LENGTH, max_generation: int = 3) -> Wanted
 
 
 def variant(
-    number: int, start: int = 0, length: int = LENGTH, generation: int = 0, prepared_behind: tuple[bytes, ...] = ()
+    number: int,
+    start: int = 0,
+    length: int = LENGTH,
+    generation: int = 0,
+    prepared_behind: tuple[bytes, ...] = (),
+    context: tuple[bytes, ...] = (),
+    system: bytes = b"",
 ) -> Variant:
     """One of the variants of that chunk."""
     chunk = wanted(number, length)
     path = PathTokens(array("q", [7] * start) + chunk.token_ids, PARTITION)
-    context, is_prepared = prepared_behind, bool(prepared_behind)
+    context, is_prepared = prepared_behind or context, bool(prepared_behind)
     return Variant(
         1000 * number + start,
         chunk.key,
@@ -68,6 +74,7 @@ def variant(
         len(context),
         path,
         is_prepared=is_prepared,
+        system=system,
     )
 
 
@@ -85,7 +92,17 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
     """As a medium keeps it."""
     kv = kv_of(one, fingerprint)
     size = fingerprint.payload_len(one.length)
-    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size, one.is_prepared)
+    info = VariantInfo(
+        one.key,
+        one.token_ids,
+        one.start,
+        one.generation,
+        one.context,
+        None,
+        size,
+        one.is_prepared,
+        one.system,
+    )
     return StoredVariant(info, kv.k, kv.v)
 
 
@@ -134,6 +151,7 @@ class Tiers:
         reduce_max: Callable[[Any], Any] | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
         prefers_prepared: bool = False,
+        eviction: str = "lru",
         **config: Any,
     ) -> None:
         limits, slow = limits or {}, slow or {}
@@ -144,7 +162,7 @@ class Tiers:
             Tier(
                 name,
                 Throttled(medium, *slow[name]) if name in slow else medium,
-                TierLedger(limits.get(name)),
+                TierLedger(limits.get(name), eviction),
             )
             for name, medium in media.items()
         ]
