@@ -181,7 +181,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
 def equals_stock(options: dict[str, Any] | None) -> bool:
     if options is None or options.get("mode") in ("exact", "off"):
         return True
-    if (options.get("options") or {}).get("alpha"):
+    if any((options.get("options") or {}).get(name) for name in ("alpha", "ends")):
         return False
     method = METHODS.get(options.get("method", ""))
     ratio = options.get("ratio")

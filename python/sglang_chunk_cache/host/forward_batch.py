@@ -152,7 +152,14 @@ def _taker(
     """Of the chunks that a forward computes from `begins` on, per request, up to `end` or that of the extend."""
     ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
-    return StatisticsTaker.plan(batch, chunks.statistics_layers, model_runner.token_to_kv_pool, chunks.kernel, spans)
+    return StatisticsTaker.plan(
+        batch,
+        chunks.statistics_layers,
+        model_runner.token_to_kv_pool,
+        chunks.kernel,
+        chunks.config.statistics_heads,
+        spans,
+    )
 
 
 def _without_loads(
