@@ -3,10 +3,10 @@
     Reorderer    puts marked chunks into an order in which earlier prompts began
     Rebuilder    knows no marks: begins a prompt as an earlier one began, with runs of its own tokens
 
-`Reorderer`: chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so that stock
-SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is ContextPilot's,
-which searches an index of contexts. Nothing is approximated, but the model reads the passages in another order than the
-retriever's, which ranks them.
+`Reorderer`: chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so
+that stock SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is
+ContextPilot's, which searches an index of contexts. Nothing is approximated, but the model reads the passages in
+another order than the retriever's, which ranks them.
 
     tree of orders sent so far          a request of {C, A, D}           is sent as A C D
         A -> C -> B
@@ -14,9 +14,9 @@ retriever's, which ranks them.
         B -> A                          the longest path whose chunks are all asked for comes first,
                                         the others behind it, the most wanted one first
 
-`Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which the
-prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any text,
-also that of a system prompt, but for the prompt's end.
+`Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which
+the prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any
+text, also that of a system prompt.
 """
 
 from __future__ import annotations

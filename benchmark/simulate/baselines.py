@@ -3,8 +3,8 @@
     alternative_path    FusionRAG's rule (section 4.1), without a bound
     single_copies       an LRU store of one copy of each chunk and of nothing else
 
-The prefix cache is no function of its own: `simulate` with ``reuse=False``. What brings more prompts to begin alike is a
-trace that `simulate` replays so, `ORDERS`:
+The prefix cache is no function of its own: `simulate` with ``reuse=False``. What brings more prompts to begin alike is
+a trace that `simulate` replays so, `ORDERS`:
 
     reordered      a client puts chunks into an order in which earlier prompts began (ContextPilot's idea)
     by_frequency   chunks stand in the order of how often the whole trace has them, which nobody knows in advance

@@ -6,7 +6,7 @@ One request at a time, as the server handles it (`sglang_chunk_cache.host.radix_
 every chunk behind it with its new context; `make_plan`; make room; count the uses. Then remember: the chunks of a
 prompt that brought nothing in are spans of its path, exact; of a fused prompt
 
-    remember "missed"     those that it had to compute become nodes of their own, derived
+    remember "misses"     those that it had to compute become nodes of their own, derived
     remember "contexts"   also those that it brought in and fixed, as variants of their new context (Cache-Craft 3.3)
 
 and popular variants of cold paths are promoted. What is modelled instead of run: the KV memory (`store`), the attention
@@ -34,6 +34,7 @@ from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import ChunkPlan, RecomputePlan, replan_without_load
 from chunk_cache.request_options import RequestOptions
+from chunk_cache.system_prompt import marks_of, piece_starts
 from chunk_cache.types import Status
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 
@@ -89,7 +90,7 @@ class Replay:
             settings.pool_tokens, settings.policy, age=lambda: self.manager.index.age, on_evicted=self._note_evicted
         )
         self.manager = ChunkManager(
-            settings.config, self.pool, method=METHOD, ratio=settings.ratio, remember=settings.remember
+            settings.config, self.pool, method=METHOD, ratio=settings.ratio, capacity=settings.pool_tokens
         )
         self.attention = SyntheticAttention(settings.seed)
         self.keys = [chunk_key(_PARTITION, array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
@@ -116,7 +117,7 @@ class Replay:
 
     def answer(self, request: Request) -> Counts:
         """One request, from its lookup to what it leaves behind; returns `[len(FIELDS)]`."""
-        layout = _Layout.of(self.trace, request, self.settings.reuse, self.keys)
+        layout = _Layout.of(self.trace, request, self.settings, self.keys)
         prefix = self.pool.match(layout.labels) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
         plan = self.manager.plan(
@@ -215,9 +216,14 @@ class Replay:
 
     def _keep(self, layout: _Layout, keep: Keep, home: Home, node: Node) -> None:
         prompt, i = layout.prompt, keep.chunk
-        context_lens = [prompt.length(j) for j in range(i)]
-        statistics = self.attention.statistics(prompt.keys[i], prompt.length(i), prompt.context(i), context_lens)
-        self.cci.append(statistics.cci)
+        statistics = None
+        if keep.fixed is None:  # of one that was fixed the server has none that are new
+            context_lens = [prompt.length(j) for j in range(i)]
+            num_pieces = len(piece_starts(prompt.options.spans[0][0])) if prompt.system else 0
+            statistics = self.attention.statistics(
+                *(prompt.keys[i], prompt.length(i), prompt.context(i), context_lens), num_pieces
+            )
+            self.cci.append(statistics.cci)
         variant = self.manager.complete(prompt, keep, home, statistics)
         if variant is not None:
             self.pool.settle(node, variant)
@@ -259,7 +265,7 @@ class _Layout:
     """Which of them the chunks are."""
 
     @classmethod
-    def of(cls, trace: Trace, request: Request, reuse: bool, keys: Sequence[bytes]) -> _Layout:
+    def of(cls, trace: Trace, request: Request, settings: Settings, keys: Sequence[bytes]) -> _Layout:
         blocks = request.blocks
         head = 1 if trace.system_len else 0
         labels = (*[SYSTEM] * head, *(number for number, _ in blocks))
@@ -267,12 +273,22 @@ class _Layout:
         places = tuple(head + i for i, (_, is_chunk) in enumerate(blocks) if is_chunk)
         starts = (0, *accumulate(part_lens))
         spans = tuple((starts[place], starts[place + 1]) for place in places)
-        options = RequestOptions(spans=spans, mode="auto" if reuse else "off")
-        return cls(ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks)), labels, part_lens, places)
+        options = RequestOptions(spans=spans, mode="auto" if settings.reuse else "off")
+        system = b""
+        if settings.counts_system and places:
+            system = _marks(labels[: places[0]], part_lens[: places[0]])
+        prompt = ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks), system)
+        return cls(prompt, labels, part_lens, places)
 
     @property
     def length(self) -> int:
         return sum(self.part_lens)
+
+
+@lru_cache(maxsize=1 << 12)
+def _marks(labels: tuple[int, ...], lengths: tuple[int, ...]) -> bytes:
+    """Marks of a system prompt that is made of these blocks: two are alike as far as their blocks are."""
+    return marks_of(array("q", [label for label, length in zip(labels, lengths, strict=True) for _ in range(length)]))
 
 
 def _is_in_full(chunk: ChunkPlan) -> bool:

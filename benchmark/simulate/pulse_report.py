@@ -146,8 +146,8 @@ def _policies(replays: _Replays, trace: Trace, sizes: Sequence[int]) -> list[str
     return [
         "## A KV pool",
         "",
-        "The size is that of the server's KV pool, in which system prompts, histories, questions and the running request",
-        f"lie too. Rows at ratio {RATIO:g}; remember {REMEMBER[0]}.",
+        "The size is that of the server's KV pool, in which system prompts, histories, questions and the running",
+        f"request lie too. Rows at ratio {RATIO:g}; remember {REMEMBER[0]}.",
         "",
         *markdown_table(_header(sizes, "passage tokens hit"), hits),
         "",
@@ -161,8 +161,8 @@ def _systems(replays: _Replays, pulse: RagPulse, sizes: Sequence[int]) -> list[s
     lines = [
         "## Against exact systems",
         "",
-        "Share of the prompt tokens that are computed. *set-cache* moves KV and fixes nothing, so its answers are those of",
-        f"full reuse; *ours* (lru) computes {percent(RATIO, 0)} of what it brings in again; the others are exact.",
+        "Share of the prompt tokens that are computed. *set-cache* moves KV and fixes nothing: its answers are those",
+        f"of full reuse; *ours* (lru) computes {percent(RATIO, 0)} of what it brings in again; the others are exact.",
     ]
     for num_behind, layout in LAYOUTS.items():
         trace = trace_of_pulse(pulse, num_behind)
@@ -188,14 +188,15 @@ def _remember(replays: _Replays, trace: Trace, sizes: Sequence[int]) -> list[str
     lines = [
         "## What is remembered",
         "",
-        "Budget by CFO with alpha 1, by the synthetic attention. *CFO*: share of the tokens brought in that is computed",
-        "again.",
+        "Budget by CFO with alpha 1, by the synthetic attention. *CFO*: share of the tokens brought in that is",
+        "computed again. *Without S*: as if all requests had one system prompt.",
     ]
     base = replace(_LRU, alpha=1.0)
     cases = [
-        replace(base, policy=policy, ageing=ageing, remember=remember)
-        for policy, ageing in (("lru", _LRU.ageing), ("frequency-reuse", 10.0), ("frequency-reuse", 1.0))
+        replace(base, policy=policy, ageing=ageing, remember=remember, counts_system=counts_system)
+        for policy, ageing in (("lru", _LRU.ageing), ("frequency-reuse", 30.0), ("frequency-reuse", 10.0))
         for remember in REMEMBER
+        for counts_system in (True, False)
     ]
     columns = (
         ("passage tokens hit", "chunk_token_hit_rate"),
@@ -205,7 +206,7 @@ def _remember(replays: _Replays, trace: Trace, sizes: Sequence[int]) -> list[str
     for name, rate in columns:
         table = [
             [
-                f"{label_of(case)}, {case.remember}",
+                f"{label_of(case)}, {case.remember}" + ("" if case.counts_system else ", without S"),
                 *(percent(getattr(replays.tally(trace, replace(case, pool_tokens=size)), rate)) for size in sizes),
             ]
             for case in cases

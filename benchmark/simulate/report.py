@@ -47,6 +47,7 @@ def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | N
         "seed": seed,
         "policy": label_of(settings),
         "holds": settings.holds,
+        "counts_system": settings.counts_system,
         "remember": settings.remember if settings.reuse else "paths",
         "pool_tokens": settings.pool_tokens,
         "pool_share": None if pool_share is None else f"{pool_share:g}",

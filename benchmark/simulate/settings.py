@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from benchmark.simulate.store import POLICIES
 
-from chunk_cache.config import Config
-from chunk_cache.manager import REMEMBER
+from chunk_cache.config import REMEMBER, Config
 from chunk_cache.victims import AGEING
-
 
 HOLDS = ("prompts", "chunks")
 
@@ -37,9 +35,11 @@ class Settings:
     reuse: bool = True
     """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
     holds: str = "prompts"
-    """What lies in the KV memory, one of `HOLDS`: `prompts`: all that a server's KV pool holds, and the running request; `chunks`:
-    chunks alone, beside that pool, as in a tier."""
-    remember: str = "missed"
+    """What lies in the KV memory, one of `HOLDS`: `prompts`: all that a server's KV pool holds, and the running
+    request; `chunks`: chunks alone, beside that pool, as in a tier."""
+    remember: str = REMEMBER[0]
+    counts_system: bool = True
+    """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
     promote_uses: int = 8
     ageing: float = AGEING
     """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
@@ -72,6 +72,7 @@ class Settings:
             max_generation=self.max_generation,
             alpha=self.alpha,
             max_cfo=self.max_cfo,
+            remember=self.remember,
             promote_uses=self.promote_uses,
             eviction="frequency-reuse" if self.policy == "frequency-reuse" else "lru",
             ageing=self.ageing,

@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     budget.add_argument("--alpha", type=float, default=1.0, help="budget by CFO (default: %(default)s)")
     budget.add_argument("--ratio", type=float, help="a fixed share of each reused chunk instead")
     add("--max-cfo", type=float, help="compute chunks with a higher CFO instead")
-    add("--remember", choices=REMEMBER, default="missed", help="missed chunks only, or every context (default: missed)")
+    add("--remember", choices=REMEMBER, default=REMEMBER[0], help="as in --chunk-cache-config (default: %(default)s)")
     add("--name", default="run", help="of the result files (default: run)")
     add("--out", type=Path, default=Path("."), help="folder of the result files (default: here)")
 

@@ -24,6 +24,7 @@ from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.manager import ChunkPrompt
 from chunk_cache.request_options import RequestOptions, loads
 from chunk_cache.selector_answer import SelectorAnswer
+from chunk_cache.system_prompt import marks_of
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +154,8 @@ def _create(req: Any) -> DocChunkRequest | None:
     fits = all(end <= len(ids) for _, end in options.spans)
     if not fits:
         options = replace(options, spans=())
-    prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)))
+    system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
+    prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)), system)
     if req.session is not None:
         prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # the selector sees one turn only
     return DocChunkRequest(prompt, partition, unsupported=not (fits and _is_supported(req)))

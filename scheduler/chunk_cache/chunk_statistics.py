@@ -4,10 +4,11 @@ Taken once, stored with the variant, ranked by (`chunk_cache.methods.ranked`) an
 (`chunk_cache.reusability`). All are softmax masses averaged over the heads and the layers that the server samples:
 
     outside    per token, on what stands in front of its chunk: sum_j mass(t -> C_j) over the chunks before it, or
-               mass(t -> S) where there were none (Cache-Craft section 3.2; S is never a context chunk)
+               mass(t -> S) where there were none (Cache-Craft section 3.2; S, the system prompt, is no context chunk)
     received   per token, from the tokens of its chunk behind it (H2O section 4; itself not counted)
     inter      per context chunk j, summed over the tokens: inter(C_j, C_i) (Cache-Craft eq. 3)
     intra      of all tokens on earlier tokens of their own chunk, without the diagonal (eq. 4); only CCI is kept of it
+    system     per piece of S (`chunk_cache.system_prompt`), the mean over the tokens: a share of their attention
 """
 
 from __future__ import annotations
@@ -25,24 +26,33 @@ STATISTICS = ("outside", "received")
 
 Values: TypeAlias = npt.NDArray[np.float32]
 
+_NONE: Values = np.empty(0, dtype=np.float32)
+
 
 class ChunkStatistics:
-    """What is stored with a variant; read-only. 8 bytes per token and 4 per context chunk, and CCI, in one array.
+    """What is stored with a variant, in one array, read-only: 8 bytes per token, 4 per context chunk and piece of S.
 
     Args:
         outside, received: `[chunk length]` float32; NaN where a token's KV was not computed but found.
         inter: `[num context chunks]` float32.
         cci: chunk context impact, in [0.5, 1].
+        system: `[num pieces]` float32.
     """
 
-    __slots__ = ("_num_context", "_values")
+    __slots__ = ("_num_context", "_num_system", "_values")
 
-    def __init__(self, outside: Values, received: Values, inter: Values | None = None, cci: float = 0.5) -> None:
+    def __init__(
+        self,
+        outside: Values,
+        received: Values,
+        inter: Values = _NONE,
+        cci: float = 0.5,
+        system: Values = _NONE,
+    ) -> None:
         assert outside.shape == received.shape, f"{outside.shape}, {received.shape}"
-        inter = np.empty(0, dtype=np.float32) if inter is None else inter
-        self._values: Values = np.concatenate((outside, received, inter, (cci,)), dtype=np.float32)
+        self._values: Values = np.concatenate((outside, received, system, inter, (cci,)), dtype=np.float32)
         self._values.setflags(write=False)
-        self._num_context = len(inter)
+        self._num_context, self._num_system = len(inter), len(system)
 
     @property
     def outside(self) -> Values:
@@ -54,7 +64,11 @@ class ChunkStatistics:
 
     @property
     def inter(self) -> Values:
-        return self._values[2 * self._num_tokens : -1]
+        return self._values[-1 - self._num_context : -1]
+
+    @property
+    def system(self) -> Values:
+        return self._values[2 * self._num_tokens : -1 - self._num_context]
 
     @property
     def cci(self) -> float:
@@ -67,31 +81,43 @@ class ChunkStatistics:
 
     def tobytes(self) -> bytes:
         """Equal where all numbers are, bit for bit."""
-        return self._num_context.to_bytes(4, "little") + self._values.tobytes()
+        sizes = (self._num_context, self._num_system)
+        return b"".join(size.to_bytes(4, "little") for size in sizes) + self._values.tobytes()
 
     @property
     def _num_tokens(self) -> int:
-        return (len(self._values) - 1 - self._num_context) // 2
+        return (len(self._values) - 1 - self._num_context - self._num_system) // 2
 
     @classmethod
     def taken(
-        cls, outside: Values, received: Values, inter: Values, intra: float, context_lens: Sequence[int]
+        cls,
+        outside: Values,
+        received: Values,
+        inter: Values,
+        intra: float,
+        context_lens: Sequence[int],
+        system: Values = _NONE,
     ) -> ChunkStatistics:
         """The statistics of a chunk behind chunks of `context_lens` tokens, with its context impact.
 
-        `inter` and `intra` are sums over the tokens that were computed. Where those are a part of the chunk, the others
-        are taken to be like them.
+        `inter`, `intra` and `system` are sums over the tokens that were computed. Where those are a part of the chunk,
+        the others are taken to be like them.
         """
         num_computed = int((~np.isnan(outside)).sum())
         assert num_computed, "statistics of a chunk of which nothing was computed"
         scale = len(outside) / num_computed
         inter, intra = inter * np.float32(scale), intra * scale
-        return cls(outside, received, inter, context_impact(inter, context_lens, intra, len(outside)))
+        cci = context_impact(inter, context_lens, intra, len(outside))
+        return cls(outside, received, inter, cci, system / np.float32(num_computed))
+
+    def behind(self, num_context: int) -> ChunkStatistics:
+        """These of KV that was fixed behind another context of so many chunks: what it gave to each is not known."""
+        return ChunkStatistics(self.outside, self.received, np.zeros(num_context, np.float32), self.cci)
 
     def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
         """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed).
 
-        `inter` and `cci` are one number for many tokens: those of whichever saw more tokens stay.
+        `inter`, `cci` and `system` are one number for many tokens: those of whichever saw more tokens stay.
         """
         if other is None or not np.isnan(self.outside).any():
             return self
@@ -101,7 +127,7 @@ class ChunkStatistics:
             np.where(np.isnan(own), found, own)
             for own, found in ((self.outside, other.outside), (self.received, other.received))
         ]
-        return ChunkStatistics(filled[0], filled[1], fuller.inter, fuller.cci)
+        return ChunkStatistics(filled[0], filled[1], fuller.inter, fuller.cci, fuller.system)
 
     def of(self, name: str) -> Values | None:
         """One of `STATISTICS`; None where nothing is known of single tokens, as in a simulation."""

@@ -16,6 +16,8 @@ FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 ATTENTIONS = ("auto", "runs", "rows")
 MODELS = ("checked", "listed")
+SYSTEM_PROMPTS = ("any", "same")
+REMEMBER = ("misses", "contexts")
 STATISTICS_LAYERS = ("sampled", "all", "none")
 
 
@@ -40,6 +42,11 @@ class Config:
     """Prepared variants are used before exact ones."""
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
+    remember: str = "misses"
+    """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
+    `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
+    contexts_share: float = 0.25
+    """Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
     promote_uses: int = 8
     """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
     refresh_uses: int = 0
@@ -50,6 +57,9 @@ class Config:
     """File that keeps what that finds from one start to the next; None = none does."""
     alpha: float | None = None
     """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; None = by ratio."""
+    system_prompts: str = "any"
+    """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
+    prompt, at the price that their CFO says; `same`: only those computed behind its own."""
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     models: str = "checked"
@@ -99,10 +109,18 @@ _MINIMUM = {
 }
 _MAXIMUM = {
     "ageing": ALPHA.maximum,
+    "contexts_share": 1.0,
     "keep_share": 0.9,  # more would leave running requests next to nothing
     "verify_share": 1.0,
 }
-_CHOICES = {"models": MODELS, "kernel": KERNELS, "attention": ATTENTIONS, "eviction": EVICTIONS}
+_CHOICES = {
+    "models": MODELS,
+    "kernel": KERNELS,
+    "attention": ATTENTIONS,
+    "eviction": EVICTIONS,
+    "remember": REMEMBER,
+    "system_prompts": SYSTEM_PROMPTS,
+}
 
 
 def parse_config(value: object) -> Config:

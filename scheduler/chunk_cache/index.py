@@ -22,11 +22,15 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.need import Need, system_charge, unit_cfo_of
 from chunk_cache.paths import PathLedger
-from chunk_cache.reusability import first_places, unit_cfo
+from chunk_cache.reusability import first_places
 from chunk_cache.types import REASONS
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Rank, Variant, holder_of, rank_of
 from chunk_cache.victims import AGEING, victim_order
+
+Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
+"""What a variant was computed behind: the marks of its system prompt, and its context."""
 
 Resolve: TypeAlias = Callable[[Variant], int]
 """How many leading tokens of the variant are still stored; 0 = gone."""
@@ -42,7 +46,9 @@ class Lookup:
     reason: str | None
     """Why there is no variant; None when there is one."""
     unit_cfo: float | None = None
-    """CCI (1 - beta') of the variant behind the new context, in [0, 1]; None where the context was not given."""
+    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where the context was not given."""
+    other_system: float | None = None
+    """The share of it that another system prompt costs; None where that is the same, or the context was not given."""
 
     def __post_init__(self) -> None:
         assert (self.variant is None) == (self.covered_len == 0), f"{self.covered_len} tokens of {self.variant}"
@@ -59,6 +65,7 @@ MAX_GONE_KEYS = 4096
 _NOT_STORED = Lookup(None, 0, "not_stored")
 _EVICTED = Lookup(None, 0, "evicted")
 _GENERATION_LIMIT = Lookup(None, 0, "generation_limit")
+_OTHER_SYSTEM = Lookup(None, 0, "other_system")
 
 
 @dataclass(slots=True)
@@ -113,6 +120,8 @@ class ChunkIndex:
         self._ageing = ageing
         self._prefers_prepared = prefers_prepared
         self._num_derived = 0
+        self.num_derived_tokens = 0
+        """Of variants that came from approximate ones; of none that was prepared."""
         self.num_reused_tokens = 0
         """Of variants that were used; tokens that two of them share count twice."""
         self._paths = PathLedger()
@@ -159,15 +168,23 @@ class ChunkIndex:
         return next((peer for peer in peers if peer.is_prepared and peer.context == context), None)
 
     def wants(
-        self, key: bytes, *, start: int, generation: int, context: tuple[bytes, ...], is_prepared: bool = False
+        self,
+        key: bytes,
+        *,
+        start: int,
+        generation: int,
+        context: tuple[bytes, ...],
+        system: bytes = b"",
+        is_prepared: bool = False,
     ) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
         peers = self._by_key.get(key, ())
         if is_prepared and any(peer.is_prepared for peer in peers):
             return True  # in the place of that one
-        if generation and not is_prepared and any(peer.is_exact and peer.context == context for peer in peers):
+        behind = system, context
+        if generation and not is_prepared and any(peer.is_exact and _behind(peer) == behind for peer in peers):
             return False
-        same = _find_same(peers, start, context, is_prepared)
+        same = _find_same(peers, start, behind, is_prepared)
         if same is not None:
             return same.generation >= generation
         return len(peers) < self.max_variants_per_chunk or rank_of(generation, is_prepared) <= max(
@@ -183,19 +200,21 @@ class ChunkIndex:
         generation: int,
         context: tuple[bytes, ...],
         home: Home,
+        system: bytes = b"",
         statistics: ChunkStatistics | None = None,
         prompt_keys: tuple[bytes, ...] | None = None,
         is_prepared: bool = False,
     ) -> Variant | None:
         """Remember a variant.
 
-        A KV of the same context and start is represented once: it is refreshed and moves to the new home, which was
-        stored a moment ago while the old one may be gone. Of different generations the lower one stays. A derived
-        variant is refused where an exact one of the same context exists, and goes when one arrives. A prepared one
-        stands beside these, one per chunk: it goes when another arrives.
+        A KV of the same system prompt, context and start is represented once: it is refreshed and moves to the new
+        home, which was stored a moment ago while the old one may be gone. Of different generations the lower one
+        stays. A derived variant is refused where an exact one of the same context exists, and goes when one arrives. A
+        prepared one stands beside these, one per chunk: it goes when another arrives.
 
         Args:
             context: keys of the chunks in front of it, in order.
+            system: marks of the system prompt in front of these.
             is_prepared: `context` are neighbours that it was computed behind ahead of time.
             prompt_keys: keys of all chunks of the prompt, which begin with `context`; given to each variant of the
                 prompt, it saves each a context of its own.
@@ -206,12 +225,12 @@ class ChunkIndex:
         """
         _check_new(length, start, generation, home)
         if not self._fits(home) or not self.wants(
-            key, start=start, generation=generation, context=context, is_prepared=is_prepared
+            key, start=start, generation=generation, context=context, system=system, is_prepared=is_prepared
         ):
             self.counters.num_refused += 1
             return None
-        peers = self._by_key.get(key, ())
-        same = _find_same(peers, start, context, is_prepared)
+        peers, behind = self._by_key.get(key, ()), (system, context)
+        same = _find_same(peers, start, behind, is_prepared)
         if same is not None and same.generation == generation:
             self._move(same, home)
             self._refresh(same)
@@ -220,7 +239,7 @@ class ChunkIndex:
             self.version += 1
             self.counters.num_refreshed += 1
             return same
-        for peer in [p for p in peers if _is_superseded(p, generation, context, is_prepared, p is same)]:
+        for peer in [p for p in peers if _is_superseded(p, generation, behind, is_prepared, p is same)]:
             self._remove(peer)
             self.counters.num_superseded += 1
         self._make_room(key, rank_of(generation, is_prepared), home)
@@ -237,16 +256,16 @@ class ChunkIndex:
             holder_of(home),
             statistics=statistics,
             is_prepared=is_prepared,
+            system=system,
         )
         self._next_id += 1
         self._insert(variant)
         self.counters.num_added += 1
         return variant
 
-    def stored_len(self, key: bytes, resolve: Resolve, *, max_generation: int) -> int:
-        """The most leading tokens of a chunk that one variant has; counts no lookup and forgets nothing."""
-        peers = self._by_key.get(key, ())
-        return max((resolve(peer) for peer in peers if peer.generation <= max_generation), default=0)
+    def stored_len(self, key: bytes, resolve: Resolve, need: Need) -> int:
+        """The most leading tokens of a chunk that a fitting variant has; counts no lookup and forgets nothing."""
+        return max((resolve(peer) for peer in self._by_key.get(key, ()) if need.fits(peer)), default=0)
 
     def lookup(
         self,
@@ -254,6 +273,8 @@ class ChunkIndex:
         resolve: Resolve,
         *,
         context: Sequence[bytes] | None = None,
+        system: bytes = b"",
+        only_behind: bytes | None = None,
         max_generation: int | None = None,
     ) -> Lookup:
         """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
@@ -265,6 +286,9 @@ class ChunkIndex:
 
         Args:
             context: keys of the chunks in front of the chunk in the new prompt, in order; None = CFO is not looked at.
+            system: marks of the system prompt in front of these.
+            only_behind: marks of the system prompt; variants behind another are passed over, with reason
+                ``other_system``. None = none are.
             max_generation: variants above it are passed over, with reason ``generation_limit``.
         """
         self.counters.num_lookups += 1
@@ -272,13 +296,16 @@ class ChunkIndex:
         if peers is None:
             return _EVICTED if key in self._gone_keys else _NOT_STORED
         allowed = [p for p in peers if max_generation is None or p.generation <= max_generation]
-        is_limited = len(allowed) < len(peers)
+        passed_over = _GENERATION_LIMIT if len(allowed) < len(peers) else _EVICTED
+        if only_behind is not None and any(p.system != only_behind for p in allowed):
+            allowed = [p for p in allowed if p.system == only_behind]
+            passed_over = _OTHER_SYSTEM
         prepared = next((p for p in allowed if p.is_prepared), None)
         if prepared is not None:
             allowed = self._beside_prepared(prepared, allowed, resolve)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in _ranked(allowed, None if context is None else first_places(context)):
+        for cfo, variant in _ranked(allowed, None if context is None else first_places(context), system):
             if best is not None and best_share <= (cfo or 0.0):
                 break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
@@ -290,12 +317,13 @@ class ChunkIndex:
             if best is None or share < best_share:
                 best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
         if best is None:
-            return _GENERATION_LIMIT if is_limited else _EVICTED
+            return passed_over
         if best_len == best.length:
             self.counters.num_full += 1
         else:
             self.counters.num_partial += 1
-        return Lookup(best, best_len, None, best_cfo)
+        charge = None if best_cfo is None or best.system == system else system_charge(best, system)
+        return Lookup(best, best_len, None, best_cfo, charge)
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether the chunk was stored, and is remembered as gone."""
@@ -396,6 +424,7 @@ class ChunkIndex:
         self._by_key.clear()
         self._order.clear()
         self._num_derived = 0
+        self.num_derived_tokens = 0
         self.num_reused_tokens = 0
         self._paths.clear()
         self._turns.clear()
@@ -429,6 +458,10 @@ class ChunkIndex:
         self._order.check_integrity(self._clock)
         num_derived = sum(not v.is_exact for v in variants)
         assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
+        derived = sum(map(_derived_len, variants))
+        assert self.num_derived_tokens == derived, (
+            f"num_derived_tokens is {self.num_derived_tokens}, there are {derived}"
+        )
         reused = sum(v.length for v in variants if v.num_uses)
         assert self.num_reused_tokens == reused, f"num_reused_tokens is {self.num_reused_tokens}, there are {reused}"
         self._check_chunks(variants)
@@ -465,9 +498,10 @@ class ChunkIndex:
             assert all(v.generation == 1 for v in peers if v.is_prepared), (
                 f"a prepared variant not of generation 1: {peers}"
             )
-            assert len({(v.start, v.context) for v in others}) == len(others), f"one KV is represented twice: {peers}"
-            exact = {v.context for v in others if v.is_exact}
-            assert not any(v.generation and v.context in exact for v in others), f"derived beside exact: {peers}"
+            places = {(v.start, _behind(v)) for v in others}
+            assert len(places) == len(others), f"one KV is represented twice: {peers}"
+            exact = {_behind(v) for v in others if v.is_exact}
+            assert not any(v.generation and _behind(v) in exact for v in others), f"derived beside exact: {peers}"
 
     def _fits(self, home: Home) -> bool:
         return not isinstance(home, PathHome) or len(home.path) <= self.max_path_tokens
@@ -516,6 +550,7 @@ class ChunkIndex:
         variant.last_use = self._clock
         self._order.add(variant)
         self._num_derived += not variant.is_exact
+        self.num_derived_tokens += _derived_len(variant)
         self._enter_home(variant)
         self._gone_keys.pop(variant.key, None)
         self._turns.append(variant.variant_id)
@@ -528,6 +563,7 @@ class ChunkIndex:
             del self._by_key[variant.key]
         (self._order.forget if is_victim else self._order.remove)(variant)
         self._num_derived -= not variant.is_exact
+        self.num_derived_tokens -= _derived_len(variant)
         self.num_reused_tokens -= variant.length if variant.num_uses else 0
         self._leave_home(variant)
         if len(self._turns) > 2 * len(self) + 64:
@@ -557,45 +593,35 @@ class ChunkIndex:
             variant.holder.variant_id = -1
 
 
-def _find_same(peers: Iterable[Variant], start: int, context: tuple[bytes, ...], is_prepared: bool) -> Variant | None:
-    place = start, is_prepared, context
-    return next((peer for peer in peers if (peer.start, peer.is_prepared, peer.context) == place), None)
+def _derived_len(variant: Variant) -> int:
+    return 0 if variant.is_exact or variant.is_prepared else variant.length
 
 
-def _is_superseded(
-    peer: Variant, generation: int, context: tuple[bytes, ...], is_prepared: bool, is_same: bool
-) -> bool:
+def _behind(variant: Variant) -> Behind:
+    return variant.system, variant.context
+
+
+def _find_same(peers: Iterable[Variant], start: int, behind: Behind, is_prepared: bool) -> Variant | None:
+    place = start, is_prepared, behind
+    return next((peer for peer in peers if (peer.start, peer.is_prepared, _behind(peer)) == place), None)
+
+
+def _is_superseded(peer: Variant, generation: int, behind: Behind, is_prepared: bool, is_same: bool) -> bool:
     """Whether a variant goes when one of this context arrives."""
     if is_prepared or peer.is_prepared:
         return is_prepared and peer.is_prepared
-    return peer.generation > 0 and peer.context == context and (is_same or not generation)
+    return peer.generation > 0 and _behind(peer) == behind and (is_same or not generation)
 
 
-def _ranked(variants: Sequence[Variant], place: Mapping[Hashable, int] | None) -> list[tuple[float | None, Variant]]:
+def _ranked(
+    variants: Sequence[Variant], place: Mapping[Hashable, int] | None, system: bytes
+) -> list[tuple[float | None, Variant]]:
     """Best first, each with its CFO at alpha 1 behind a new context."""
     if place is None:
         return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
-    ranked = [(cfo_of(variant, place), variant) for variant in variants]
+    ranked = [(unit_cfo_of(variant, place, system), variant) for variant in variants]
     ranked.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
     return [(cfo, variant) for cfo, variant in ranked]
-
-
-def cfo_of(variant: Variant, place: Mapping[Hashable, int]) -> float:
-    """CFO at alpha 1 of a variant, `place` being the `first_places` of the new context.
-
-    Of a variant without statistics nothing is known but its context: CCI is 1, its context chunks count alike. The
-    neighbours of a prepared one are no context that a prompt should have: it costs what it would cost without any.
-    """
-    if variant.is_prepared:
-        return unit_cfo(0.5, (), (), place)
-    statistics = variant.statistics
-    if variant.num_before and place.keys().isdisjoint(variant.prompt_keys):  # most variants, so it is asked first
-        return 1.0 if statistics is None else statistics.cci
-    context = variant.context
-    if statistics is None:
-        return unit_cfo(1.0 if context else 0.5, context, [0.0] * len(context), place)
-    inter, cci = statistics.of_context()
-    return unit_cfo(cci, context, inter, place)
 
 
 def _check_new(length: int, start: int, generation: int, home: Home) -> None:

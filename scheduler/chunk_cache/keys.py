@@ -50,7 +50,7 @@ def chunk_key(partition: Partition, token_ids: TokenIds) -> bytes:
         TypeError: a token is not an integer.
     """
     state = _partition_state(partition).copy()
-    state.update(_as_int64_buffer(token_ids))
+    state.update(int64_buffer(token_ids))
     return state.digest()
 
 
@@ -62,7 +62,7 @@ def chunk_keys(partition: Partition, token_ids: TokenIds, spans: Sequence[Span])
         spans: half-open ranges of it.
     """
     base = _partition_state(partition)
-    tokens = memoryview(_as_int64_buffer(token_ids))
+    tokens = memoryview(int64_buffer(token_ids))
     keys = []
     for start, end in spans:
         state = base.copy()
@@ -85,7 +85,12 @@ def _partition_state(partition: Partition) -> hashlib.blake2b:
     return state
 
 
-def _as_int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
+def int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
+    """Token ids as what a hash takes: int64, `[length]`.
+
+    Raises:
+        TypeError: a token is not an integer.
+    """
     if isinstance(token_ids, array):
         return token_ids if token_ids.typecode == "q" else array("q", token_ids)
     if isinstance(token_ids, np.ndarray):

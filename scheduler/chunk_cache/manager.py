@@ -15,6 +15,7 @@ server's radix tree and the simulator's pool both answer it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.config import Config
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.methods import METHODS, Ranking
+from chunk_cache.need import Need
 from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
@@ -32,9 +34,6 @@ from chunk_cache.variant import Home, PathTokens, Variant
 
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
-
-REMEMBER = ("missed", "contexts")
-"""What a fused prompt leaves: chunks it had to compute, or also those it brought in and fixed (Cache-Craft 3.3)."""
 
 _PREPARING = Lookup(None, 0, "preparing")
 _NO_REASONS: Mapping[bytes, str] = MappingProxyType({})
@@ -59,6 +58,8 @@ class Keep:
     generation: int
     in_path: bool
     is_prepared: bool = False
+    fixed: int | None = None
+    """The variant that was fixed for the prompt; None where the chunk was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class ChunkPrompt:
     options: RequestOptions
     keys: tuple[bytes, ...]
     """One per span of the options."""
+    system: bytes = b""
+    """Marks of what stands in front of the first of them (`chunk_cache.system_prompt`)."""
     answer: SelectorAnswer | None = None
     """What the selector found, for a method that asks it; None = nothing has come."""
     _lookups: dict[int, Lookup] = field(default_factory=dict)
@@ -118,7 +121,7 @@ class ChunkManager:
     Args:
         method, ratio: the server's, for prompts that name none.
         page_size: tokens per page of the store.
-        remember: one of `REMEMBER`.
+        capacity: tokens that the store holds; None = any number.
         max_unknown_rows: as in `make_plan`.
     """
 
@@ -130,10 +133,9 @@ class ChunkManager:
         method: str,
         ratio: float,
         page_size: int = 1,
-        remember: str = "missed",
+        capacity: int | None = None,
         max_unknown_rows: int | None = None,
     ) -> None:
-        assert remember in REMEMBER, f"unknown remember {remember!r}"
         self.config = config
         self.store = store
         self.index = ChunkIndex(
@@ -148,7 +150,8 @@ class ChunkManager:
         self._ratio = ratio
         self._page_size = page_size
         self._max_unknown_rows = max_unknown_rows
-        self._remembers_contexts = remember == "contexts"
+        self._max_derived = math.inf if capacity is None else config.contexts_share * capacity
+        self._is_system_fixed = config.system_prompts == "same"
         self._is_by_frequency = config.eviction == "frequency-reuse"
 
     # What a prompt reuses.
@@ -163,6 +166,8 @@ class ChunkManager:
                 prompt.keys[chunk],
                 self.store.resolve,
                 context=prompt.context(chunk),
+                system=prompt.system,
+                only_behind=prompt.system if self._is_system_fixed else None,
                 max_generation=self.max_generation(prompt),
             )
             prompt._lookups[chunk] = found
@@ -177,17 +182,27 @@ class ChunkManager:
         """Variants above it are not used; what is prepared is computed behind exact ones alone."""
         return self.config.max_generation if prompt.to_prepare is None else 0
 
-    def has(self, key: bytes, max_generation: int) -> bool:
-        """Whether a variant of a chunk is stored that is of no higher generation."""
-        return self._stored_len(key, max_generation) > 0
+    def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
+        """Where a prompt needs a chunk, and which variants it may be given."""
+        max_unit_cfo, alpha = math.inf, 1.0 if self.config.alpha is None else self.config.alpha
+        if self.config.max_cfo is not None and alpha > 0.0 and not prompt.options.names_method:
+            max_unit_cfo = self.config.max_cfo / alpha
+        return Need(
+            max_generation=self.max_generation(prompt),
+            context=prompt.context(chunk),
+            system=prompt.system,
+            is_system_fixed=self._is_system_fixed,
+            max_unit_cfo=max_unit_cfo,
+        )
+
+    def has(self, key: bytes, need: Need) -> bool:
+        """Whether a variant of a chunk is stored that fits."""
+        return self.index.stored_len(key, self.store.resolve, need) > 0
 
     def has_prepared(self, key: bytes, neighbours: tuple[bytes, ...]) -> bool:
         """Whether the whole of a chunk is stored as computed behind these neighbours."""
         variant = self.index.prepared(key, neighbours)
         return variant is not None and self.store.resolve(variant) == variant.length
-
-    def _stored_len(self, key: bytes, max_generation: int) -> int:
-        return self.index.stored_len(key, self.store.resolve, max_generation=max_generation)
 
     def plan(
         self,
@@ -313,10 +328,7 @@ class ChunkManager:
             covered_len = min(end, in_tree) - start
             if 2 * covered_len >= end - start:
                 # A path that holds a part of the chunk may hold no more of it than is stored already.
-                if (
-                    covered_len == end - start
-                    or self._stored_len(prompt.keys[i], self.config.max_generation) < covered_len
-                ):
+                if covered_len == end - start or self._stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
             elif end <= up_to and self._is_new(prompt, i, 0, plan):
                 # The last page of a path is not stored: a short chunk at its end would be lost.
@@ -325,22 +337,33 @@ class ChunkManager:
     def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
         """Chunks that a fused prompt had to compute become derived variants in homes of their own.
 
-        In mode prepare only the last does, and is a prepared one.
+        So do those that it fixed for its context, where these are remembered and not too much is derived already. In
+        mode prepare only the last chunk does, and is a prepared one.
         """
         if prompt.to_prepare is not None:
             yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
             return
         generation = 0
+        fixes = self.config.remember == "contexts" and plan.num_recomputed > 0
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
                 generation = max(generation, 1 + chunk.generation)
-            is_fixed = self._remembers_contexts and bool(chunk.cfo)
+            is_fixed = fixes and bool(chunk.cfo)
             if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
                 continue
             if generation > self.config.max_generation:
                 yield Forgo(i, "generation_limit")
-            elif self._is_wanted(prompt, i, generation) if is_fixed else self._is_new(prompt, i, generation, plan):
+            elif is_fixed and self._is_wanted(prompt, i, generation):
+                if self.index.num_derived_tokens + prompt.length(i) <= self._max_derived:
+                    yield Keep(i, generation, in_path=False, fixed=chunk.variant_id)
+                else:
+                    yield Forgo(i, "memory")
+            elif not is_fixed and self._is_new(prompt, i, generation, plan):
                 yield Keep(i, generation, in_path=False)
+
+    def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
+        need = Need(self.config.max_generation, system=prompt.system, is_system_fixed=self._is_system_fixed)
+        return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
 
     def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
         """The chunk behind its neighbours, where it is not stored so already; its generation is 1 at any ratio."""
@@ -369,13 +392,21 @@ class ChunkManager:
             start=prompt.options.spans[chunk][0],
             generation=generation,
             context=prompt.context(chunk),
+            system=prompt.system,
             is_prepared=is_prepared,
         )
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
     ) -> Variant | None:
-        """What was to be kept lies in `home`; None where the index did not take it after all."""
+        """What was to be kept lies in `home`; None where the index did not take it after all.
+
+        Args:
+            statistics: None = of a chunk that was fixed, those of what it was; of others there are none.
+        """
+        source = None if keep.fixed is None else self.index.get(keep.fixed)
+        if statistics is None and source is not None and source.statistics is not None:
+            statistics = source.statistics.behind(keep.chunk)
         start, end = prompt.options.spans[keep.chunk]
         return self.index.add(
             prompt.keys[keep.chunk],
@@ -384,6 +415,7 @@ class ChunkManager:
             generation=keep.generation,
             context=prompt.context(keep.chunk),
             prompt_keys=prompt.keys,
+            system=prompt.system,
             home=home,
             statistics=statistics,
             is_prepared=keep.is_prepared,

@@ -61,6 +61,8 @@ class ChunkPlan:
     """Positions to rotate K by: new start - start at which the variant was computed."""
     cfo: float | None = None
     """Cache fix overhead (Cache-Craft eq. 12), not clipped; None where the context was not known."""
+    other_system: float | None = None
+    """What of that another system prompt costs; None where the chunk was computed behind the same."""
     ranked_by: str | None = None
     """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
 
@@ -153,6 +155,8 @@ class RecomputePlan:
         }
         if chunk.num_reused:
             reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
+            if chunk.other_system is not None:
+                reply["other_system"] = chunk.other_system
             if chunk.is_prepared:
                 reply["prepared"] = True
         if chunk.ranked_by is not None:
@@ -376,7 +380,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
     if mode == "off":
         return _without_load(start, end, Status.SKIPPED, "off")
     assert lookup is not None, f"no lookup for the chunk [{start}, {end}), which reaches behind the prefix {prefix_len}"
-    if mode == "exact" and lookup.reason in (None, "generation_limit"):
+    if mode == "exact" and lookup.reason in (None, "generation_limit", "other_system"):
         return _without_load(start, end, Status.SKIPPED, "exact_mode")
     variant = lookup.variant
     if variant is None:
@@ -404,6 +408,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         is_prepared=variant.is_prepared,
         shift=(start - variant.start) if rules.is_shifted else 0,
         cfo=cfo,
+        other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
         # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
         ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,
     )

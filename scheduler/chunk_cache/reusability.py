@@ -9,7 +9,8 @@
     use_weight              what one use adds to a variant's reuse frequency f_r                     section 3.3
 
 `mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
-earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; the system prompt is none.
+earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; what another system prompt
+costs is added (`chunk_cache.system_prompt`).
 Where the paper leaves a case open, the function says what is done. All are pure. What is asked for every variant at
 every lookup is plain Python, O(context log context): contexts are some ten chunks long, where numpy takes longer.
 """

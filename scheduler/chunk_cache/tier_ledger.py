@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -96,15 +96,27 @@ class TierLedger:
         """The variants of a chunk that are found, in the order in which they were stored."""
         return tuple(self._by_key.get(key, ()))
 
-    def prepare_store(self, entry_id: EntryId, num_bytes: int) -> tuple[EntryId, ...] | None:
-        """The ids gone for it, first victim first; None = refused (`REFUSALS`)."""
+    def first_of(self, entry_ids: Iterable[EntryId]) -> EntryId:
+        """Of entries that are found, that which goes first."""
+        return min(entry_ids, key=lambda entry_id: self._entries[entry_id].rank)
+
+    def frequency_of(self, entry_id: EntryId) -> float:
+        """Reuse frequency f_r of an entry that is found."""
+        return self._entries[entry_id].frequency
+
+    def prepare_store(self, entry_id: EntryId, num_bytes: int, frequency: float = 0.0) -> tuple[EntryId, ...] | None:
+        """The ids gone for it, first victim first; None = refused (`REFUSALS`).
+
+        Args:
+            frequency: f_r that it comes with.
+        """
         assert num_bytes > 0, f"{entry_id} has {num_bytes} bytes"
         refusal = self._refusal(entry_id, num_bytes)
         if refusal is not None:
             self._counters[f"refused_{refusal}"] += 1
             return None
         victims = self._make_room(num_bytes)
-        self._entries[entry_id] = _Entry(entry_id, num_bytes, (0.0, 0, entry_id))
+        self._entries[entry_id] = _Entry(entry_id, num_bytes, (0.0, 0, entry_id), frequency)
         self.num_bytes += num_bytes
         return victims
 
@@ -131,13 +143,23 @@ class TierLedger:
             self._counters["corrupt"] += 1
             self.discard(entry_id)
 
-    def touch(self, entry_id: EntryId) -> bool:
-        """Count a use; False where it is not found."""
+    def touch(self, entry_id: EntryId, weight: float = 1.0) -> bool:
+        """Count a use; False where it is not found.
+
+        Args:
+            weight: what it adds to f_r (`reusability.use_weight`).
+        """
         found = self.contains(entry_id)
         if found:
-            self._entries[entry_id].frequency += 1.0
+            self._entries[entry_id].frequency += weight
             self._use(self._entries[entry_id])
         return found
+
+    def note_frequency(self, entry_id: EntryId, frequency: float) -> None:
+        """An entry that is found was used elsewhere; its f_r is at least so much."""
+        entry = self._entries[entry_id]
+        entry.frequency = max(entry.frequency, frequency)
+        self._use(entry)
 
     def discard(self, entry_id: EntryId) -> bool:
         """Find it no more; False where it was not there, or is leaving already."""

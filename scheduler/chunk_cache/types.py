@@ -54,6 +54,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "selector_failed": "The selector could not score this prompt, the log says why; epic chose.",
         "selector_too_long": "A chunk and its question are longer than the selector's model can read; epic chose.",
         "too_many_rows": "The method begins with more rows than a step may have (--max-prefill-tokens); epic chose.",
+        "other_system": "The chunk is stored behind other system prompts only, and the server shares none of those.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",
         "prompt_end": "The chunk lies behind the last reusable position of the prompt.",
     }

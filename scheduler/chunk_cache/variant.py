@@ -110,6 +110,8 @@ class Variant:
     """None where the server takes none, or the KV was found and not computed."""
     is_prepared: bool = False
     """Computed ahead of time behind the KV of similar chunks, which are its context (FusionRAG eq. 10)."""
+    system: bytes = b""
+    """Marks of the system prompt in front of all of them (`chunk_cache.system_prompt`)."""
 
     @property
     def home(self) -> Home:

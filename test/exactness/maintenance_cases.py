@@ -107,6 +107,35 @@ def keys_of(*chunks: list[int]) -> tuple[bytes, ...]:
     return tuple(chunk_key(Partition(), chunk) for chunk in chunks)
 
 
+def case_contexts(s: Session) -> dict[str, Any]:
+    """Chunks that are fixed behind another one, twice, and one of them by itself, of which nothing is fixed."""
+    a, b = s.chunks(40, 30)
+    s.prime([a, b])
+    prompt = s.prompt([s.tokens(11), a, b])
+    recipe = {"method": "cache-craft", "explain": True}
+    first, second = (s.send(prompt, ratio=0.3, options=recipe)[0] for _ in range(2))
+    unfixed = s.send(s.prompt([s.tokens(11), a]), ratio=0.0, options=recipe)[0]
+    return {
+        "replies": [first, second, unfixed],
+        "variants": [sorted((v.generation, v.num_before) for v in variants_of(s, chunk)) for chunk in (a, b)],
+        "have statistics": [v.statistics is not None for v in variants_of(s, b)],
+    }
+
+
+def case_other_system(s: Session) -> list[Reply]:
+    """A chunk that was stored behind one system prompt, behind one whose end differs, another, and its own."""
+    s.system = [s.system[0], *s.tokens(100)]
+    (a,) = s.chunks(40)
+    s.prime([a])
+    own = s.system
+    replies = []
+    for system in ([*own[:70], *s.tokens(30)], s.tokens(101), own):
+        prompt = Prompt().text(system).text(s.tokens(3) if system is own else []).chunk(a).text(s.tokens(9))
+        replies += s.send(prompt, ratio=0.3, max_new_tokens=1)
+    replies += s.send(Prompt().text(own).chunk(s.tokens(5)).chunk(a).text(s.tokens(9)), ratio=0.3, max_new_tokens=1)
+    return replies
+
+
 def case_flush_before_a_refresh(s: Session) -> dict[str, Any]:
     """The server was idle, so a refresh waits; then it is told to flush."""
     scheduler = s.local.scheduler

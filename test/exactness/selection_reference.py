@@ -43,9 +43,16 @@ class Chunk:
     context: tuple[tuple[int, ...], ...]  # tokens of the chunks in front of it
     inter: Array  # [len(context)], of the whole chunk
     cci: float
+    system: tuple[int, ...]  # tokens in front of the first chunk
+    on_system: Array  # [len(system)], the mean over the chunk's tokens
 
-    def cfo(self, new_context: Sequence[tuple[int, ...]], alpha: float) -> float:
-        """Cache-Craft eq. 6 to 8 and 12, from their words."""
+    def cfo(self, new_context: Sequence[tuple[int, ...]], new_system: tuple[int, ...], alpha: float) -> float:
+        """Cache-Craft eq. 6 to 8 and 12, from their words, and what the chunk gave to what is another system prompt."""
+        ends = [{1, *range(64, len(s), 64), len(s)} for s in (self.system, new_system)]  # of their pieces
+        same = max((end for end in ends[0] & ends[1] if self.system[:end] == new_system[:end]), default=0)
+        return alpha * (self.context_cfo(new_context) + float(self.on_system[same:].sum()))
+
+    def context_cfo(self, new_context: Sequence[tuple[int, ...]]) -> float:
         if not self.context:
             beta = float(not new_context)
         else:
@@ -55,7 +62,7 @@ class Chunk:
         pairs = [(a, b) for i, a in enumerate(common) for b in common[i + 1 :]]
         discordant = [(a, b) for a, b in pairs if new_context.index(a) > new_context.index(b)]
         gamma = len(discordant) / len(pairs) if pairs else 0.0
-        return alpha * self.cci * (1.0 - beta * (1.0 - gamma))
+        return self.cci * (1.0 - beta * (1.0 - gamma))
 
 
 @dataclass(frozen=True)
@@ -166,11 +173,17 @@ class Store:
         return np.full(shape, np.nan), np.full(shape, np.nan)
 
     def find(
-        self, ids: Sequence[int], start: int | None, context: Sequence[tuple[int, ...]], *, is_exact: bool
+        self,
+        ids: Sequence[int],
+        start: int | None,
+        context: Sequence[tuple[int, ...]],
+        system: tuple[int, ...],
+        *,
+        is_exact: bool,
     ) -> Chunk:
-        """The chunk as computed at `start`, in the context that fits best; None = wherever it was computed."""
+        """The chunk as computed at `start`, where it fits best; None = wherever it was computed."""
         stored = [c for c in self._chunks[tuple(ids)] if c.is_exact == is_exact and start in (c.start, None)]
-        return min(stored, key=lambda c: c.cfo(context, 1.0))
+        return min(stored, key=lambda c: c.cfo(context, system, 1.0))
 
     def exact_chunks(self, ids: Sequence[int]) -> list[Chunk]:
         """All that was computed of a chunk behind exact KV."""
@@ -200,9 +213,11 @@ class Store:
         intra = own[computed].sum() * scale
         outer = sum(mass / ((end - start) * (b - a)) for mass, (a, b) in zip(inter, earlier, strict=True))
         cci = 0.5 if not earlier else 1 / (1 + math.exp(-outer / (intra / (end - start) ** 2))) if intra else 1.0
-        chunk = Chunk(start, is_exact, k, v, outside, received, context, inter, cci)
+        first = spans[0][0]
+        system, on_system = tuple(ids[:first]), rows[computed, :first].mean(axis=0)
+        chunk = Chunk(start, is_exact, k, v, outside, received, context, inter, cci, system, on_system)
         stored = self._chunks.setdefault(tuple(ids[start:end]), [])
-        if not any((c.start, c.is_exact, c.context) == (start, is_exact, context) for c in stored):
+        if not any((c.start, c.is_exact, c.system, c.context) == (start, is_exact, system, context) for c in stored):
             stored.append(chunk)
 
 
@@ -306,14 +321,14 @@ class _Execution:
         info = next(info for info in self.infos if info["start"] == hit.start)
         start = hit.start - info["shift"] if self._option("shift") else None
         context = [tuple(self.ids[a:b]) for a, b in self.spans if b <= hit.start]
-        ids = self.ids[hit.start : hit.end]
-        found = self.store.find(ids, start, context, is_exact=info["generation"] == 0)
+        system, ids = tuple(self.ids[: self.spans[0][0]]), self.ids[hit.start : hit.end]
+        found = self.store.find(ids, start, context, system, is_exact=info["generation"] == 0)
         if start is not None:  # without a shift the reply does not tell where the variant was computed
             alpha = self._option("alpha") if "alpha" in self.options_given else 1.0
-            self.result.cfo[hit.start] = found.cfo(context, alpha)
+            self.result.cfo[hit.start] = found.cfo(context, system, alpha)
             if self.store.page_size == 1 and info["reused_tokens"] == hit.end - hit.start:
                 self.result.lowest_cfo[hit.start] = min(
-                    (c.cfo(context, alpha) for c in self.store.exact_chunks(ids)), default=math.inf
+                    (c.cfo(context, system, alpha) for c in self.store.exact_chunks(ids)), default=math.inf
                 )
         return found
 

@@ -67,8 +67,10 @@ class Pressure(Config):
 
 
 UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2), ("prefer_prepared", True))
+CONTEXTS = (("remember", "contexts"), ("max_variants_per_chunk", 4))
 VERIFY = (("verify_share", 1.0),)
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
+APART = (("system_prompts", "same"), ("remember", "contexts"))
 PRESSURE = [
     Pressure(force_retract=True, options=VERIFY, target=(("kl", 0.01),), kind="deepseek_v2"),
     # Without the room for reused chunks, so that requests are admitted until the pool overflows.
@@ -89,7 +91,7 @@ PRESSURE = [
         options=VERIFY,
         kind="qwen3_moe",
     ),
-    Pressure(chunked=True, step_len=16, options=UPKEEP, has_priorities=True, num_adapters=2),
+    Pressure(chunked=True, step_len=16, options=(*UPKEEP, *CONTEXTS), has_priorities=True, num_adapters=2),
     Pressure(
         max_total_tokens=2048,
         page_size=16,
@@ -100,7 +102,7 @@ PRESSURE = [
         target=(("kl", 0.01),),
         server=(("enable_mixed_chunk", True),),
     ),
-    Pressure(overlap=False, options=(*BOUNDS, *VERIFY), has_priorities=True, tree_core="python", typed=True),
+    Pressure(overlap=False, options=(*BOUNDS, *VERIFY, *APART), has_priorities=True, tree_core="python", typed=True),
 ]
 
 

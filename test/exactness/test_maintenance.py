@@ -21,6 +21,8 @@ BY_FREQUENCY = (("eviction", "frequency-reuse"), ("promote_uses", 2))
 BY_RECENCY = (("promote_uses", 2), ("refresh_uses", 2))
 NOTHING = (("promote_uses", 0),)
 PREPARED = (("prefer_prepared", True),)
+CONTEXTS = (("remember", "contexts"), ("refresh_uses", 0))
+APART = (("system_prompts", "same"),)
 
 
 @cache
@@ -141,3 +143,33 @@ def test_sources_that_are_evicted_in_the_step_that_reads_them_were_read_before()
         assert together.info["chunks"][1]["status"] == "hit"
         assert together.output_ids == alone.output_ids
         assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("options", "page_size"), [(CONTEXTS, 1), (CONTEXTS, 16), (NOTHING, 1)])
+def test_what_was_fixed_for_a_context_is_remembered_there(options: Any, page_size: int) -> None:
+    found = outcome("contexts", options, page_size=page_size)
+    first, second, unfixed = (reply.info["chunks"] for reply in found["replies"])
+    remembers = options is CONTEXTS
+    assert [chunk["status"] for chunk in first] == ["miss", "hit", "hit"]
+    assert [chunk["generation"] for chunk in second[1:]] == ([1, 1] if remembers else [0, 0])
+    assert [chunk["cfo"] == 0.0 for chunk in second[1:]] == [remembers] * 2
+    assert [chunk["cfo"] > 0.0 for chunk in first[1:]] == [True] * 2
+    assert found["variants"] == ([[(0, 0), (1, 1)], [(0, 0), (1, 2)]] if remembers else [[(0, 0)]] * 2)
+    assert all(found["have statistics"]), "those of what was fixed"
+    assert unfixed[1]["status"] == "hit"
+
+
+def test_another_system_prompt_costs_what_the_chunk_gave_to_what_differs() -> None:
+    end, other, own, behind = (reply.info["chunks"] for reply in outcome("other_system", NOTHING))
+    assert 0.0 < end[0]["other_system"] < other[0]["other_system"] <= 1.0
+    assert end[0]["cfo"] == end[0]["other_system"], "it was computed behind no chunk, and none is in front of it"
+    assert own[0]["other_system"] == end[0]["other_system"], "three tokens more are another last piece"
+    assert "other_system" not in behind[1]
+    assert behind[1]["cfo"] == 0.5
+
+
+def test_system_prompts_can_be_kept_apart() -> None:
+    replies = [reply.info["chunks"] for reply in outcome("other_system", APART)]
+    assert [chunks[0]["status"] for chunks in replies[:3]] == ["miss"] * 3
+    assert [chunks[0]["reason"] for chunks in replies[:3]] == ["other_system"] * 3
+    assert replies[3][1]["status"] == "hit"

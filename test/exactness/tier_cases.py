@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.need import Need
 from exactness.cases import Session
 from local_scheduler import Reply
 from tiny_models import make_model
@@ -113,7 +114,7 @@ def land(s: Session, chunk: list[int]) -> None:
     from sglang_chunk_cache.tiers.search import Wanted
 
     tiers, key = s.local.cache.chunks.tiers, chunk_key(Partition(), chunk)
-    tiers.want("another", [Wanted(key, array("q", chunk), Partition(), 8)], num_keys=len(chunk), num_rows_ahead=0)
+    tiers.want("another", [Wanted(key, array("q", chunk), Partition(), Need(8))], num_keys=len(chunk), num_rows_ahead=0)
     tiers.poll(["another"])
     while tiers.is_held("another"):
         tiers.wait(1.0)

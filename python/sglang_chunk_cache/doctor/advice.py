@@ -23,6 +23,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         ),
         "evicted": (_MEND, "enlarge the KV pool (--mem-fraction-static), keep chunks below it (tiers), or pin them"),
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
+        "other_system": (_MEND, "send the same system prompt, or start the server with system_prompts any"),
         "high_cfo": (_MEND, "raise max_cfo of the server, or have clients name a method or a ratio"),
         "preparing": (_ASKED, 'the clients ask for it by "mode": "prepare"'),
         "target": (_MEND, "loosen --chunk-cache-target, or choose another method; stats of the gate say what it sees"),

@@ -123,6 +123,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         method=args.method,
         ratio=args.ratio,
         page_size=cache.page_size,
+        capacity=allocator.size,
         max_unknown_rows=most_unknown_rows(),
     )
     refresh = RefreshQueue(manager.index, config.refresh_uses)

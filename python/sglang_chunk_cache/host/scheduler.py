@@ -177,14 +177,14 @@ def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
     if state is None or state.options.mode not in ("auto", "prepare") or state.unsupported:
         return []
-    max_generation = chunks.manager.max_generation(state.prompt)
     if state.decision is not None and state.decision.step is None:
         return []  # the target has it computed exactly
-    return [
-        Wanted(key, req.origin_input_ids[start:end], state.partition, max_generation)
-        for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True))
-        if i != state.prompt.to_prepare and not chunks.manager.has(key, max_generation)
-    ]
+    wanted = []
+    for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True)):
+        need = chunks.manager.need(state.prompt, i)
+        if i != state.prompt.to_prepare and not chunks.manager.has(key, need):
+            wanted.append(Wanted(key, req.origin_input_ids[start:end], state.partition, need))
+    return wanted
 
 
 def _num_rows(req: Req) -> int:

@@ -28,6 +28,7 @@ from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
 
 if TYPE_CHECKING:
+    from chunk_cache.need import Need
     from sglang_chunk_cache.tiers.base import StoredVariant
     from sglang_chunk_cache.tiers.stream import LayerStream
 
@@ -147,9 +148,9 @@ class ChunkPool:
 
     # What the tiers below ask.
 
-    def has(self, key: bytes, max_generation: int) -> bool:
-        """Whether a variant of a chunk that is of no higher generation is in the pool."""
-        return self._manager.has(key, max_generation)
+    def has(self, key: bytes, need: Need) -> bool:
+        """Whether a variant of a chunk that fits is in the pool."""
+        return self._manager.has(key, need)
 
     def kv_of(self, variant: Variant) -> HostKV | None:
         """K and V of a variant in host memory; None where it is not stored in full."""
@@ -169,6 +170,7 @@ class ChunkPool:
             start=info.start,
             generation=info.generation,
             context=info.context,
+            system=info.system,
             is_prepared=info.is_prepared,
         ):
             return True
@@ -184,6 +186,7 @@ class ChunkPool:
             start=info.start,
             generation=info.generation,
             context=info.context,
+            system=info.system,
             home=self._store.insert_node(partition, info.token_ids, slots, self._manager.new_priority(0)),
             statistics=info.statistics,
             is_prepared=info.is_prepared,

@@ -21,6 +21,7 @@ import torch
 from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.system_prompt import piece_starts
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.transfer import Download, upload
@@ -65,7 +66,7 @@ class ChunkSums:
 
         Args:
             sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
-                context chunk.
+                context chunk, and on each piece of the system prompt.
         """
         self._parts.setdefault(chunk, []).append(_Part(begin, end, sums, at))
 
@@ -80,24 +81,30 @@ class ChunkSums:
     def statistics(self, chunk: int) -> ChunkStatistics:
         """Means over the layers."""
         start, end = self._spans[chunk]
-        outside, received, by_chunk = (
+        num_pieces = len(piece_starts(self._spans[0][0]))
+        outside, received, by_chunk, by_piece = (
             torch.full((end - start,), float("nan")),
             torch.zeros(end - start),
             torch.zeros(chunk),
+            torch.zeros(num_pieces),
         )
         for part in self._parts[chunk]:
-            sizes = [part.end - part.begin, part.end - start, chunk]
-            own_outside, own_received, own_by_chunk = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
-            outside[part.begin - start : part.end - start] = own_outside
-            received[: part.end - start] += own_received
-            by_chunk += own_by_chunk
-        outside, received, by_chunk = (sums / self._num_layers for sums in (outside, received, by_chunk))
+            sizes = [part.end - part.begin, part.end - start, chunk, num_pieces]
+            own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
+            outside[part.begin - start : part.end - start] = own[0]
+            received[: part.end - start] += own[1]
+            by_chunk += own[2]
+            by_piece += own[3]
+        outside, received, by_chunk, by_piece = (
+            sums / self._num_layers for sums in (outside, received, by_chunk, by_piece)
+        )
         return ChunkStatistics.taken(
             outside.numpy(),
             torch.where(outside.isnan(), outside, received).numpy(),
             inter=by_chunk.numpy(),
             intra=float(received.sum()),
             context_lens=[end - start for start, end in self._spans[:chunk]],
+            system=by_piece.numpy(),
         )
 
 
@@ -118,15 +125,20 @@ class _Job:
         return self.state.options.spans[self.chunk]
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Lengths of its sums: per row outside, per key of the chunk received, per context chunk."""
-        return self.end - self.begin, self.end - self.span[0], self.chunk
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Lengths of its sums: per row outside, per key of the chunk received, per context chunk, per piece of S."""
+        return self.end - self.begin, self.end - self.span[0], self.chunk, len(self.pieces)
+
+    @property
+    def pieces(self) -> list[int]:
+        """Where those of the system prompt begin."""
+        return piece_starts(self.state.options.spans[0][0])
 
     @property
     def segment_starts(self) -> list[int]:
-        """Keys in parts: in front of the first chunk, then by turns a chunk and the text behind it, last this chunk."""
+        """Keys in parts: pieces of the system prompt, then by turns a chunk and the text behind it, last this chunk."""
         earlier = [bound for span in self.state.options.spans[: self.chunk] for bound in span]
-        return [0, *earlier, self.span[0]]
+        return [*self.pieces, *earlier, self.span[0]]
 
 
 def _grouped(jobs: Sequence[_Job], implementation: str) -> list[list[_Job]]:
@@ -250,10 +262,12 @@ class StatisticsTaker:
             assert by_segment is not None
             by_job = by_segment.split([job.end - job.begin for job in jobs])
             for job, given in zip(jobs, by_job, strict=True):
-                on_context = given[:, 1 : 2 * job.chunk : 2]
-                outside = on_context.sum(1) if job.chunk else given[:, 0]
+                first = len(job.pieces)
+                on_system, on_context = given[:, :first], given[:, first : first + 2 * job.chunk : 2]
+                outside = (on_context if job.chunk else on_system).sum(1)
                 own_received = received[job.span[0] : job.end]
-                next(sums).add_(torch.cat([outside, own_received, on_context.sum(0)]), alpha=len(heads))
+                found = torch.cat([outside, own_received, on_context.sum(0), on_system.sum(0)])
+                next(sums).add_(found, alpha=len(heads))
 
     def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""

@@ -28,6 +28,7 @@ import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.tier_ledger import EntryId
+from chunk_cache.variant import Rank, rank_of
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
 __all__ = [
@@ -80,6 +81,8 @@ class VariantInfo:
     """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
     is_prepared: bool = False
     """Whether `context` are neighbours that it was computed behind ahead of time."""
+    system: bytes = b""
+    """Marks of the system prompt in front of these (`chunk_cache.system_prompt`)."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"
@@ -91,9 +94,15 @@ class VariantInfo:
         """Hex of 8 bytes: tells the variants of one chunk apart."""
         kind = ",prepared" if self.is_prepared else ""
         hasher = hashlib.blake2b(f"{self.start},{self.generation}{kind}".encode(), digest_size=8)
+        hasher.update(self.system)
         for key in self.context:
             hasher.update(len(key).to_bytes(1, "little") + key)
         return hasher.hexdigest()
+
+    @property
+    def rank(self) -> Rank:
+        """As of a `Variant`."""
+        return rank_of(self.generation, self.is_prepared)
 
     @property
     def entry_id(self) -> EntryId:
@@ -105,14 +114,14 @@ class VariantInfo:
         return self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash((self.key, self.start, self.generation, self.context))
+        return hash((self.key, self.start, self.generation, self.system, self.context))
 
     def _values(self) -> tuple[object, ...]:
         return (*self.identity(), self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""
-        return (self.key, self.token_ids, self.start, self.generation, self.context, self.is_prepared)
+        return (self.key, self.token_ids, self.start, self.generation, self.system, self.context, self.is_prepared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +188,20 @@ class Medium(Protocol):
 
     def scan(self) -> Iterator[VariantInfo]:
         """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`."""
+
+    def read_note(self) -> bytes | None:
+        """What `write_note` has left here last, by this server or another; None = nothing.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def write_note(self, note: bytes) -> None:
+        """Keeps a note beside the entries; it is no entry. What does not outlive the process keeps none.
+
+        Raises:
+            TierError: timeout, unavailable, full, unreadable.
+        """
 
     def close(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
     <root>/<fingerprint>/fingerprint.json       for people
     <root>/<fingerprint>/<kk>/<key>/<name>.kv   kk: the first two digits of the key
+    <root>/<fingerprint>/note                   what entries are worth (`worth`)
     <root>/<fingerprint>/writing/               not complete yet; what a killed writer left is removed at the next start
 
 A file is the description (`record`), then K and V of layer 0, K and V of layer 1, ..., nothing else; so its length is
@@ -51,6 +52,7 @@ from sglang_chunk_cache.tiers.record import (
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".kv"
+_NOTE = "note"
 
 
 class DiskMedium(LayerwiseMedium):
@@ -114,6 +116,19 @@ class DiskMedium(LayerwiseMedium):
             if first != self._writing:
                 for folder in self._subfolders(first):
                     yield from self._infos_in(folder)
+
+    def read_note(self) -> bytes | None:
+        path = self._folder / _NOTE
+        with told(path):
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def write_note(self, note: bytes) -> None:
+        path = self._folder / _NOTE
+        with told(path):
+            write_whole(path, [note], via=self._writing)
 
     def close(self) -> None:
         pass

@@ -70,6 +70,12 @@ class HostMedium:
             infos = [stored.info for variants in self._entries.values() for stored in variants.values()]
         yield from infos
 
+    def read_note(self) -> bytes | None:
+        return None
+
+    def write_note(self, note: bytes) -> None:
+        pass
+
     def close(self) -> None:
         with self._lock:
             self._entries.clear()

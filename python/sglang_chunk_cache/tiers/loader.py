@@ -181,7 +181,7 @@ class TierLoader:
             return {}
         for chunk in waiting.chunks:
             found = waiting.outcome[chunk.key]
-            if found.stored is None or self._pool.has(chunk.key, chunk.max_generation):
+            if found.stored is None or self._pool.has(chunk.key, chunk.need):
                 continue
             if not self._pool.bring_in(found.stored, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")
@@ -319,7 +319,7 @@ class TierLoader:
             if reason in BAD_ENTRY:
                 self._writer.forget(tier, info)
             elif reason is None:
-                tier.ledger.touch(info.entry_id)
+                tier.ledger.touch(info.entry_id, found.weight)
                 if found.stream is None:
                     self._note_seconds(key, tier, info, found.seconds)
 

@@ -15,6 +15,7 @@ a tier is used after its checksums, fingerprint and tokens were compared.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,19 @@ from sglang_chunk_cache.tiers.search import Outcome
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
+from sglang_chunk_cache.tiers.worth import decode_worth, encode_worth
 from sglang_chunk_cache.tiers.writer import TierWriter
 
 if TYPE_CHECKING:
     from chunk_cache.config import Config
     from chunk_cache.tier_config import TierConfig
+    from chunk_cache.tier_ledger import EntryId
     from chunk_cache.variant import Variant
 
 logger = logging.getLogger(__name__)
+
+NOTE_EVERY_S = 300.0
+"""After so long what entries are worth is kept again; a server that is killed forgets no more than that."""
 
 
 class ChunkTiers:
@@ -95,8 +101,8 @@ class ChunkTiers:
         )
         for tier in self._tiers:
             if not tier.is_host:
-                problem = f"tier {tier.name} was not searched"
-                self._workers.submit(partial(_listed, tier, tier.medium.scan, problem), self._adopt_all)
+                self._workers.submit(partial(_scanned, tier), self._adopt_all)
+        self._noted_at = time.monotonic()
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -119,6 +125,8 @@ class ChunkTiers:
             self._prefill_cost.observe(forward.num_rows, forward.num_keys, forward.seconds)
         self._workers.run_done()
         self._loader.poll(queued)
+        if time.monotonic() - self._noted_at > NOTE_EVERY_S:
+            self._note_worth()
 
     def wait(self, timeout_s: float) -> None:
         """Waits for a worker; where a step has nothing else to do, so that the workers get the interpreter."""
@@ -259,6 +267,7 @@ class ChunkTiers:
 
     def close(self) -> None:
         """Ends the workers, once what was submitted is done."""
+        self._note_worth()
         self._workers.close()
         for tier in self._tiers:
             tier.medium.close()
@@ -268,12 +277,28 @@ class ChunkTiers:
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         costs = {name: dict(self._config.costs)[name] for name in channels}
         compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
-        return placement(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
+        place = placement(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
+        if self.reduce_max is None:
+            return place
+        # Every rank has estimates of its own: of the tiers that they name the fastest.
+        names = [tier.name for tier in reversed(self._tiers)]
+        vote = 0 if place is None else 1 + names.index(place)
+        chosen = int(self.reduce_max(np.array([vote], dtype=np.int64))[0])
+        return names[chosen - 1] if chosen else None
 
-    def _adopt_all(self, found: tuple[Tier, list[VariantInfo]]) -> None:
-        tier, infos = found
-        for info in infos:
-            self._writer.adopt(tier, info)
+    def _note_worth(self) -> None:
+        """Has what entries are worth kept beside them."""
+        self._noted_at = time.monotonic()
+        for tier in self._tiers:
+            if not tier.is_host and self._disabled_reason is None:
+                self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
+
+    def _adopt_all(self, found: tuple[Tier, list[VariantInfo], dict[EntryId, float]]) -> None:
+        """What a tier holds, in the order in which it would go: what nobody knows anything of is used least."""
+        tier, infos, worth = found
+        places = {entry_id: place for place, entry_id in enumerate(worth)}
+        for info in sorted(infos, key=lambda info: places.get(info.entry_id, -1)):
+            self._writer.adopt(tier, info, worth.get(info.entry_id, 0.0))
         logger.info(
             "Chunk cache: tier %s holds %d chunks, %d bytes", tier.name, len(tier.ledger), tier.ledger.num_bytes
         )
@@ -301,8 +326,6 @@ def create_tiers(
     """
     if config.tiers is None:
         return None
-    if config.tiers.costs and fingerprint.tp_size > 1:
-        raise ValueError("costs: each rank would place by its own estimates; leave them out with tensor parallelism")
     return ChunkTiers(
         config.tiers,
         open_tiers(config, fingerprint),
@@ -330,6 +353,23 @@ def _listed(
     except TierError as error:
         logger.warning("Chunk cache: %s: %s", problem, error)
         return tier, []
+
+
+def _scanned(tier: Tier) -> tuple[Tier, list[VariantInfo], dict[EntryId, float]]:
+    """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
+    _, infos = _listed(tier, tier.medium.scan, f"tier {tier.name} was not searched")
+    try:
+        return tier, infos, decode_worth(tier.medium.read_note(), f"tier {tier.name}")
+    except TierError as error:
+        logger.warning("Chunk cache: all entries of tier %s count as unused: %s", tier.name, error)
+        return tier, infos, {}
+
+
+def _note(tier: Tier, note: bytes) -> None:
+    try:
+        tier.medium.write_note(note)
+    except TierError as error:
+        logger.warning("Chunk cache: what the entries of tier %s are worth was not kept: %s", tier.name, error)
 
 
 def _tier_stats(tier: Tier) -> dict[str, Any]:

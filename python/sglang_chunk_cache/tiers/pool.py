@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from chunk_cache.keys import Partition
+    from chunk_cache.need import Need
     from chunk_cache.variant import Variant
     from sglang_chunk_cache.kv.assembler import HostKV
     from sglang_chunk_cache.tiers.base import StoredVariant
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 class Pool(Protocol):
     """The KV pool and its index."""
 
-    def has(self, key: bytes, max_generation: int) -> bool:
-        """Whether a variant of the chunk that is of no higher generation is in the pool."""
+    def has(self, key: bytes, need: Need) -> bool:
+        """Whether a variant of the chunk that fits is in the pool."""
         ...
 
     def kv_of(self, variant: Variant) -> HostKV | None:

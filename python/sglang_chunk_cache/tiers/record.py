@@ -29,6 +29,7 @@ import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import KEY_LEN
+from chunk_cache.system_prompt import num_pieces
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
 
@@ -37,6 +38,7 @@ PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 _MAX_JSON_LEN = 64 << 20
 _MAX_NUMBER = 2**62  # of positions and generations
+_STATISTICS = ("outside", "received", "inter", "system")
 _REMEDY = "it was damaged or written by something else: it is removed, and computed again when it is needed"
 
 
@@ -61,12 +63,13 @@ def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int]
         "generation": info.generation,
         "context": [key.hex() for key in info.context],
         "prepared": info.is_prepared,
+        "system": info.system.hex(),
         "dtype": fingerprint.dtype,
         "k_shape": [f.num_layers, length, f.kv_heads, f.head_dim],
         "v_shape": [f.num_layers, length, f.kv_heads, f.v_head_dim],
         "checksums": list(checksums),
         "place": place,
-        "statistics": s and {name: _pack(getattr(s, name)) for name in ("outside", "received", "inter")},
+        "statistics": s and {name: _pack(getattr(s, name)) for name in _STATISTICS},
         "cci": s and s.cci,
         "tokens": _pack(np.frombuffer(info.token_ids, dtype=np.int64)),
     }
@@ -173,17 +176,19 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
     key, context = bytes.fromhex(fields["key"]), tuple(bytes.fromhex(key) for key in fields["context"])
     if any(len(one) != KEY_LEN for one in (key, *context)):
         raise ValueError("a chunk's key of another length")
+    system = bytes.fromhex(fields["system"])
     statistics = None
     if fields["statistics"] is not None:
         parts = {name: _unpack(value, "<f4").astype(np.float32) for name, value in fields["statistics"].items()}
         if not length == len(parts["outside"]) == len(parts["received"]):
             raise ValueError("statistics of another length")
         cci = float(fields["cci"])
-        if len(parts["inter"]) != len(context) or not 0.5 <= cci <= 1.0:
-            raise ValueError(f"statistics of {len(parts['inter'])} chunks of {len(context)}, CCI {cci}")
-        statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], cci)
-    is_prepared = bool(fields.get("prepared", False))  # entries of earlier versions do not say it
-    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length), is_prepared)
+        sizes = len(parts["inter"]), len(parts["system"])
+        if sizes != (len(context), num_pieces(system)) or not 0.5 <= cci <= 1.0:
+            raise ValueError(f"statistics of {sizes[0]} chunks of {len(context)}, {sizes[1]} pieces, CCI {cci}")
+        statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], cci, parts["system"])
+    is_prepared = bool(fields["prepared"])
+    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length), is_prepared, system)
 
 
 def _pack(values: np.ndarray) -> str:

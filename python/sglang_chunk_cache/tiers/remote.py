@@ -109,6 +109,15 @@ class RemoteMedium(LayerwiseMedium):
             for name in self._client.scan_iter(match=f"{self._prefix}{digits}", count=1000):
                 yield from self._infos_of(name.decode().removeprefix(self._prefix))
 
+    def read_note(self) -> bytes | None:
+        with self._told():
+            found: bytes | None = self._client.get(f"{self._prefix}note")
+        return found
+
+    def write_note(self, note: bytes) -> None:
+        with self._told():
+            self._client.set(f"{self._prefix}note", note)
+
     def close(self) -> None:
         self._client.close()
 

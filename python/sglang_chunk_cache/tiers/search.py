@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from chunk_cache.variant import Rank, rank_of
+from chunk_cache.reusability import use_weight
+from chunk_cache.variant import Rank
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.keys import Partition
+    from chunk_cache.need import Need
     from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,8 @@ class Wanted:
     key: bytes
     token_ids: array[int]
     partition: Partition
-    max_generation: int
-    """Variants above it are passed over."""
+    need: Need
+    """Where, and which variants fit; the first of several requests that wait for it says so for all."""
 
 
 class Outcome(NamedTuple):
@@ -57,6 +59,7 @@ class Found:
     Attributes:
         tier: where it was found, or where the trouble was; empty where it was not found.
         seconds: that reading it took.
+        weight: what this use adds to its reuse frequency.
         stream: brings the layers that are not there yet; None = all are.
         reads: what was tried to be read, and why it could not be; None = it could.
         absent: tiers that were searched and have no variant of it.
@@ -66,6 +69,7 @@ class Found:
     tier: str = ""
     reason: str | None = None
     seconds: float = 0.0
+    weight: float = 1.0
     stream: LayerStream | None = None
     reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
     absent: tuple[Tier, ...] = ()
@@ -140,9 +144,7 @@ class TierSearch:
                 return Found(absent=(tier,))
             return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        for info in sorted(infos, key=self._rank):
-            if info.generation > chunk.max_generation:
-                continue
+        for info in self._ranked(infos, chunk.need):
             start = time.perf_counter()
             try:
                 if info.token_ids != chunk.token_ids:
@@ -153,12 +155,23 @@ class TierSearch:
                 reads.append((tier, info, error.reason))
                 continue
             reads.append((tier, info, None))
-            return Found(stored, tier.name, None, time.perf_counter() - start, stream, tuple(reads))
-        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, 0.0, None, tuple(reads))
+            weight = use_weight(chunk.need.unit_cfo(info), len(info.token_ids))
+            return Found(stored, tier.name, None, time.perf_counter() - start, weight, stream, tuple(reads))
+        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, reads=tuple(reads))
 
-    def _rank(self, info: VariantInfo) -> tuple[bool, Rank]:
-        """Smaller is read first; equal ones in the order in which the medium gives them."""
-        return not (info.is_prepared and self._prefers_prepared), rank_of(info.generation, info.is_prepared)
+    def _ranked(self, infos: Sequence[VariantInfo], need: Need) -> list[VariantInfo]:
+        """Those that fit, the best first: fewest tokens to fix, as a lookup in the pool chooses.
+
+        Beside a prepared one other derived ones are passed over. Equal ones come in the order of the medium.
+        """
+        fitting = [info for info in infos if need.fits(info)]
+        if any(info.is_prepared for info in fitting):
+            fitting = [info for info in fitting if info.is_prepared or not info.generation]
+        return sorted(fitting, key=lambda info: self._rank(info, need))
+
+    def _rank(self, info: VariantInfo, need: Need) -> tuple[bool, float, Rank]:
+        is_preferred = info.is_prepared and self._prefers_prepared
+        return not is_preferred, need.unit_cfo(info), info.rank
 
     def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:

@@ -60,6 +60,12 @@ class Throttled:
     def scan(self) -> Iterator[VariantInfo]:
         return self._medium.scan()
 
+    def read_note(self) -> bytes | None:
+        return self._medium.read_note()
+
+    def write_note(self, note: bytes) -> None:
+        self._medium.write_note(note)
+
     def close(self) -> None:
         self._medium.close()
 

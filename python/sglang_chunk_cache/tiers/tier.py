@@ -34,14 +34,18 @@ class Tier:
         """Whether its medium is memory of this process, so that it is used without a worker."""
         return self.name == HOST
 
-    def takes(self, info: VariantInfo, max_variants_per_chunk: int) -> bool:
-        """Whether it neither has the variant nor enough others of the chunk; a prepared one replaces another."""
-        if self.ledger.contains(info.entry_id):
-            return False
-        if info.is_prepared and self.prepared_of(info.key):
-            return True
-        return len(self.ledger.entries_of(info.key)) < max_variants_per_chunk
+    def has(self, info: VariantInfo) -> bool:
+        return self.ledger.contains(info.entry_id)
 
-    def prepared_of(self, key: bytes) -> list[VariantInfo]:
-        """The prepared variants that it has of a chunk."""
-        return [self.infos[entry_id] for entry_id in self.ledger.entries_of(key) if self.infos[entry_id].is_prepared]
+    def goes_for(self, info: VariantInfo, max_variants_per_chunk: int) -> list[VariantInfo] | None:
+        """What goes when a variant that it does not have arrives; None = it is not taken.
+
+        A prepared one replaces another. Where there are enough of the chunk, the one that goes first of those that are
+        not better goes, as in the index.
+        """
+        peers = [self.infos[entry_id] for entry_id in self.ledger.entries_of(info.key)]
+        prepared = [peer for peer in peers if peer.is_prepared] if info.is_prepared else []
+        if prepared or len(peers) < max_variants_per_chunk:
+            return prepared
+        not_better = [peer.entry_id for peer in peers if peer.rank >= info.rank]
+        return [self.infos[self.ledger.first_of(not_better)]] if not_better else None

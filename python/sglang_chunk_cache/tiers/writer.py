@@ -81,19 +81,27 @@ class TierWriter:
                 return
             num_tokens -= self._save(variant, tiers)
 
-    def put(self, tier: Tier, stored: StoredVariant, wait: Callable[[], None] = lambda: None) -> None:
+    def put(
+        self,
+        tier: Tier,
+        stored: StoredVariant,
+        wait: Callable[[], None] = lambda: None,
+        frequency: float = 0.0,
+    ) -> None:
         """Writes a variant into one tier, if it takes it.
 
         Args:
             wait: returns once the tensors hold what they shall; called where they are read, by a worker.
+            frequency: its f_r so far.
         """
         info = stored.info
-        if not tier.takes(info, self._config.max_variants_per_chunk):
+        replaced = None if tier.has(info) else tier.goes_for(info, self._config.max_variants_per_chunk)
+        if replaced is None:
             return
-        for other in tier.prepared_of(info.key) if info.is_prepared else ():
-            self.forget(tier, other)  # its neighbours are no longer the most similar
+        for other in replaced:
+            self.forget(tier, other)
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
-        gone = None if is_busy else tier.ledger.prepare_store(info.entry_id, info.payload_len)
+        gone = None if is_busy else tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency)
         if gone is None:
             self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
             return
@@ -117,13 +125,17 @@ class TierWriter:
 
         self._workers.submit(write, written, _order(tier, info), lane="write")
 
-    def adopt(self, tier: Tier, info: VariantInfo) -> None:
-        """A tier has it although nobody here has written it: it counts, and makes others go."""
+    def adopt(self, tier: Tier, info: VariantInfo, frequency: float = 0.0) -> None:
+        """A tier has it although nobody here has written it: it counts, and makes others go.
+
+        Args:
+            frequency: its f_r, where that is known.
+        """
         if info.entry_id in tier.infos or tier.ledger.contains(info.entry_id):
             return
         if self._workers.is_under_way(_order(tier, info)):
             return  # it is being deleted
-        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len)
+        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency)
         if gone is None:
             return
         tier.infos[info.entry_id] = info
@@ -154,14 +166,18 @@ class TierWriter:
     def _save(self, variant: Variant, tiers: Sequence[Tier]) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
         info = _info_of(variant, self._bytes_per_token)
-        takers = [tier for tier in tiers if tier.takes(info, self._config.max_variants_per_chunk)]
+        for tier in tiers:
+            if tier.has(info):
+                tier.ledger.note_frequency(info.entry_id, variant.reuse_frequency)
+        most = self._config.max_variants_per_chunk
+        takers = [tier for tier in tiers if not tier.has(info) and tier.goes_for(info, most) is not None]
         if not takers:
             return variant.length
         kv = self._pool.kv_of(variant)
         if kv is None:
             return 0
         for tier in takers:
-            self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait)
+            self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
         return variant.length
 
     def _complete(self, tier: Tier, info: VariantInfo, error: TierError | None, seconds: float) -> None:
@@ -209,6 +225,7 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
         statistics=variant.statistics,
         payload_len=variant.length * bytes_per_token,
         is_prepared=variant.is_prepared,
+        system=variant.system,
     )
 
 

@@ -15,6 +15,7 @@ from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.manager import ChunkPrompt
 from chunk_cache.request_options import RequestOptions
+from chunk_cache.system_prompt import marks_of, num_pieces
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 
 LENS = (3, 5, 2, 7, 4)
@@ -64,7 +65,8 @@ def prompt_of(
         spans.append((len(tokens), len(tokens) + LENS[chunk]))
         tokens.extend(TOKENS[chunk])
     options = RequestOptions(spans=tuple(spans), mode=mode, ratio=ratio)
-    return ChunkPrompt(options, tuple(KEYS[chunk] for chunk in chunks)), tokens
+    system = marks_of(tokens[: spans[0][0]]) if spans else b""
+    return ChunkPrompt(options, tuple(KEYS[chunk] for chunk in chunks), system), tokens
 
 
 def new_node(tokens: Sequence[int], page_size: int = 1) -> NodeHome:
@@ -72,7 +74,8 @@ def new_node(tokens: Sequence[int], page_size: int = 1) -> NodeHome:
     return NodeHome(array("q", [*tokens, *[PADDING] * (-len(tokens) % page_size)]), "chunk")
 
 
-def some_statistics(length: int, inter: Sequence[int]) -> ChunkStatistics:
+def some_statistics(length: int, inter: Sequence[int], system: bytes = b"") -> ChunkStatistics:
     """Small integers, so that many CFOs are equal."""
     values = np.ones(length, dtype=np.float32)
-    return ChunkStatistics(values, values, np.array(inter, dtype=np.float32), 0.5 + 0.125 * (sum(inter) % 4))
+    shares = np.full(num_pieces(system), 0.125, dtype=np.float32)
+    return ChunkStatistics(values, values, np.array(inter, dtype=np.float32), 0.5 + 0.125 * (sum(inter) % 4), shares)

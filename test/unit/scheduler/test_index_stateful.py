@@ -15,6 +15,7 @@ from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.keys import Partition
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
+from chunk_cache.system_prompt import marks_of, num_pieces
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.victims import AGEING, EVICTIONS
 
@@ -22,12 +23,18 @@ LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))
 CHUNKS = st.integers(0, len(LENS) - 1)
 INTER = st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4)
+SYSTEMS = {marks_of(tokens): tokens for tokens in (range(0), range(40), range(100), [*range(70), *range(30)])}
+"""System prompts by their marks; they begin alike."""
+SHARES = (0.25, 0.125, 0.0625)
+"""Of each chunk's attention, on the pieces of its system prompt."""
+SYSTEM = st.sampled_from(list(SYSTEMS))
 
 
-def some_statistics(length: int, inter: list[int]) -> ChunkStatistics:
+def some_statistics(length: int, inter: list[int], system: bytes) -> ChunkStatistics:
     """Small integers, so that many CFOs are equal."""
-    values = np.ones(length, dtype=np.float32)
-    return ChunkStatistics(values, values, np.array(inter, dtype=np.float32), 0.5 + 0.125 * (sum(inter) % 4))
+    values, cci = np.ones(length, dtype=np.float32), 0.5 + 0.125 * (sum(inter) % 4)
+    shares = np.array(SHARES[: num_pieces(system)], dtype=np.float32)
+    return ChunkStatistics(values, values, np.array(inter, dtype=np.float32), cci, shares)
 
 
 @dataclass
@@ -38,7 +45,8 @@ class Record:
     chunk: int
     start: int
     generation: int
-    context: tuple[bytes, ...]
+    behind: tuple[bytes, tuple[bytes, ...]]
+    """Marks of its system prompt, and its context."""
     home: Home
     statistics: ChunkStatistics | None = None
     is_prepared: bool = False
@@ -47,7 +55,21 @@ class Record:
     frequency: float = 0.0
     worth: float = 0.0
 
-    def unit_cfo(self, context: list[bytes]) -> float:
+    @property
+    def context(self) -> tuple[bytes, ...]:
+        return self.behind[1]
+
+    def system_charge(self, new: bytes) -> float:
+        """What it gave to the pieces of its system prompt that are not in the new one; all where that is not known."""
+        own, other = SYSTEMS[self.behind[0]], SYSTEMS[new]
+        ends = [1, 64, 128]
+        gone = [i for i in range(num_pieces(self.behind[0])) if list(own[: ends[i]]) != list(other[: ends[i]])]
+        return sum(SHARES[i] for i in gone) if self.statistics else float(own != other and len(own) > 0)
+
+    def unit_cfo(self, system: bytes, context: list[bytes]) -> float:
+        return self.context_cfo(context) + self.system_charge(system)
+
+    def context_cfo(self, context: list[bytes]) -> float:
         """By the paper's equations, one after the other."""
         if self.is_prepared:
             return 0.5 if context else 0.0
@@ -116,7 +138,7 @@ class Model:
         chunk: int,
         start: int,
         generation: int,
-        context: tuple[bytes, ...],
+        behind: tuple[bytes, tuple[bytes, ...]],
         home: Home,
         statistics: ChunkStatistics | None,
         is_prepared: bool = False,
@@ -125,9 +147,9 @@ class Model:
             return None
         peers = [r for r in self.records if r.chunk == chunk]
         others = [r for r in peers if not r.is_prepared]
-        if generation and not is_prepared and any(r.generation == 0 and r.context == context for r in others):
+        if generation and not is_prepared and any(r.generation == 0 and r.behind == behind for r in others):
             return None
-        same = [r for r in peers if (r.start, r.context, r.is_prepared) == (start, context, is_prepared)]
+        same = [r for r in peers if (r.start, r.behind, r.is_prepared) == (start, behind, is_prepared)]
         if same and same[0].generation < generation:
             return None
         if same and same[0].generation == generation:
@@ -142,7 +164,7 @@ class Model:
         no_worse = [r for r in peers if (r.generation, not r.is_prepared) >= rank]
         if not replaced and len(peers) >= self.max_per_chunk and not no_worse:
             return None
-        worse = [r for r in others if r.generation and r.context == context]
+        worse = [r for r in others if r.generation and r.behind == behind]
         self.drop(worse if generation == 0 else replaced)
         peers = [r for r in self.records if r.chunk == chunk]
         if len(peers) >= self.max_per_chunk:
@@ -154,7 +176,7 @@ class Model:
             self.make_path_room(len(home.path))
         while len(self.records) >= self.max_variants:
             self.evict(min(self.records, key=self.order))
-        record = Record(self.next_id, chunk, start, generation, context, home, statistics, is_prepared)
+        record = Record(self.next_id, chunk, start, generation, behind, home, statistics, is_prepared)
         self.next_id += 1
         self.gone.discard(chunk)
         self.records.append(record)
@@ -194,11 +216,12 @@ class IndexMachine(RuleBasedStateMachine):
         context: tuple[bytes, ...],
         home: Home,
         inter: list[int] | None = None,
+        system: bytes = b"",
         is_prepared: bool = False,
     ) -> bool:
-        statistics = None if inter is None else some_statistics(LENS[chunk], inter[: len(context)])
+        statistics = None if inter is None else some_statistics(LENS[chunk], inter[: len(context)], system)
         wanted = self.index.wants(
-            KEYS[chunk], start=start, generation=generation, context=context, is_prepared=is_prepared
+            KEYS[chunk], start=start, generation=generation, context=context, system=system, is_prepared=is_prepared
         )
         variant = self.index.add(
             KEYS[chunk],
@@ -207,10 +230,11 @@ class IndexMachine(RuleBasedStateMachine):
             generation=generation,
             context=context,
             home=home,
+            system=system,
             statistics=statistics,
             is_prepared=is_prepared,
         )
-        expected = self.model.add(chunk, start, generation, context, home, statistics, is_prepared)
+        expected = self.model.add(chunk, start, generation, (system, context), home, statistics, is_prepared)
         assert (variant.variant_id if variant else None) == expected
         fits = not isinstance(home, PathHome) or len(home.path) <= self.index.max_path_tokens
         assert (variant is not None) == (wanted and fits)
@@ -222,14 +246,17 @@ class IndexMachine(RuleBasedStateMachine):
         system_len=st.integers(0, 2),
         tail_len=st.integers(0, 3),
         inter=INTER,
+        system=SYSTEM,
     )
-    def remember_exact_prompt(self, chunks: list[int], system_len: int, tail_len: int, inter: list[int] | None) -> None:
+    def remember_exact_prompt(
+        self, chunks: list[int], system_len: int, tail_len: int, inter: list[int] | None, system: bytes
+    ) -> None:
         total = system_len + sum(LENS[c] for c in chunks) + tail_len
         path = PathTokens(array("q", range(total)), Partition())
         self.stored[path] = total
         start, context = system_len, ()
         for chunk in chunks:
-            self.add(chunk, start, 0, context, PathHome(path, start), inter)
+            self.add(chunk, start, 0, context, PathHome(path, start), inter, system)
             start, context = start + LENS[chunk], (*context, KEYS[chunk])
 
     @rule(
@@ -239,13 +266,21 @@ class IndexMachine(RuleBasedStateMachine):
         context=st.lists(CHUNKS, max_size=2),
         padding=st.integers(0, 2),
         inter=INTER,
+        system=SYSTEM,
     )
     def remember_node(
-        self, chunk: int, start: int, generation: int, context: list[int], padding: int, inter: list[int] | None
+        self,
+        chunk: int,
+        start: int,
+        generation: int,
+        context: list[int],
+        padding: int,
+        inter: list[int] | None,
+        system: bytes,
     ) -> None:
         home = NodeHome(array("q", range(LENS[chunk] + padding)), "chunk")
         self.stored[home] = LENS[chunk]
-        self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter)
+        self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter, system)
 
     @rule(chunk=CHUNKS, start=st.integers(0, 4), neighbours=st.lists(CHUNKS, min_size=1, max_size=2), inter=INTER)
     def prepare(self, chunk: int, start: int, neighbours: list[int], inter: list[int] | None) -> None:
@@ -265,15 +300,27 @@ class IndexMachine(RuleBasedStateMachine):
         max_generation=st.none() | st.integers(0, 3),
         use=st.none() | st.sampled_from((0.25, 1.0, 4.0)),
         context=st.none() | st.lists(CHUNKS, max_size=4),
+        system=SYSTEM,
+        is_system_fixed=st.booleans(),
     )
-    def look_up(self, chunk: int, max_generation: int | None, use: float | None, context: list[int] | None) -> None:
+    def look_up(
+        self,
+        chunk: int,
+        max_generation: int | None,
+        use: float | None,
+        context: list[int] | None,
+        system: bytes,
+        is_system_fixed: bool,
+    ) -> None:
         new = None if context is None else [KEYS[c] for c in context]
         peers = [r for r in self.model.records if r.chunk == chunk]
         # Rounded, because the order of a sum may decide the last bit and with it a tie.
-        cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(new), 9) for r in peers}
+        cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(system, new), 9) for r in peers}
         peers.sort(key=lambda r: (cfo[r.variant_id], r.generation, -r.last_use))
         allowed = [r for r in peers if max_generation is None or r.generation <= max_generation]
-        is_limited = len(allowed) < len(peers)
+        reason = "generation_limit" if len(allowed) < len(peers) else "evicted"
+        if is_system_fixed and any(r.behind[0] != system for r in allowed):
+            allowed, reason = [r for r in allowed if r.behind[0] == system], "other_system"
         is_known = bool(peers)
         was_gone = chunk in self.model.gone
         prepared = [r for r in allowed if r.is_prepared]
@@ -283,7 +330,14 @@ class IndexMachine(RuleBasedStateMachine):
         elif prepared:
             allowed = [r for r in allowed if r.is_prepared or (r.generation == 0 and not self.prefers_prepared)]
         covered = [self.resolve(r) for r in allowed]
-        found = self.index.lookup(KEYS[chunk], self.resolve, context=new, max_generation=max_generation)
+        found = self.index.lookup(
+            KEYS[chunk],
+            self.resolve,
+            context=new,
+            system=system,
+            only_behind=system if is_system_fixed else None,
+            max_generation=max_generation,
+        )
 
         shares = [1.0 - (1.0 - cfo[r.variant_id]) * c / LENS[chunk] for r, c in zip(allowed, covered, strict=True)]
         stored = [i for i in range(len(allowed)) if covered[i]]
@@ -295,7 +349,6 @@ class IndexMachine(RuleBasedStateMachine):
             num_seen += 1
         self.model.drop_gone([r for r in allowed[:num_seen] if self.resolve(r) == 0])
         if not any(covered):
-            reason = "generation_limit" if is_limited else "evicted"
             if not is_known:
                 reason = "evicted" if was_gone else "not_stored"
             assert (found.variant, found.covered_len, found.reason) == (None, 0, reason)
@@ -305,6 +358,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert found.variant is not None
         assert (found.variant.variant_id, found.covered_len, found.reason) == (best.variant_id, covered[at], None)
         assert found.unit_cfo == (None if new is None else pytest.approx(cfo[best.variant_id]))
+        is_same = new is None or best.behind[0] == system
+        assert found.other_system == (None if is_same else pytest.approx(best.system_charge(system)))
         if use is not None:
             assert self.index.touch(found.variant, use)
             best.num_uses += 1
@@ -353,10 +408,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check_integrity(self.resolve)
         records = sorted(self.model.records, key=self.model.order)
         assert [
-            (v.variant_id, v.key, v.start, v.generation, v.context, v.home, v.last_use, v.reuse_frequency)
+            (v.variant_id, v.key, v.start, v.generation, (v.system, v.context), v.home, v.last_use, v.reuse_frequency)
             for v in self.index
         ] == [
-            (r.variant_id, KEYS[r.chunk], r.start, r.generation, r.context, r.home, r.last_use, r.frequency)
+            (r.variant_id, KEYS[r.chunk], r.start, r.generation, r.behind, r.home, r.last_use, r.frequency)
             for r in records
         ]
         assert [v.num_uses for v in self.index] == [r.num_uses for r in records]

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.config import Config
+from chunk_cache.config import REMEMBER, Config
 from chunk_cache.index import TOKENS_PER_LOOK, Lookup
 from chunk_cache.keys import Partition
-from chunk_cache.manager import REMEMBER, ChunkManager, ChunkPrompt, Forgo, Keep, Promote
+from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep, Promote
 from chunk_cache.plan import RecomputePlan, make_plan
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
+from chunk_cache.system_prompt import share_elsewhere
 from chunk_cache.types import Status
 from chunk_cache.variant import PathHome, PathTokens, Variant
 from chunk_cache.victims import EVICTIONS
@@ -42,16 +43,18 @@ class Server:
             "max_cfo": rng.choice((None, None, 0.4, 0.9)),
             "alpha": rng.choice((None, None, 1.0)),
             "promote_uses": rng.choice((0, 1, 2)),
+            "remember": rng.choice(REMEMBER),
+            "system_prompts": rng.choice(("any", "any", "same")),
         }
         self.ratio = rng.choice((0.0, 0.15, 1.0))
-        self.remember = rng.choice(REMEMBER)
+        self.capacity = rng.choice((None, None, 60))
         self.manager = ChunkManager(
             Config(**drawn | given),
             self.store,
             method="epic",
             ratio=self.ratio,
             page_size=self.page_size,
-            remember=self.remember,
+            capacity=self.capacity,
         )
 
     @property
@@ -81,7 +84,7 @@ class Server:
             home = new_node(TOKENS[KEYS.index(prompt.keys[keep.chunk])], self.page_size)
             self.store.put(home, end - start)
         inter = [self.rng.randint(0, 3) for _ in range(keep.chunk)]
-        statistics = self.rng.choice((None, some_statistics(end - start, inter)))
+        statistics = self.rng.choice((None, some_statistics(end - start, inter, prompt.system)))
         return self.manager.complete(prompt, keep, home, statistics)
 
     def promote(self, action: Promote) -> None:
@@ -159,14 +162,18 @@ def best_stored(server: Server, prompt: ChunkPrompt, chunk: int) -> tuple[int, f
     """Tokens that the best usable variant holds, and its CFO at alpha 1 by the paper's equations; 0 where none does."""
     length, context = prompt.length(chunk), prompt.context(chunk)
     found = []
-    for variant in usable(server, prompt.keys[chunk]):
+    for variant in usable(server, prompt, chunk):
         statistics = variant.statistics
         if statistics is None:
             cci, inter = 1.0 if variant.context else 0.5, [0.0] * len(variant.context)
         else:
             cci, inter = statistics.cci, statistics.inter
         beta = prefix_overlap(variant.context, inter, context)
-        cfo = round(cci * (1.0 - adjusted_overlap(beta, order_penalty(variant.context, context))), 9)
+        cfo = cci * (1.0 - adjusted_overlap(beta, order_penalty(variant.context, context)))
+        if variant.system not in (b"", prompt.system):
+            shares = None if statistics is None else statistics.system
+            cfo += 1.0 if shares is None else share_elsewhere(shares, variant.system, prompt.system)
+        cfo = round(cfo, 9)
         covered_len = server.store.resolve(variant)
         to_compute = round(length - covered_len + cfo * covered_len, 9)
         found.append((to_compute, cfo, variant.generation, -variant.last_use, covered_len))
@@ -176,18 +183,20 @@ def best_stored(server: Server, prompt: ChunkPrompt, chunk: int) -> tuple[int, f
     return covered_len, cfo
 
 
-def usable(server: Server, key: bytes) -> list[Variant]:
-    stored = [v for v in server.manager.index if v.key == key and server.store.resolve(v)]
+def usable(server: Server, prompt: ChunkPrompt, chunk: int) -> list[Variant]:
+    stored = [v for v in server.manager.index if v.key == prompt.keys[chunk] and server.store.resolve(v)]
+    if server.config.system_prompts == "same":
+        stored = [v for v in stored if v.system == prompt.system]
     return [v for v in stored if v.generation <= server.config.max_generation]
 
 
 def is_taken(server: Server, prompt: ChunkPrompt, chunk: int, generation: int) -> bool:
     """Whether the index has nothing at least as good in its place, or room beside it."""
-    place = prompt.options.spans[chunk][0], prompt.context(chunk)
+    place = prompt.options.spans[chunk][0], (prompt.system, prompt.context(chunk))
     peers = [v for v in server.manager.index if v.key == prompt.keys[chunk]]
-    if generation and any(v.is_exact and v.context == place[1] for v in peers):
+    if generation and any(v.is_exact and (v.system, v.context) == place[1] for v in peers):
         return False
-    generations = [v.generation for v in peers if (v.start, v.context) == place]
+    generations = [v.generation for v in peers if (v.start, (v.system, v.context)) == place]
     if not generations and len(peers) < server.config.max_variants_per_chunk:
         return True
     return generation <= max(generations or [v.generation for v in peers])
@@ -205,7 +214,7 @@ def exact_by_oracle(
 ) -> Iterator[Keep]:
     for i, (start, end) in enumerate(prompt.options.spans):
         in_path = sum(position < in_tree for position in range(start, end))
-        elsewhere = max((server.store.resolve(v) for v in usable(server, prompt.keys[i])), default=0)
+        elsewhere = max((server.store.resolve(v) for v in usable(server, prompt, i)), default=0)
         if in_path < (end - start) / 2:  # too little to be worth a hit: a home of its own
             if end <= up_to and is_new(server, prompt, plan, i, 0):
                 yield Keep(i, 0, in_path=False)
@@ -219,12 +228,16 @@ def fused_by_oracle(server: Server, prompt: ChunkPrompt, plan: RecomputePlan, up
         generation = 1 + max(in_front) if in_front else 0
         is_computed = chunk.status is Status.MISS or chunk.reason == "high_cfo"
         is_fixed = chunk.status is Status.HIT and chunk.cfo is not None and chunk.cfo > 0.0
-        is_fixed = is_fixed and server.remember == "contexts"
+        is_fixed = is_fixed and server.config.remember == "contexts" and plan.num_recomputed > 0
         if chunk.end > up_to or not (is_computed or is_fixed):
             continue
         if generation > server.config.max_generation:
             yield Forgo(i, "generation_limit")
-        elif is_taken(server, prompt, i, generation) if is_fixed else is_new(server, prompt, plan, i, generation):
+        elif is_fixed and is_taken(server, prompt, i, generation):
+            num_derived = sum(v.length for v in server.manager.index if v.generation and not v.is_prepared)
+            has_room = server.capacity is None or num_derived + prompt.length(i) <= 0.25 * server.capacity
+            yield Keep(i, generation, in_path=False, fixed=chunk.variant_id) if has_room else Forgo(i, "memory")
+        elif not is_fixed and is_new(server, prompt, plan, i, generation):
             yield Keep(i, generation, in_path=False)
 
 
@@ -329,7 +342,12 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
         lookups = []
         for i, key in enumerate(prompt.keys):
             best = manager.index.lookup(
-                key, server.store.resolve, context=prompt.context(i), max_generation=config.max_generation
+                key,
+                server.store.resolve,
+                context=prompt.context(i),
+                system=prompt.system,
+                only_behind=prompt.system if config.system_prompts == "same" else None,
+                max_generation=config.max_generation,
             )
             lookups.append(Lookup(None, 0, reasons[key]) if best.variant is None and key in reasons else best)
         expected = make_plan(
@@ -415,7 +433,7 @@ def new_server(seed: int, **given: Any) -> Server:
 
 
 def as_new(prompt: ChunkPrompt) -> ChunkPrompt:
-    return ChunkPrompt(prompt.options, prompt.keys)
+    return ChunkPrompt(prompt.options, prompt.keys, prompt.system)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -459,7 +477,10 @@ def test_a_plan_is_never_out_of_date(seed: int, is_used: bool) -> None:
     for _ in range(40):
         server.rng.choice((server.evict_some, server.forget_gone, server.send, manager.index.clear, lambda: None))()
         for prompt, tokens in waiting:
-            plan, fresh = server.plan(prompt, tokens), server.plan(ChunkPrompt(prompt.options, prompt.keys), tokens)
+            plan, fresh = (
+                server.plan(prompt, tokens),
+                server.plan(ChunkPrompt(prompt.options, prompt.keys, prompt.system), tokens),
+            )
             assert (without_variants(plan) == without_variants(fresh)) if is_used else (plan == fresh)
             if is_used:
                 manager.use(manager.sources(plan))

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from chunk_cache.config import Config
+from chunk_cache.config import REMEMBER, Config
 from chunk_cache.keys import Partition
-from chunk_cache.manager import REMEMBER, ROOM_PER_REUSED, ChunkManager, ChunkPrompt, Forgo, Keep
+from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens
 from chunk_cache.victims import EVICTIONS
@@ -29,6 +29,7 @@ CONFIGS: Mapping[str, st.SearchStrategy[object]] = {
     "alpha": st.sampled_from((None, 1.0)),
     "max_cfo": st.sampled_from((None, 0.5)),
     "prefer_prepared": st.booleans(),
+    "remember": st.sampled_from(REMEMBER),
 }
 
 
@@ -37,14 +38,11 @@ class ManagerMachine(RuleBasedStateMachine):
         config=st.fixed_dictionaries(dict(CONFIGS)),
         ratio=st.sampled_from((0.0, 0.15, 1.0)),
         page_size=st.sampled_from((1, 4)),
-        remember=st.sampled_from(REMEMBER),
     )
-    def start(self, config: dict[str, object], ratio: float, page_size: int, remember: str) -> None:
+    def start(self, config: dict[str, object], ratio: float, page_size: int) -> None:
         self.store = DictStore()
         self.page_size = page_size
-        self.manager = ChunkManager(
-            Config(**config), self.store, method="epic", ratio=ratio, page_size=page_size, remember=remember
-        )
+        self.manager = ChunkManager(Config(**config), self.store, method="epic", ratio=ratio, page_size=page_size)
         self.is_exact: dict[PathTokens | NodeHome, bool] = {}  # of all KV that was ever stored
 
     @rule(

@@ -34,9 +34,13 @@ def test_nobody_writes_to_them() -> None:
 
 
 def test_bytes_are_equal_where_all_numbers_are() -> None:
-    def of(outside: list[float], received: list[float], inter: list[float], cci: float) -> bytes:
-        parts = (np.array(values, dtype=np.float32) for values in (outside, received, inter))
-        return ChunkStatistics(*parts, cci).tobytes()
+    def of(
+        outside: list[float], received: list[float], inter: list[float], cci: float, system: tuple[float, ...] = ()
+    ) -> bytes:
+        own, from_others, on_context, on_system = (
+            np.array(values, dtype=np.float32) for values in (outside, received, inter, system)
+        )
+        return ChunkStatistics(own, from_others, on_context, cci, on_system).tobytes()
 
     nan = float("nan")
     base = of([1, nan], [3, 4], [5], 0.7)
@@ -45,6 +49,7 @@ def test_bytes_are_equal_where_all_numbers_are() -> None:
     others += [of([1, nan], [3, 4], [6], 0.7), of([1, nan], [3, 4], [5], 0.8), of([1, nan], [3, 4], [], 0.7)]
     assert len({base, *others}) == 7
     assert of([1], [3], [4, 5], 0.7) != of([1, 3], [4, 5], [], 0.7), "the same numbers, of other things"
+    assert of([1], [3], [5], 0.7, (4,)) != of([1], [3], [4, 5], 0.7), "the same numbers, of other things"
 
 
 def test_misuse_is_an_assertion() -> None:

@@ -90,14 +90,15 @@ def test_the_sums_are_those_of_the_definition(
     _, (state,) = totals(monkeypatch, tensors, 1)
     start, end = SPANS[2]
     rows = torch.arange(start, end)
-    # Parts of the keys: in front of the first chunk, each chunk, and the text between.
-    bounds = [0, 2, 8, 9, 15]
+    # Parts of the keys: the first token, the rest in front of the first chunk, each chunk, and the text between.
+    bounds = [0, 1, 2, 8, 9, 15]
     heads = [0, 4]
     received, by_segment = attention_mass_reference(
         q[rows][:, heads], k[slots[:end]][:, [0, 2]], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
     )
     assert by_segment is not None
     found = state.sums.statistics(2)
-    torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 1] + by_segment[:, 3])
+    torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 2] + by_segment[:, 4])
     torch.testing.assert_close(torch.tensor(found.received).double(), received[start:], check_dtype=False)
-    torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, [1, 3]].sum(0))
+    torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, [2, 4]].sum(0))
+    torch.testing.assert_close(torch.tensor(found.system).double(), by_segment[:, :2].mean(0))

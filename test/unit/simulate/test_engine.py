@@ -157,7 +157,7 @@ def test_a_memory_that_is_too_small_is_refused_with_the_size_needed() -> None:
     ("changes", "message"),
     [
         ({"policy": "random"}, "policy: unknown 'random'; known: lru, lfu, fifo, frequency-reuse"),
-        ({"remember": "all"}, "remember: unknown 'all'; known: missed, contexts"),
+        ({"remember": "all"}, "remember: unknown 'all'; known: misses, contexts"),
         ({"max_variants": 0}, "max_variants: 0 is too small; give at least 1"),
         ({"alpha": float("nan")}, "alpha: nan is not a number of at least 0; give one, 1 for example"),
         ({"ratio": 1.5}, "ratio: 1.5 is not in"),

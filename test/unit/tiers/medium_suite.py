@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.system_prompt import num_pieces
 from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, TierError, VariantInfo
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(100, 116))
@@ -53,20 +54,23 @@ def make_stored(
     context: Sequence[bytes] = (),
     seed: int = 0,
     statistics: bool = True,
+    system: bytes = bytes(range(16)),
 ) -> StoredVariant:
     """A variant of random bits, NaN and infinities of the dtype among them."""
     rng = np.random.default_rng(seed)
     numbers = rng.random((2, length), dtype=np.float32)
     numbers[0, 0] = np.nan
     inter = rng.random(len(context), dtype=np.float32)
+    on_system = rng.random(num_pieces(system), dtype=np.float32)
     info = VariantInfo(
         key=key,
         token_ids=array("q", rng.integers(0, 2**40, length).tolist()),
         start=start,
         generation=generation,
         context=tuple(context),
-        statistics=ChunkStatistics(numbers[0], numbers[1], inter, 0.7) if statistics else None,
+        statistics=ChunkStatistics(numbers[0], numbers[1], inter, 0.7, on_system) if statistics else None,
         payload_len=fingerprint.payload_len(length),
+        system=system,
     )
     k, v = fingerprint.empty(length)
     for part in (k, v):
@@ -220,6 +224,17 @@ class MediumSuite:
         medium.delete(written.pop().info)
         found = sorted(medium.scan(), key=lambda info: info.entry_id)
         assert found == sorted((stored.info for stored in written), key=lambda info: info.entry_id)
+
+    def test_a_note_beside_the_entries(self, open_medium: OpenMedium) -> None:
+        first, stored = open_medium(FINGERPRINT), make_stored()
+        assert first.read_note() is None
+        first.write(stored)
+        for note in (b"one", b"another"):
+            first.write_note(note)
+        assert list(first.scan()) == [stored.info], "it is no entry"
+        if self.survives:
+            assert first.read_note() == open_medium(FINGERPRINT).read_note() == b"another"
+            assert open_medium(replace(FINGERPRINT, weights="x")).read_note() is None
 
     def test_opened_again(self, open_medium: OpenMedium) -> None:
         if not self.survives:

@@ -51,7 +51,7 @@ class TestNames:
 
     def test_are_stable(self) -> None:
         """They are file names: another value is another format."""
-        assert INFO.name == "a2b903c0c7950fd1"
+        assert INFO.name == "a6d8619dd3abb9ac"
         assert INFO.entry_id == (KEY, INFO.name)
         assert str(INFO.entry_id) == f"{KEY.hex()}-{INFO.name}"
 

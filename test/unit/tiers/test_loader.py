@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.need import Need
 from sglang_chunk_cache.host.scheduler import merge
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -24,6 +25,7 @@ from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
 from unit.tiers.tier_harness import (
+    LENGTH,
     SIZE,
     Tiers,
     file_of,
@@ -100,6 +102,25 @@ def test_a_variant_of_too_many_generations_is_not_used(tmp_path: Path) -> None:
         with open_tiers({"disk": tmp_path}) as tiers:
             (found,) = tiers.load(wanted(1, max_generation=limit))
             assert (found.tier, found.stored is not None) == (tier, bool(tier))
+
+
+def test_the_variant_that_fits_its_context_best_is_read(tmp_path: Path) -> None:
+    medium, (a, b), (s, t) = DiskMedium(tmp_path, FINGERPRINT), (wanted(8).key, wanted(9).key), (b"s" * 8, b"t" * 8)
+    for start, context, system in ((0, (), s), (1, (a,), s), (2, (b,), s), (3, (b,), t)):
+        medium.write(stored(variant(1, start=start, context=context, system=system)))
+    needs = [((), s), ((a,), s), ((b,), s), ((b,), t)]
+    with open_tiers({"disk": tmp_path}) as tiers:
+        for start, (context, system) in enumerate(needs):
+            need = Need(3, context, system)
+            (found,) = tiers.load(replace(wanted(1), need=need), rid=f"r{start}")
+            assert found.stored is not None
+            assert found.stored.info.start == start
+            tiers.pool.brought.clear()
+        ledger = tiers.tier("disk").ledger
+        assert [ledger.frequency_of(entry_id) for entry_id in ledger] == [LENGTH] * 4, "uses that cost nothing"
+        apart = Need(3, (a,), t, is_system_fixed=True, max_unit_cfo=0.5)
+        (found,) = tiers.load(replace(wanted(1), need=apart), rid="apart")
+        assert found.stored is None, "the only one behind that system prompt costs too much"
 
 
 def test_what_the_pool_has_by_now_is_not_brought_in_again(tmp_path: Path) -> None:

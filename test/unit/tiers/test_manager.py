@@ -22,7 +22,7 @@ from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
-from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, stored, variant, wanted
+from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, Ranks, stored, variant, wanted
 
 NUM_TOKENS, NUM_KEYS = 40, 200
 
@@ -264,3 +264,53 @@ def test_every_way_to_change_the_weights_is_known():
     stock = ChunkWeightUpdater.__base__
     ways = {name for name in vars(stock) if name.startswith("update_weights_")}
     assert {*ways, "begin_weight_update"} == set(overrides(ChunkWeightUpdater))
+
+
+# What entries are worth.
+
+
+def test_what_was_used_often_is_worth_as_much_after_a_restart(
+    open_chunk_tiers: Callable[..., ChunkTiers], tmp_path: Path
+) -> None:
+    disk = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    for i in range(4):
+        disk.write(stored(variant(i)))
+    first = open_chunk_tiers()
+    idle(first)
+    ledger = first._tiers[0].ledger
+    order = list(ledger)
+    ledger.touch(order[1], 2.5)
+    ledger.touch(order[0])
+    expected = [(entry_id, ledger.frequency_of(entry_id)) for entry_id in ledger]
+    first._note_worth()  # as when it is closed
+    idle(first)
+    disk.write(stored(variant(4)))
+    second = open_chunk_tiers()
+    idle(second)
+    found = [(entry_id, second._tiers[0].ledger.frequency_of(entry_id)) for entry_id in second._tiers[0].ledger]
+    assert found[1:] == expected
+    assert found[0] == (stored(variant(4)).info.entry_id, 0.0), "what nobody knows anything of goes first"
+
+
+def test_a_note_that_is_none_is_told_and_all_count_as_unused(
+    open_chunk_tiers: Callable[..., ChunkTiers], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    disk.write(stored(variant(1)))
+    disk.write_note(b'[["00", 3]]')
+    tiers = open_chunk_tiers()
+    idle(tiers)
+    assert len(tiers._tiers[0].ledger) == 1
+    assert "count as unused" in caplog.text
+
+
+@pytest.mark.parametrize("fast_ranks", [(0, 1), (0,), ()])
+def test_ranks_place_a_variant_alike(open_chunk_tiers: Callable[..., ChunkTiers], fast_ranks: tuple[int, ...]) -> None:
+    """In the tier that they name if they agree; one that does not believe in its disk does not decide."""
+    ranks = Ranks()
+    both = [open_chunk_tiers(f"disk{i}", reduce_max=ranks.reduce_of(i), costs={"disk": 1.0}) for i in range(2)]
+    for i, tiers in enumerate(both):
+        learn(tiers, load_s=0.001 if i in fast_ranks else 100.0, compute_s=1.0)
+    with ThreadPoolExecutor(2) as pool:
+        places = list(pool.map(lambda tiers: tiers._place(variant(1)), both))
+    assert places == ["disk" if fast_ranks else None] * 2

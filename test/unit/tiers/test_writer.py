@@ -21,7 +21,7 @@ from sglang_chunk_cache.tiers.manager import ChunkTiers
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
-from unit.tiers.tier_harness import SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted
+from unit.tiers.tier_harness import LENGTH, SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted
 
 HOST = {"host": 1 << 20}
 
@@ -119,9 +119,24 @@ def test_so_many_variants_of_a_chunk(tmp_path: Path) -> None:
         for start in range(4):
             tiers.writer.note_stored(variant(1, start=start))
             tiers.idle()
+        tiers.writer.note_stored(variant(1, start=9, generation=1))
         tiers.check()
         for tier in tiers.tiers:
-            assert [info.start for info in sorted(tier.medium.find(wanted(1).key), key=lambda i: i.start)] == [0, 1]
+            starts = [info.start for info in tier.medium.find(wanted(1).key)]
+            assert sorted(starts) == [2, 3], "the newest, of which a derived one takes no place"
+
+
+def test_what_the_pool_used_often_stays(tmp_path: Path) -> None:
+    with open_tiers({"disk": tmp_path}, limits={"disk": 2 * SIZE}, eviction="frequency-reuse") as tiers:
+        variants = [variant(i) for i in range(3)]
+        for one in variants[:2]:
+            tiers.writer.note_stored(one)
+            tiers.idle()
+        variants[0].reuse_frequency = 5.0
+        tiers.writer.save_victims(variants[:1], LENGTH)
+        tiers.writer.note_stored(variants[2])
+        tiers.idle()
+        assert names(tiers, "disk") == [0, 2]
 
 
 # How much.

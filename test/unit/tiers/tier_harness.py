@@ -21,6 +21,7 @@ import torch
 
 from chunk_cache.cost import PrefillCost
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.need import Need
 from chunk_cache.prefetch import Votes
 from chunk_cache.tier_config import TierConfig
 from chunk_cache.tier_ledger import TierLedger
@@ -47,16 +48,22 @@ PATIENCE_S = 20.0
 def wanted(number: int, length: int = LENGTH, max_generation: int = 3) -> Wanted:
     """A chunk; equal numbers are equal chunks."""
     tokens = array("q", [1000 * number + i for i in range(length)])
-    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, max_generation)
+    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, Need(max_generation))
 
 
 def variant(
-    number: int, start: int = 0, length: int = LENGTH, generation: int = 0, prepared_behind: tuple[bytes, ...] = ()
+    number: int,
+    start: int = 0,
+    length: int = LENGTH,
+    generation: int = 0,
+    prepared_behind: tuple[bytes, ...] = (),
+    context: tuple[bytes, ...] = (),
+    system: bytes = b"",
 ) -> Variant:
     """One of the variants of that chunk."""
     chunk = wanted(number, length)
     path = PathTokens(array("q", [7] * start) + chunk.token_ids, PARTITION)
-    context, is_prepared = prepared_behind, bool(prepared_behind)
+    context, is_prepared = prepared_behind or context, bool(prepared_behind)
     return Variant(
         1000 * number + start,
         chunk.key,
@@ -67,6 +74,7 @@ def variant(
         len(context),
         path,
         is_prepared=is_prepared,
+        system=system,
     )
 
 
@@ -84,7 +92,17 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
     """As a medium keeps it."""
     kv = kv_of(one, fingerprint)
     size = fingerprint.payload_len(one.length)
-    info = VariantInfo(one.key, one.token_ids, one.start, one.generation, one.context, None, size, one.is_prepared)
+    info = VariantInfo(
+        one.key,
+        one.token_ids,
+        one.start,
+        one.generation,
+        one.context,
+        None,
+        size,
+        one.is_prepared,
+        one.system,
+    )
     return StoredVariant(info, kv.k, kv.v)
 
 
@@ -110,8 +128,8 @@ class DictPool:
             self.brought[found.info.key] = found
         return self.has_room
 
-    def has(self, key: bytes, max_generation: int) -> bool:
-        return key in self.brought and self.brought[key].info.generation <= max_generation
+    def has(self, key: bytes, need: Need) -> bool:
+        return key in self.brought and need.fits(self.brought[key].info)
 
 
 class Tiers:
@@ -133,6 +151,7 @@ class Tiers:
         reduce_max: Callable[[Any], Any] | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
         prefers_prepared: bool = False,
+        eviction: str = "lru",
         **config: Any,
     ) -> None:
         limits, slow = limits or {}, slow or {}
@@ -143,7 +162,7 @@ class Tiers:
             Tier(
                 name,
                 Throttled(medium, *slow[name]) if name in slow else medium,
-                TierLedger(limits.get(name)),
+                TierLedger(limits.get(name), eviction),
             )
             for name, medium in media.items()
         ]

@@ -1,0 +1,67 @@
+"""The system prompt S: what stands in front of the first chunk of a prompt. Every chunk is computed behind it.
+
+    piece_starts     where S is cut
+    marks_of         S by its pieces: two that begin alike have marks that begin alike
+    num_pieces       of what has these marks
+    share_elsewhere  the share of a chunk's attention that lay on what is another S now
+
+S is compared piece by piece, so that a date or a user's name at its end costs what the chunk gave to that end alone.
+Most of what attention gives to a beginning it gives to the first token, which is a piece of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from chunk_cache.keys import TokenIds, int64_buffer
+
+PIECE = 64
+"""Tokens of a piece; that of the second is one less, and the last may be shorter."""
+
+_MARK_LEN = 8
+_PERSON = b"system-prompt-1"
+
+
+def piece_starts(length: int) -> list[int]:
+    """0, 1, `PIECE`, 2 `PIECE`, ... below `length`; none of an empty S."""
+    return [0, 1, *range(PIECE, length, PIECE)] if length > 1 else [0] * length
+
+
+def marks_of(system: TokenIds) -> bytes:
+    """The marks of S, `_MARK_LEN` bytes per piece: each is a hash of S up to the end of its piece.
+
+    Args:
+        system: token ids of S.
+    """
+    tokens = memoryview(int64_buffer(system))
+    hasher, marks = hashlib.blake2b(digest_size=_MARK_LEN, person=_PERSON), b""
+    for start, end in pairwise([*piece_starts(len(tokens)), len(tokens)]):
+        hasher.update(tokens[start:end])
+        marks += hasher.digest()
+    return marks
+
+
+def num_pieces(marks: bytes) -> int:
+    """Of the S that has these marks."""
+    return len(marks) // _MARK_LEN
+
+
+def share_elsewhere(shares: Sequence[float] | np.ndarray, marks: bytes, new_marks: bytes) -> float:
+    """In [0, 1]: of a chunk's attention, the share that lay on pieces of S in which the new one differs.
+
+    Args:
+        shares: `[pieces]`, of its attention on each piece of the S that it was computed behind.
+        marks: of that S.
+        new_marks: of the S that it is used behind.
+    """
+    if marks == new_marks:
+        return 0.0
+    pieces = range(0, min(len(marks), len(new_marks)), _MARK_LEN)
+    num_common = next(
+        (i for i, at in enumerate(pieces) if marks[at : at + _MARK_LEN] != new_marks[at : at + _MARK_LEN]), len(pieces)
+    )
+    return min(1.0, float(np.sum(shares[num_common:])))
