@@ -71,11 +71,16 @@ class RagPulse:
     def prompt_len(self, request: PulseRequest) -> int:
         return sum(self.lengths[block] for block in request.blocks) + request.template_len
 
-    def scaled(self, share: float) -> RagPulse:
-        """The same requests with blocks and answers of so much of their length, one token at least; times stay."""
-        assert 0 < share <= 1, f"share {share}"
+    def scaled(self, share: float, output_share: float) -> RagPulse:
+        """The same requests with blocks and answers of such shares of their length, one token at least; times stay."""
+        assert 0 < min(share, output_share) <= max(share, output_share) <= 1, f"shares {share}, {output_share}"
         requests = tuple(
-            replace(request, output_len=max(1, round(share * request.output_len))) for request in self.requests
+            replace(
+                request,
+                output_len=max(1, round(output_share * request.output_len)),
+                template_len=round(share * request.template_len),
+            )
+            for request in self.requests
         )
         lengths = {block: max(1, round(share * length)) for block, length in self.lengths.items()}
         return RagPulse(requests, lengths, self.sha256)
@@ -165,6 +170,10 @@ def _integer(value: Mapping[str, Any], field: str, where: str, least: int) -> in
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise DataError(f"{where}: {field}: {number!r} is not an integer of at least {least}; give one.")
     return number
+
+
+TEMPLATE = 2**40
+"""Stands for the template's tokens where a block's id is asked for."""
 
 
 def block_tokens(block: int, length: int, vocab: range) -> tuple[int, ...]:

@@ -10,8 +10,10 @@ so that inter[j] = length * that share and intra = length * INSIDE; CCI follows 
 hashes of (seed, keys): the same chunk in the same context always has the same statistics, and the order in which
 they are asked for changes nothing.
 
-What a token's attention has left lies on the system prompt, `FIRST_TOKEN` of it on its first token, the rest evenly on
-its other pieces.
+What a token's attention has left lies on the system prompt: `FIRST_TOKEN` of it on the first token, the rest on the
+other pieces, by d^-DECAY from the last one. So measured on Qwen2.5-Coder-0.5B, six passages of HotpotQA behind 1,450
+tokens of this documentation, mean of the layers that the server samples: 0.30 on the first token, 0.08 on the others, of
+this half on the last 30 %; 0.50 on the own chunk.
 
 The constants put CCI between 0.5 and 0.9 for prompts of five chunks, as in the examples of Cache-Craft (figure 18: 0.4,
 0.5, 0.7, 0.8; equation 11 allows no 0.4). The papers print no distribution of it; `cci_quantiles` prints ours.
@@ -71,9 +73,12 @@ class SyntheticAttention:
 
     def system(self, left: float, num_pieces: int) -> npt.NDArray[np.float32]:
         """Shares of the pieces of a system prompt in the attention that is `left` to it, `[num_pieces]`."""
-        shares = np.full(num_pieces, (1.0 - FIRST_TOKEN) / max(1, num_pieces - 1), dtype=np.float32)
-        shares[:1] = FIRST_TOKEN if num_pieces > 1 else 1.0
-        return np.float32(left) * shares
+        if num_pieces < 2:
+            return np.full(num_pieces, left, dtype=np.float32)
+        near = np.arange(num_pieces - 1, 0, -1, dtype=np.float32) ** -DECAY
+        return np.float32(left) * np.concatenate(
+            ([FIRST_TOKEN], (1.0 - FIRST_TOKEN) * near / near.sum()), dtype=np.float32
+        )
 
     def _draw_own(self, key: bytes) -> float:
         return math.exp(OWN_SPREAD * _normal(self._salt, key))

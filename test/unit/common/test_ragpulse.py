@@ -38,9 +38,10 @@ def test_results_can_name_the_files(tmp_path: Path) -> None:
 
 def test_a_scaled_trace_keeps_ids_and_times(tmp_path: Path) -> None:
     pulse = read_ragpulse(write_pulse(tmp_path))
-    scaled = pulse.scaled(0.1)
+    scaled = pulse.scaled(0.1, 0.05)
     assert [one.blocks for one in scaled.requests] == [one.blocks for one in pulse.requests]
     assert (scaled.lengths[1], scaled.lengths[400], scaled.requests[0].output_len) == (4, 1, 1)
+    assert pulse.scaled(0.1, 0.5).requests[0].output_len == 6
     assert scaled.requests[2].time_s == 4.0
 
 
