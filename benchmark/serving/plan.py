@@ -95,7 +95,7 @@ class PulseScale:
 
     share: float = 0.15
     output_share: float = 0.03
-    num_timed: int = 90
+    num_timed: int = 60
     rate: float = 0.7
     behind: tuple[int, ...] = (0, 1)
 
@@ -211,7 +211,7 @@ RAGPULSE = Plan(
     shape=STANDARD.shape,
     spec=_SPEC,
     pool_len=49152,
-    load=Load(warmup=60, closed=150),
+    load=Load(warmup=60, closed=120),
     swept=(STOCK, REORDER, REBUILD, "epic@0.15"),
     parts=("pulse",),
 )

@@ -259,8 +259,9 @@ def _pulse(part: Row) -> list[str]:
         "",
         f"Model: {part['model']}. KV pool of {part['pool_len']} tokens. Texts are made from ids, equal ids equal",
         f"texts, with {scale['share']:g} of their length, answers with {scale['output_share']:g}.",
-        f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches and {load['closed']}",
-        f"more in {load['closed_runs']} runs, then {scale['num_timed']} at their recorded times, scaled to {scale['rate']:g} of what stock reached.",
+        f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches, {load['closed']}",
+        f"more in {load['closed_runs']} runs, then {scale['num_timed']} at their recorded times, scaled to",
+        f"{scale['rate']:g} of what stock reached.",
         "",
         *(f"- {name}: sha256 `{digest}`" for name, digest in part["sha256"].items()),
     ]

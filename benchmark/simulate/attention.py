@@ -12,8 +12,8 @@ they are asked for changes nothing.
 
 What a token's attention has left lies on the system prompt: `FIRST_TOKEN` of it on the first token, the rest on the
 other pieces, by d^-DECAY from the last one. So measured on Qwen2.5-Coder-0.5B, six passages of HotpotQA behind 1,450
-tokens of this documentation, mean of the layers that the server samples: 0.30 on the first token, 0.08 on the others, of
-this half on the last 30 %; 0.50 on the own chunk.
+tokens of this documentation, mean of the layers that the server samples: 0.30 on the first token, 0.08 on the others,
+of this half on the last 30 %; 0.50 on the own chunk.
 
 The constants put CCI between 0.5 and 0.9 for prompts of five chunks, as in the examples of Cache-Craft (figure 18: 0.4,
 0.5, 0.7, 0.8; equation 11 allows no 0.4). The papers print no distribution of it; `cci_quantiles` prints ours.
