@@ -25,6 +25,7 @@ from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import ModelLayers, describe_model
+from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.rows import is_latent
@@ -51,7 +52,7 @@ class ChunkRuntime:
         method, ratio: the server's.
         layers: of the model.
         manager: decides.
-        store, assembler, pool, keeper: find, move, bring in and keep KV.
+        store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
         kernel: backend of the operations.
@@ -68,6 +69,7 @@ class ChunkRuntime:
     assembler: KVAssembler
     pool: ChunkPool
     keeper: ChunkKeeper
+    packer: KVPacker
     refresh: RefreshQueue
     gate: Gate | None
     tiers: ChunkTiers | None
@@ -181,6 +183,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         assembler=assembler,
         pool=pool,
         keeper=keeper,
+        packer=KVPacker(cache, pool, keeper, assembler),
         refresh=refresh,
         gate=gate,
         tiers=tiers,
