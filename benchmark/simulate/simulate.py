@@ -5,6 +5,7 @@
     python benchmark/simulate/simulate.py run --jsonl requests.jsonl --pool 200000 400000 --out DIR
     python benchmark/simulate/simulate.py run --trace sessions --set num_chunks=5000 zipf=0.9 --policies lru lfu
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
+    python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
 
 `scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
 sizes on a trace of your own; `trace` writes a drawn trace as JSONL, which shows the format. More: docs/simulator.md.
@@ -22,11 +23,14 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark.common.ragpulse import read_ragpulse
 from benchmark.simulate.jsonl import read_jsonl, write_jsonl
+from benchmark.simulate.pulse import trace_of_pulse
 from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.trace import PRESETS, Trace, TraceError, TraceSpec, generate, spec_fields
 
 from chunk_cache.victims import AGEING
+from sglang_chunk_cache.verify.jsonl import DataError
 
 if TYPE_CHECKING:
     from benchmark.simulate.report import Report
@@ -69,6 +73,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--name", default="run", help="of the result files (default: run)")
     add("--out", type=Path, default=Path("."), help="folder of the result files (default: here)")
 
+    pulse = commands.add_parser("ragpulse", help="stores, policies and systems on RAGPulse")
+    pulse.add_argument("folder", type=Path, metavar="FOLDER", help="of RAGPulse: trace.jsonl and its files of lengths")
+    pulse.add_argument("--requests", type=int, help="so many, the first ones (default: all)")
+    pulse.add_argument(
+        "--sizes", nargs="+", type=int, metavar="TOKENS", help="of the stores (default: 20000 to 400000)"
+    )
+    pulse.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
     trace = commands.add_parser("trace", help="write a drawn trace as JSONL")
     _add_trace_arguments(trace)
     trace.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -78,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", default="zipf", metavar="NAME", help=f"drawn: {', '.join(PRESETS)} (default: zipf)")
+    source.add_argument("--ragpulse", type=Path, metavar="FOLDER", help="RAGPulse (benchmark/common/ragpulse.py)")
     source.add_argument("--jsonl", type=Path, metavar="FILE", help="yours (format: benchmark/simulate/jsonl.py)")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"of a drawn trace: {', '.join(spec_fields())}"
@@ -95,9 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"written: {args.out}")
         elif args.command == "run":
             _run(args)
+        elif args.command == "ragpulse":
+            _run_ragpulse(args)
         else:
             _run_scenarios(args)
-    except (TraceError, SettingsError) as error:
+    except (TraceError, SettingsError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -109,9 +124,14 @@ class _TraceMaker:
     def __init__(self, args: argparse.Namespace) -> None:
         self._file: Trace | None = None
         self._spec = TraceSpec()
+        if (args.jsonl or args.ragpulse) and args.set:
+            raise TraceError("--set: changes a drawn trace, not a file; leave it out")
+        if args.ragpulse is not None:
+            if args.system_len is not None:
+                raise TraceError("--system-len: RAGPulse has its own system prompts; leave it out")
+            self._file = trace_of_pulse(read_ragpulse(args.ragpulse))
+            return
         if args.jsonl is not None:
-            if args.set:
-                raise TraceError("--set: changes a drawn trace, not a file; leave it out")
             system_len = 64 if args.system_len is None else args.system_len
             if system_len < 0 or not args.chars_per_token > 0:
                 raise TraceError("--system-len, --chars-per-token: must not be negative; give at least 0, above 0")
@@ -182,6 +202,18 @@ def _run(args: argparse.Namespace) -> None:
     )
     print("\n".join(report.text))
     _write(report, args.out, origin)
+
+
+def _run_ragpulse(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.pulse_report import SIZES, pulse_report
+
+    if args.requests is not None and args.requests < 1:
+        raise TraceError(f"--requests: {args.requests} is not at least 1; give such a number, or leave it out")
+    origin = _origin()
+    report = pulse_report(read_ragpulse(args.folder, args.requests), args.sizes or SIZES)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
 
 
 def _run_scenarios(args: argparse.Namespace) -> None:
