@@ -78,6 +78,9 @@ def test_every_field_can_be_given() -> None:
         ({"verify_file": "a"}, "--chunk-cache-config: verify_file: nothing is verified; give verify_share too"),
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known values: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
+        ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
+        ({"system_prompts": None}, "system_prompts: unknown system_prompts None; known values: any, same"),
+        ({"contexts_share": 1.5}, "contexts_share: 1.5 is not a number in [0, 1]; give such a number"),
         *[
             (
                 {"statistics_layers": value},
