@@ -30,6 +30,7 @@ from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import ChunkIndex, Lookup
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
 from chunk_cache.methods import METHODS, Ranking
+from chunk_cache.need import Need
 from chunk_cache.plan import make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
@@ -136,7 +137,7 @@ def measure(
         keys = chunk_keys(PARTITION, prompt, spans)
         times.append(time.perf_counter())
         lookups: list[Lookup | None] = [
-            filled.index.lookup(key, filled.resolve, context=keys[:i], max_generation=8) for i, key in enumerate(keys)
+            filled.index.lookup(key, filled.resolve, Need(8, tuple(keys[:i]))) for i, key in enumerate(keys)
         ]
         times.append(time.perf_counter())
         plan = make_plan(

@@ -3,13 +3,15 @@
     python benchmark/serving/bench_serving.py                     # 17 to 30 minutes on two cores (make bench)
     python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
     python benchmark/serving/bench_serving.py --plan quick        # to see that it works
+    python benchmark/serving/bench_serving.py --plan ragpulse --ragpulse FOLDER     # a real RAG service's requests
     python benchmark/serving/bench_serving.py --parts serve --systems stock,epic@0.15 --log MY.jsonl --model DIR
     python benchmark/serving/bench_serving.py --parts serve --log MY.jsonl --model DIR --timestamps MY.csv:Timestamp:s
 
 Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation), `documents` (cold and closed loop
 over this repository's prose, with a real retriever), `crowd` (more clients than the KV pool has room for), `fresh` (a
-trace without a repeated chunk), `trained` (right answers and speed of the trained model), `orders` (thousands of
-queries in ever new orders). A server is started for each kind of system and paused while it is not measured. Results:
+trace without a repeated chunk), `pulse` (requests of RAGPulse, scaled down), `trained` (right answers and speed of the
+trained model), `orders` (thousands of queries in ever new orders). A server is started for each kind of
+system and paused while it is not measured. Results:
 `benchmark/results/serving/NAME.{json,md,png}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
 """
 
@@ -30,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark.common.ragpulse import RagPulse, read_ragpulse
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.demo.corpus import Passage
@@ -40,7 +43,7 @@ from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, MeasurementError, Tape, Tick
 from benchmark.serving.fleet import Fleet
 from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, TRAINED_FLAGS, documents_model
-from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, replay, serve
+from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, pulse, replay, serve
 from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load, Plan, changed
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
@@ -65,6 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--base-rate", type=float, help="requests/s that rates are shares of (default: from stock)")
     parser.add_argument("--log", type=Path, help="JSONL of prompts in the place of the generated trace; needs --model")
     parser.add_argument("--model", type=Path, help="folder of a model with its tokenizer, for --log")
+    parser.add_argument("--ragpulse", type=Path, metavar="FOLDER", help="of RAGPulse's files, for part pulse")
     parser.add_argument("--timestamps", help="FILE:COLUMN:UNIT of recorded arrivals, unit s or ms; replayed, not swept")
     parser.add_argument("--speed", type=float, default=1.0, help="recorded arrivals come so many times as fast")
     parser.add_argument("--trace", help="of the generated one, such as 'chunk_len=300,zipf=1,session_len=4'")
@@ -92,6 +96,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--parts: with --log there is only serve")
     if args.timestamps and args.timestamps.count(":") < 2:
         parser.error("--timestamps: give FILE:COLUMN:UNIT, such as burst.csv:Timestamp:s")
+    if (args.ragpulse is None) == ("pulse" in args.parts):
+        parser.error("--ragpulse: part pulse needs the folder of RAGPulse, and no other part reads it")
     try:
         swept = split_names(args.systems) if args.systems else args.plan.swept
         closed = () if args.systems else args.plan.closed_only
@@ -101,7 +107,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--systems: {error}")
     if args.swept[0].name != STOCK and not (args.bound_s and args.base_rate):
         parser.error("--systems: name stock first, or give --bound-s and --base-rate")
-    if args.systems and "serve" not in args.parts:
+    if args.systems and not {"serve", "pulse"} & set(args.parts):
         parser.error("--systems: they are of part serve, which --parts leaves out")
     if len(set(args.parts)) < len(args.parts):
         parser.error("--parts: name each part once")
@@ -153,6 +159,7 @@ class Runner:
         self._passages: list[Passage] = []
         # Before any server is started: a mistake in these files should not take minutes to show.
         self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
+        self._ragpulse = _read_ragpulse(args.ragpulse, self.plan) if args.ragpulse else None
         self._recorded = _recorded(args.timestamps, args.speed) if args.timestamps else None
         if self._log is not None and self._arrivals(self._log) is None:
             _check_length(args.log, len(self._log), self.plan.load)
@@ -188,7 +195,7 @@ class Runner:
 
     def _systems_of(self, part: str) -> Sequence[System]:
         """Systems that a part asks, in this order."""
-        if part == "serve":
+        if part in ("serve", "pulse"):
             return (*self.args.swept, *self.args.closed_systems)
         if part == "trained":
             return parse_systems(self.plan.trained)
@@ -263,6 +270,26 @@ class Runner:
         rows = compare_fresh(bench, self._systems_of("fresh"), plan.fresh_blocks, plan.fresh_len, plan.load.clients)
         return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
 
+    def _pulse(self, fleet: Fleet) -> dict[str, Any]:
+        """Requests of a real RAG service."""
+        plan, trace = self.plan, self._ragpulse
+        assert trace is not None, "part pulse without its trace"
+        num_closed, layouts = plan.load.warmup + plan.load.closed, []
+        for number, behind in enumerate(plan.pulse.behind):
+            prompts = traces.from_ragpulse(trace, VOCAB, behind)
+            bench = Bench(fleet, Tape(prompts), self.tick)
+            times_s = [] if number else [one.time_s for one in trace.requests[num_closed:]]
+            rows = pulse(bench, self._systems_of("pulse"), plan.load, times_s, plan.pulse.rate)
+            layouts.append({"behind": behind, "trace": describe_trace(prompts), "rows": rows})
+        return {
+            "model": self._model_text(),
+            "pool_len": fleet.pool_len,
+            "load": dataclasses.asdict(plan.load),
+            "scale": dataclasses.asdict(plan.pulse),
+            "sha256": dict(trace.sha256),
+            "layouts": layouts,
+        }
+
     def _trained(self, fleet: Fleet) -> dict[str, Any]:
         """Quality beside speed, of the small trained model."""
         plan = self.plan
@@ -289,6 +316,15 @@ class Runner:
             return self._recorded[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
         return [time / self.args.speed for time in own] if own else None
+
+
+def _read_ragpulse(folder: Path, plan: Plan) -> RagPulse:
+    """What a plan takes of the trace, scaled."""
+    num = plan.load.warmup + plan.load.closed + plan.pulse.num_timed
+    pulse = read_ragpulse(folder, num)
+    if len(pulse.requests) < num:
+        raise DataError(f"{folder}: {len(pulse.requests)} requests, this plan needs {num}; give a smaller --load.")
+    return pulse.scaled(plan.pulse.share, plan.pulse.output_share)
 
 
 def _recorded(timestamps: str, speed: float) -> list[float]:

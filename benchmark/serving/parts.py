@@ -1,4 +1,4 @@
-"""Parts of the benchmark: `serve`, `replay`, `crowd`, `compare_fresh`, `ask_trained`, `order_anew`.
+"""Parts of the benchmark: `serve`, `replay`, `pulse`, `crowd`, `compare_fresh`, `ask_trained`, `order_anew`.
 
 Each gives what the report shows of it.
 """
@@ -167,6 +167,32 @@ def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, cl
         num_blocks = num // block if system.options is not None else min(2, num // block)
         for number in range(num_blocks):
             rows.append(subject.closed(f"orders {number}", block, clients)[0] | {"block": number})
+    return rows
+
+
+def pulse(
+    bench: Bench, systems: Sequence[System], load: Load, times_s: Sequence[float] = (), rate: float = 1.0
+) -> list[dict[str, Any]]:
+    """Warm-up and closed loop, then recorded arrivals, from empty caches: three rows per system, two without times.
+
+    Args:
+        times_s: of requests behind those of the closed loop, ascending.
+        rate: mean rate of these, as a share of what the first system reached in the closed loop.
+    """
+    rows: list[dict[str, Any]] = []
+    base_rate = None
+    for system in systems:
+        subject = bench.begin(system)
+        rows.append(subject.closed("cold", load.warmup, load.clients)[0])
+        closed = subject.closed("closed", load.closed, load.clients, load.closed_runs)[0]
+        rows.append(closed)
+        if base_rate is None:
+            _check_answered(closed)
+            base_rate = closed["requests_per_s"]
+        if times_s:
+            span = max(times_s[-1] - times_s[0], 1e-9)
+            scale = len(times_s) / (rate * base_rate) / span
+            rows.append(subject.at("recorded times", [scale * (time - times_s[0]) for time in times_s], None)[0])
     return rows
 
 

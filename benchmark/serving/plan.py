@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from benchmark.common.models import LlamaShape
 from benchmark.quality.question import DataError
-from benchmark.serving.systems import NO_CACHE, REORDER, STOCK
+from benchmark.serving.systems import NO_CACHE, REBUILD, REORDER, STOCK
 from benchmark.simulate.trace import TraceSpec
 
 VOCAB = 4096
-MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh"), ("trained", "orders")
+MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh", "pulse"), ("trained", "orders")
 PARTS = (*MAIN_PARTS, *SMALL_PARTS)
 """Parts by the model that they are about: the plan's, and the trained one."""
 
@@ -83,6 +83,24 @@ def changed(values: Changeable, text: str, flag: str) -> Changeable:
 
 
 @dataclass(frozen=True)
+class PulseScale:
+    """What is taken of RAGPulse, scaled down for a CPU.
+
+    Attributes:
+        share, output_share: of the lengths of texts and of answers.
+        num_timed: requests behind the closed loop that come at their recorded times, which are scaled ...
+        rate: ... to this share of what stock reached in the closed loop.
+        behind: layouts: how many blocks of the system prompt stand behind the passages. The first one has times too.
+    """
+
+    share: float = 0.15
+    output_share: float = 0.03
+    num_timed: int = 60
+    rate: float = 0.7
+    behind: tuple[int, ...] = (0, 1)
+
+
+@dataclass(frozen=True)
 class Plan:
     """All that one benchmark does.
 
@@ -95,6 +113,7 @@ class Plan:
         fresh_blocks, fresh_len: pairs of blocks of the trace without a repeated chunk, and queries per block.
         trained: systems that the trained model answers for.
         trained_num: questions to each, behind `trained_warmup` that do not count.
+        pulse: of part pulse.
         orders_num, orders_block: queries of the test for decay, and how many make one row of its table.
     """
 
@@ -106,7 +125,7 @@ class Plan:
     swept: tuple[str, ...] = (STOCK, REORDER, "epic@0.15")
     closed_only: tuple[str, ...] = ()
     output_len: int = 8
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(part for part in PARTS if part != "pulse")
     crowd_num: int = 96
     crowd_clients: int = 48
     fresh_blocks: int = 8
@@ -114,6 +133,7 @@ class Plan:
     trained: tuple[str, ...] = ()
     trained_num: int = 200
     trained_warmup: int = 60
+    pulse: PulseScale = PulseScale()
     orders_num: int = 5000
     orders_block: int = 500
 
@@ -186,7 +206,16 @@ QUICK = Plan(
     orders_num=40,
     orders_block=20,
 )
-PLANS = {plan.name: plan for plan in (STANDARD, LONG, QUICK)}
+RAGPULSE = Plan(
+    name="ragpulse",
+    shape=STANDARD.shape,
+    spec=_SPEC,
+    pool_len=49152,
+    load=Load(warmup=60, closed=120),
+    swept=(STOCK, REORDER, REBUILD, "epic@0.15"),
+    parts=("pulse",),
+)
+PLANS = {plan.name: plan for plan in (STANDARD, LONG, QUICK, RAGPULSE)}
 
 ORDERS_SPEC = TraceSpec(
     name="orders",

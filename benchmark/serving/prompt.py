@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmark.quality.prompts import SEPARATOR
+from benchmark.quality.question import DataError
 
 Piece: TypeAlias = str | tuple[int, ...]
 
@@ -64,6 +65,21 @@ class Prompt:
         answer = self.answer if self.answer_of is None else self.answer_of([chunk.content for chunk in chunks])
         return replace(self, chunks=chunks, answer=answer)
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The whole prompt.
+
+        Raises:
+            DataError: it is text.
+        """
+        pieces = (self.head, *(chunk.content for chunk in self.chunks), self.tail)
+        found: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                raise DataError("a prompt of text where token ids are wanted; leave out the systems that need them.")
+            found += piece
+        return tuple(found)
+
     def body(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """The JSON body of a streamed `/generate`.
 
@@ -81,7 +97,7 @@ class Prompt:
         if isinstance(self.head, str):
             prompt = {"text": ("" if own is None or not self.chunks else SEPARATOR).join(pieces)}  # type: ignore[arg-type]
         else:
-            prompt = {"input_ids": [token for piece in pieces for token in piece]}
+            prompt = {"input_ids": list(self.tokens)}
             if own is not None and self.chunks:
                 own["spans"] = self._spans()
         if own is not None:

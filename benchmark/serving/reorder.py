@@ -1,63 +1,79 @@
 """Reordering: the exact way to more prefix hits, the baseline that reuse has to beat.
 
-Chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so that stock
-SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is ContextPilot's,
-which searches an index of contexts. Nothing is approximated, but the model reads the passages in another order than the
-retriever's, which ranks them.
+    Reorderer    puts marked chunks into an order in which earlier prompts began
+    Rebuilder    knows no marks: begins a prompt as an earlier one began, with runs of its own tokens
+
+`Reorderer`: chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so
+that stock SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is
+ContextPilot's, which searches an index of contexts. Nothing is approximated, but the model reads the passages in
+another order than the retriever's, which ranks them.
 
     tree of orders sent so far          a request of {C, A, D}           is sent as A C D
         A -> C -> B
           -> D
         B -> A                          the longest path whose chunks are all asked for comes first,
                                         the others behind it, the most wanted one first
+
+`Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which
+the prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any
+text, also that of a system prompt.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", str, int)
+MIN_RUN = 16
+"""Tokens of the shortest run that a `Rebuilder` moves."""
 
 
 @dataclass(slots=True)
-class _Node:
-    children: dict[str, _Node] = field(default_factory=dict)
+class _Node(Generic[Key]):
+    children: dict[Key, _Node[Key]] = field(default_factory=dict)
     used_at: int = 0
 
 
-class Reorderer:
+class Reorderer(Generic[Key]):
     """Remembers every order it has given out. One per server, for requests in the order in which they are sent."""
 
     def __init__(self, pool_len: int | None = None) -> None:
         """`pool_len`: tokens that the server's prefix cache holds; None = it forgets nothing."""
-        self._root = _Node()
-        self._wanted: Counter[str] = Counter()
+        self._roots: dict[Hashable, _Node[Key]] = {}
+        self._wanted: Counter[Key] = Counter()
         self._pool_len = pool_len
         self._clock = 0  # tokens that were new to the prefix cache so far; it evicts what was not used for longest
 
-    def order(self, keys: Sequence[str], length: Callable[[str], int], rest_len: int = 0) -> tuple[str, ...]:
+    def order(
+        self, keys: Sequence[Key], length: Callable[[Key], int], rest_len: int = 0, head: Hashable = None
+    ) -> tuple[Key, ...]:
         """The keys in the order to send them, each once.
 
         Args:
             keys: of the chunks that were retrieved, best first.
             length: tokens, or characters, of a chunk; the path with the longest text wins, then the one last used.
             rest_len: of what follows the chunks and is always new: question and answer.
+            head: what stands in front of the chunks; orders behind another head are of no use.
         """
+        root = self._roots.setdefault(head, _Node())
         wanted = list(dict.fromkeys(keys))
         self._wanted.update(wanted)
-        path = self._longest(self._root, frozenset(wanted), length)[2]
+        path = self._longest(root, frozenset(wanted), length)[2]
         # What many prompts want stands in front, so that later ones share it; the sort is stable, by rank of retrieval.
         rest = sorted((key for key in wanted if key not in path), key=lambda key: -self._wanted[key])
         order = (*path, *rest)
         self._clock += sum(length(key) for key in rest) + rest_len + 1
-        self._remember(order)
+        self._remember(root, order)
         return order
 
     def _longest(
-        self, node: _Node, wanted: frozenset[str], length: Callable[[str], int]
-    ) -> tuple[int, int, tuple[str, ...]]:
+        self, node: _Node[Key], wanted: frozenset[Key], length: Callable[[Key], int]
+    ) -> tuple[int, int, tuple[Key, ...]]:
         """(length, clock, keys) of the best path from `node` downwards over `wanted` keys only."""
-        best: tuple[int, int, tuple[str, ...]] = (0, node.used_at, ())
+        best: tuple[int, int, tuple[Key, ...]] = (0, node.used_at, ())
         for key in wanted & node.children.keys():
             child = node.children[key]
             if self._pool_len is not None and self._clock - child.used_at > self._pool_len:
@@ -66,8 +82,68 @@ class Reorderer:
             best = max(best, (length(key) + below, used_at, (key, *keys)))
         return best
 
-    def _remember(self, order: Sequence[str]) -> None:
-        node = self._root
+    def _remember(self, node: _Node[Key], order: Sequence[Key]) -> None:
         for key in order:
             node = node.children.setdefault(key, _Node())
             node.used_at = self._clock
+
+
+class Rebuilder:
+    """See the head of this file. One per server, for requests in the order in which they are sent."""
+
+    def __init__(self, pool_len: int | None = None, min_run: int = MIN_RUN) -> None:
+        """`pool_len`: tokens that the server's prefix cache holds; None = it forgets nothing."""
+        self._min_run = min_run
+        self._pool_len = pool_len
+        self._sent: dict[tuple[int, ...], int] = {}  # each prompt -> the clock at its last use; the newest is last
+        self._clock = 0  # as of a `Reorderer`
+
+    def order(
+        self, tokens: Sequence[int], length: Callable[[int], int] = lambda token: 1, rest_len: int = 0
+    ) -> tuple[int, ...]:
+        """The places of the tokens in the order to send them.
+
+        Args:
+            length: what a token counts for; 1, unless each stands for a whole text.
+            rest_len: of what follows and is always new.
+        """
+        starts: dict[tuple[int, ...], list[int]] = {}
+        for place in range(len(tokens) - self._min_run + 1):
+            starts.setdefault(tuple(tokens[place : place + self._min_run]), []).append(place)
+        best: list[int] = []
+        best_len, origin = 0, None
+        for sent in reversed(self._sent):
+            places = self._rebuild(sent, tokens, starts)
+            rebuilt_len = sum(length(tokens[place]) for place in places)
+            if rebuilt_len > best_len:
+                best, best_len, origin = places, rebuilt_len, sent
+        moved = set(best)
+        order = (*best, *(place for place in range(len(tokens)) if place not in moved))
+        self._clock += sum(map(length, tokens)) - best_len + rest_len
+        for used in (origin, tuple(tokens[place] for place in order)):
+            if used is not None:
+                self._sent.pop(used, None)
+                self._sent[used] = self._clock
+        while self._pool_len is not None and self._clock - next(iter(self._sent.values())) > self._pool_len:
+            del self._sent[next(iter(self._sent))]
+        return order
+
+    def _rebuild(
+        self, sent: Sequence[int], tokens: Sequence[int], starts: dict[tuple[int, ...], list[int]]
+    ) -> list[int]:
+        """Places of the tokens that make the longest beginning of `sent`, a long run before a short one."""
+        places: list[int] = []
+        is_used = bytearray(len(tokens))
+        while True:
+            at = len(places)
+            best = range(0)
+            for start in starts.get(tuple(sent[at : at + self._min_run]), ()):
+                end, most = start, start + len(sent) - at
+                while end < min(most, len(tokens)) and not is_used[end] and sent[at + end - start] == tokens[end]:
+                    end += 1
+                if end - start >= self._min_run and end - start > len(best):
+                    best = range(start, end)
+            if not best:
+                return places
+            places += best
+            is_used[best.start : best.stop] = bytes([1]) * len(best)

@@ -249,7 +249,30 @@ def _orders(part: Row) -> list[str]:
     ]
 
 
+_LAYOUTS = {0: "As deployed: the whole system prompt in front", 1: "Its last block behind the passages"}
+
+
+def _pulse(part: Row) -> list[str]:
+    scale, load = part["scale"], part["load"]
+    lines = [
+        "## A real RAG service: RAGPulse",
+        "",
+        f"Model: {part['model']}. KV pool of {part['pool_len']} tokens. Texts are made from ids, equal ids equal",
+        f"texts, with {scale['share']:g} of their length, answers with {scale['output_share']:g}.",
+        f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches, {load['closed']}",
+        f"more in {load['closed_runs']} runs, then {scale['num_timed']} at their recorded times, scaled to",
+        f"{scale['rate']:g} of what stock reached.",
+        "",
+        *(f"- {name}: sha256 `{digest}`" for name, digest in part["sha256"].items()),
+    ]
+    for layout in part["layouts"]:
+        title = _LAYOUTS.get(layout["behind"], f"Its last {layout['behind']} blocks behind the passages")
+        lines += ["", f"### {title}", "", *_trace(layout), "", *_runs_table(layout["rows"])]
+    return lines
+
+
 _PARTS = {
+    "pulse": _pulse,
     "serve": _serve,
     "documents": _documents,
     "crowd": _crowd,

@@ -5,6 +5,7 @@
 | `no-cache` | stock SGLang, `--disable-radix-cache` | as retrieved |
 | `stock` | stock SGLang, prefix cache on | as retrieved |
 | `reorder` | stock SGLang, prefix cache on | chunks reordered and de-duplicated by the client, `reorder.py` |
+| `rebuild` | stock SGLang, prefix cache on | rebuilt by tokens without marks, `reorder.py` |
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
 | `METHOD@RATIO, no ...` | without a part of it, `ablated` | the same |
 
@@ -19,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmark.quality.question import DataError
-from benchmark.serving.prompt import Prompt, num_tokens
-from benchmark.serving.reorder import Reorderer
+from benchmark.serving.prompt import Piece, Prompt, num_tokens
+from benchmark.serving.reorder import Rebuilder, Reorderer
 
 from sglang_chunk_cache.verify.conditions import Condition, parse_method
 
-NO_CACHE, STOCK, REORDER = "no-cache", "stock", "reorder"
+NO_CACHE, STOCK, REORDER, REBUILD = "no-cache", "stock", "reorder", "rebuild"
 DEFAULT_RATIO = 0.15
 SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("--disable-radix-cache",),
@@ -44,18 +45,20 @@ class System:
         name: as in tables and on the command line.
         kind: of its server, a key of `SERVER_FLAGS`.
         options: of the chunk cache; None on a stock server.
+        orders: what a client puts into another order, "chunks" or "tokens"; None = nothing.
     """
 
     name: str
     kind: str
     options: Mapping[str, Any] | None = None
-    reorders: bool = False
+    orders: str | None = None
 
 
 BASELINES: Mapping[str, System] = {
     NO_CACHE: System(NO_CACHE, "no-cache"),
     STOCK: System(STOCK, "plain"),
-    REORDER: System(REORDER, "plain", reorders=True),
+    REORDER: System(REORDER, "plain", orders="chunks"),
+    REBUILD: System(REBUILD, "plain", orders="tokens"),
 }
 
 
@@ -100,7 +103,7 @@ def _parse(name: str) -> System:
 
 
 class Writer:
-    """Writes prompts for one system; the reordering baseline remembers what it has sent.
+    """Writes prompts for one system; the baselines that reorder remember what they have sent.
 
     Attributes:
         sent: the prompts so far, with their chunks in the order in which they were sent.
@@ -110,13 +113,25 @@ class Writer:
         """`pool_len`: tokens of the server's KV pool; orders that no longer lie in it are no longer followed."""
         self.system = system
         self.sent: list[Prompt] = []
-        self._reorderer = Reorderer(pool_len) if system.reorders else None
+        self._reorderer: Reorderer[str] | None = Reorderer(pool_len) if system.orders == "chunks" else None
+        self._rebuilder = Rebuilder(pool_len) if system.orders == "tokens" else None
+        self._heads: set[Piece] = set()
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """The request for `/generate`; call it in the order of sending."""
+        """The request for `/generate`; call it in the order of sending.
+
+        Raises:
+            DataError: the system takes prompts of token ids, and this is text.
+        """
         if self._reorderer is not None:
             lengths = {chunk.key: num_tokens(chunk.content) for chunk in prompt.chunks}
             rest = num_tokens(prompt.tail) + prompt.output_len
-            prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__, rest))
+            rest += 0 if prompt.head in self._heads else num_tokens(prompt.head)
+            self._heads.add(prompt.head)
+            prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__, rest, prompt.head))
+        if self._rebuilder is not None:
+            tokens = prompt.tokens
+            order = self._rebuilder.order(tokens, rest_len=prompt.output_len)
+            prompt = replace(prompt, head=(), chunks=(), tail=tuple(tokens[place] for place in order))
         self.sent.append(prompt)
         return prompt.body(self.system.options)

@@ -3,6 +3,7 @@
 - `generated`: random token ids after a `TraceSpec` (popularity, sessions, order, share of new chunks).
 - `documents`: this repository's prose, passages retrieved by TF-IDF.
 - `notes`: questions to a small trained model about a shared stock of notes, answers known.
+- `from_ragpulse`: a real RAG service's requests, by ids of texts.
 - `from_log`: a JSONL log of a user.
 
 Lengths of questions and answers are means; what a prompt gets is drawn around them.
@@ -13,11 +14,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 from benchmark.common.models import FIRST_PLAIN_ID
+from benchmark.common.ragpulse import TEMPLATE, RagPulse, block_tokens
 from benchmark.demo.corpus import Passage, ask_questions
 from benchmark.demo.retriever import Retriever
 from benchmark.demo.session import SYSTEM, unmarked
@@ -82,6 +84,39 @@ def documents(
         found = retriever.find(question.text, draw.randint(*per_question))
         chunks = tuple(Chunk(passage.text, unmarked(passage.text)) for passage in found)
         prompts.append(Prompt(SYSTEM, chunks, unmarked(question.text), output_len))
+    return prompts
+
+
+def from_ragpulse(pulse: RagPulse, vocab: int, num_behind: int = 0) -> list[Prompt]:
+    """Prompts of token ids that are made from ids of texts: equal ids, equal tokens.
+
+    Args:
+        vocab: token ids are drawn below it.
+        num_behind: so many blocks of each system prompt, the last ones, stand behind the passages.
+    """
+    ids = range(FIRST_PLAIN_ID, vocab)
+
+    @cache
+    def tokens(block: int) -> tuple[int, ...]:
+        return block_tokens(block, pulse.lengths[block], ids)
+
+    def joined(*blocks: int) -> tuple[int, ...]:
+        return tuple(token for block in blocks for token in tokens(block))
+
+    prompts = []
+    for one in pulse.requests:
+        cut = max(0, len(one.system) - num_behind)
+        template = block_tokens(TEMPLATE, one.template_len, ids)
+        prompts.append(
+            Prompt(
+                head=joined(*one.system[:cut]),
+                chunks=tuple(Chunk(str(block), tokens(block)) for block in one.passages),
+                tail=(*joined(*one.system[cut:], *one.history, *one.web, *one.user), *template),
+                output_len=one.output_len,
+                session=one.session,
+                arrival_s=one.time_s,
+            )
+        )
     return prompts
 
 

@@ -10,6 +10,11 @@ so that inter[j] = length * that share and intra = length * INSIDE; CCI follows 
 hashes of (seed, keys): the same chunk in the same context always has the same statistics, and the order in which
 they are asked for changes nothing.
 
+What a token's attention has left lies on the system prompt: `FIRST_TOKEN` of it on the first token, the rest on the
+other pieces, by d^-DECAY from the last one. So measured on Qwen2.5-Coder-0.5B, six passages of HotpotQA behind 1,450
+tokens of this documentation, mean of the layers that the server samples: 0.30 on the first token, 0.08 on the others,
+of this half on the last 30 %; 0.50 on the own chunk.
+
 The constants put CCI between 0.5 and 0.9 for prompts of five chunks, as in the examples of Cache-Craft (figure 18: 0.4,
 0.5, 0.7, 0.8; equation 11 allows no 0.4). The papers print no distribution of it; `cci_quantiles` prints ours.
 """
@@ -32,6 +37,7 @@ OUTSIDE = 0.06
 DECAY = 0.5
 OWN_SPREAD = 0.5
 PAIR_SPREAD = 1.0
+FIRST_TOKEN = 0.8
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 _UNIT = 2.0**-32
@@ -53,12 +59,26 @@ class SyntheticAttention:
         return np.array(shares, dtype=np.float32) * np.float32(length)
 
     def statistics(
-        self, key: bytes, length: int, context: Sequence[bytes], context_lens: Sequence[int]
+        self, key: bytes, length: int, context: Sequence[bytes], context_lens: Sequence[int], num_pieces: int = 0
     ) -> ChunkStatistics:
-        """What would be stored with the variant, but for the rankings of its tokens, which nobody asks for here."""
+        """What would be stored with the variant, but for the rankings of its tokens, which nobody asks for here.
+
+        Args:
+            num_pieces: of the system prompt (`chunk_cache.system_prompt`); 0 = it is not looked at.
+        """
         inter = self.inter(key, length, context)
         cci = context_impact(inter, context_lens, INSIDE * length, length)
-        return ChunkStatistics(_NO_TOKENS, _NO_TOKENS, inter=inter, cci=cci)
+        system = self.system(max(0.0, 1.0 - INSIDE - float(inter.sum()) / length), num_pieces)
+        return ChunkStatistics(_NO_TOKENS, _NO_TOKENS, inter=inter, cci=cci, system=system)
+
+    def system(self, left: float, num_pieces: int) -> npt.NDArray[np.float32]:
+        """Shares of the pieces of a system prompt in the attention that is `left` to it, `[num_pieces]`."""
+        if num_pieces < 2:
+            return np.full(num_pieces, left, dtype=np.float32)
+        near = np.arange(num_pieces - 1, 0, -1, dtype=np.float32) ** -DECAY
+        return np.float32(left) * np.concatenate(
+            ([FIRST_TOKEN], (1.0 - FIRST_TOKEN) * near / near.sum()), dtype=np.float32
+        )
 
     def _draw_own(self, key: bytes) -> float:
         return math.exp(OWN_SPREAD * _normal(self._salt, key))

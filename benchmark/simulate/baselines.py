@@ -1,13 +1,29 @@
-"""What other stores would have found in the same trace, without a bound: `alternative_path` (FusionRAG section 4.1).
+"""What other systems find in the same trace.
 
-The prefix cache is no function of its own: `simulate` with ``reuse=False``.
+    alternative_path    FusionRAG's rule (section 4.1), without a bound
+    single_copies       an LRU store of one copy of each chunk and of nothing else
+
+The prefix cache is no function of its own: `simulate` with ``reuse=False``. What brings more prompts to begin alike is
+a trace that `simulate` replays so, `ORDERS`:
+
+    reordered      a client puts chunks into an order in which earlier prompts began (ContextPilot's idea)
+    by_frequency   chunks stand in the order of how often the whole trace has them, which nobody knows in advance
+    rebuilt        the whole prompt begins as an earlier one, system prompt and history too, found without marks
+                   (LMCache's idea)
+    as_sets        Set-Cache, a baseline of Cache-Craft (section 5.1): the first chunks of a prompt are found where an
+                   earlier prompt began with the same ones in any order. It moves KV to other positions and fixes
+                   nothing, so answers are those of full reuse; all others are exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from benchmark.simulate.trace import Trace
+from benchmark.serving.reorder import Rebuilder, Reorderer
+from benchmark.simulate.trace import Request, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +59,93 @@ def alternative_path(trace: Trace) -> Found:
                 known.add(request.chunks[:i])
                 stored_tokens += trace.lengths[chunk]
     return Found(trace.num_chunks, num_found, stored_tokens)
+
+
+def single_copies(trace: Trace, size: int) -> float:
+    """Share of the tokens of chunks that an LRU store of `size` tokens holds when they are asked for."""
+    store: OrderedDict[int, int] = OrderedDict()
+    num_stored = num_found = num_asked = 0
+    for request in trace.requests:
+        for chunk in request.chunks:
+            length = trace.lengths[chunk]
+            num_asked += length
+            if chunk in store:
+                num_found += length
+                store.move_to_end(chunk)
+                continue
+            store[chunk] = length
+            num_stored += length
+            while num_stored > size:
+                num_stored -= store.popitem(last=False)[1]
+    return num_found / num_asked if num_asked else 0.0
+
+
+def reordered(trace: Trace, pool_tokens: int) -> Trace:
+    """See the head of this file; a chunk that a prompt brings twice is sent once."""
+    reorderer: Reorderer[int] = Reorderer(pool_tokens)
+    seen: set[int] = set()
+
+    def reorder(request: Request) -> Request:
+        head = tuple(number for place, number in request.plain if place == 0)
+        plain = [number for _, number in request.plain]
+        rest_len = request.question_len + sum(trace.lengths[number] for number in plain if number not in seen)
+        seen.update(plain)
+        return _with_chunks(request, reorderer.order(request.chunks, trace.lengths.__getitem__, rest_len, head))
+
+    return replace(trace, requests=tuple(map(reorder, trace.requests)))
+
+
+def by_frequency(trace: Trace, pool_tokens: int) -> Trace:
+    """See the head of this file."""
+    uses = Counter(chunk for request in trace.requests for chunk in request.chunks)
+    return replace(
+        trace,
+        requests=tuple(
+            _with_chunks(request, sorted(set(request.chunks), key=lambda chunk: (-uses[chunk], chunk)))
+            for request in trace.requests
+        ),
+    )
+
+
+def rebuilt(trace: Trace, pool_tokens: int) -> Trace:
+    """See the head of this file; the question stays at the end."""
+    rebuilder = Rebuilder(pool_tokens, min_run=1)
+
+    def rebuild(request: Request) -> Request:
+        blocks = request.blocks
+        numbers = [number for number, _ in blocks]
+        order = rebuilder.order(numbers, trace.lengths.__getitem__, request.question_len)
+        return Request.of_blocks((blocks[place] for place in order), request.question_len, request.session)
+
+    return replace(trace, requests=tuple(map(rebuild, trace.requests)))
+
+
+def as_sets(trace: Trace, pool_tokens: int) -> Trace:
+    """See the head of this file: the prompts whose exact prefixes are what Set-Cache finds."""
+    order_of: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
+
+    def look_up(request: Request) -> Request:
+        head, chunks = tuple(number for place, number in request.plain if place == 0), request.chunks
+        for i in range(len(chunks), 0, -1):
+            found = order_of.get((head, frozenset(chunks[:i])))
+            if found is not None and len(found) == i:
+                chunks = (*found, *chunks[i:])
+                break
+        for i in range(1, len(chunks) + 1):
+            order_of[head, frozenset(chunks[:i])] = chunks[:i]
+        return replace(request, chunks=chunks)
+
+    return replace(trace, requests=tuple(map(look_up, trace.requests)))
+
+
+ORDERS: Mapping[str, Callable[[Trace, int], Trace]] = MappingProxyType(
+    {"reorder": reordered, "frequency order": by_frequency, "rebuilt": rebuilt, "set-cache": as_sets}
+)
+"""Traces that begin alike more often, by the name in tables; each takes the tokens that the prefix cache holds."""
+
+
+def _with_chunks(request: Request, chunks: Iterable[int]) -> Request:
+    """The request with these chunks, in this order; text that stood between two of them stands behind all of them."""
+    chunks = tuple(chunks)
+    plain = tuple((0 if place == 0 else len(chunks), number) for place, number in request.plain)
+    return replace(request, chunks=chunks, plain=plain)

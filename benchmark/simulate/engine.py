@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 from benchmark.simulate.attention import SyntheticAttention, cci_quantiles
@@ -31,9 +32,10 @@ from benchmark.simulate.tally import FIELDS, Counts, Outcome
 from benchmark.simulate.trace import Request, Trace
 
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.manager import ChunkManager, ChunkPrompt, Keep
+from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import ChunkPlan, RecomputePlan, replan_without_load
 from chunk_cache.request_options import RequestOptions
+from chunk_cache.system_prompt import marks_of, piece_starts
 from chunk_cache.types import Status
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 
@@ -41,24 +43,30 @@ METHOD = "cache-craft"
 _PARTITION = Partition()
 
 
-def simulate(trace: Trace, settings: Settings, *, check_every: int = 0) -> Outcome:
+Observe: TypeAlias = Callable[[ChunkPrompt, Sequence[tuple[ChunkPlan, Variant]]], None]
+"""Told of every prompt and of the variants that are brought in for it."""
+
+
+def simulate(trace: Trace, settings: Settings, *, check_every: int = 0, observe: Observe | None = None) -> Outcome:
     """Replay a trace.
 
     Args:
+        observe: told of what each request brings in.
         check_every: recompute index and pool from scratch after so many requests (slow; for tests). 0 = never.
 
     Raises:
-        SettingsError: the memory is smaller than the longest prompt.
+        SettingsError: the memory is smaller than the longest of what it holds.
     """
-    needed = trace.max_prompt_len
+    needed = trace.max_prompt_len if settings.holds == "prompts" else max(trace.lengths, default=1)
     if settings.pool_tokens < needed:
-        problem = f"{settings.pool_tokens} tokens do not hold the longest prompt, which has {needed}"
+        problem = f"{settings.pool_tokens} tokens do not hold the longest of {settings.holds}, which has {needed}"
         raise SettingsError(f"pool_tokens: {problem}; give at least {needed}")
     replay = Replay(trace, settings)
     for chunk in trace.preloaded:
         replay.answer(Request((chunk,), 1))
     rows = np.zeros((len(trace.requests), len(FIELDS)), dtype=np.int64)
     replay.reset_counts()
+    replay.observe = observe
     for i, request in enumerate(trace.requests):
         rows[i] = replay.answer(request)
         if check_every and i % check_every == 0:
@@ -78,6 +86,7 @@ class Replay:
     peak_stored: int = 0
     num_answered: int = 0
     num_promoted: int = 0
+    observe: Observe | None = None
     manager: ChunkManager = field(init=False)
     pool: Pool = field(init=False)
     attention: SyntheticAttention = field(init=False)
@@ -93,6 +102,10 @@ class Replay:
         )
         self.attention = SyntheticAttention(settings.seed)
         self.keys = [chunk_key(_PARTITION, array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
+
+    @property
+    def _holds_prompts(self) -> bool:
+        return self.settings.holds == "prompts"
 
     def _note_evicted(self, num_tokens: int) -> None:
         self.manager.evicted(num_tokens, self.pool.capacity)
@@ -112,8 +125,8 @@ class Replay:
 
     def answer(self, request: Request) -> Counts:
         """One request, from its lookup to what it leaves behind; returns `[len(FIELDS)]`."""
-        layout = _Layout.of(self.trace, request, self.settings.reuse, self.keys)
-        prefix = self.pool.match([SYSTEM, *request.chunks])
+        layout = _Layout.of(self.trace, request, self.settings, self.keys)
+        prefix = self.pool.match(layout.labels) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
         plan = self.manager.plan(
             layout.prompt, prompt_len=layout.length, prefix_len=prefix_len, max_prefix_len=layout.length - 1
@@ -122,12 +135,15 @@ class Replay:
         sources = self.manager.sources(plan)
         nodes = [self._node_of(variant) for _, variant in sources]
         self.pool.lock(nodes)
-        has_room = self.pool.reserve(layout.length - prefix_len)
+        num_private = layout.length - prefix_len if self._holds_prompts else 0
+        has_room = self.pool.reserve(num_private)
         self.pool.unlock(nodes)
         if not has_room:
             plan, sources, nodes = replan_without_load(plan, "memory"), [], []
-            has_room = self.pool.reserve(layout.length - prefix_len)
+            has_room = self.pool.reserve(num_private)
             assert has_room, f"{self.pool.capacity} tokens do not hold a prompt of {layout.length}"
+        if self.observe is not None:
+            self.observe(layout.prompt, sources)
         self.pool.use_prefix(prefix)
         self.manager.use(sources)
         for (_, variant), node in zip(sources, nodes, strict=True):
@@ -135,8 +151,11 @@ class Replay:
                 self.pool.use(node, self.manager.index.worth(variant))
         if plan.num_reused:
             self._remember_fused(layout, plan)
-        else:
+        elif self._holds_prompts:
             self._remember_exact(layout, plan)
+        else:
+            keeps = self.manager.remember_exact(layout.prompt, plan, in_tree=0, up_to=layout.length)
+            self._keep_own(layout, keeps)
         self.pool.unlock(prefix[-1:])
         self.pool.release()
         self.num_answered += 1
@@ -175,7 +194,7 @@ class Replay:
 
     def _labels(self, layout: _Layout) -> list[int]:
         """No two questions are alike."""
-        return [SYSTEM, *layout.chunks, SYSTEM - 1 - self.num_answered]
+        return [*layout.labels, SYSTEM - 1 - self.num_answered]
 
     def _remember_exact(self, layout: _Layout, plan: RecomputePlan) -> None:
         nodes = self.pool.add_path(self._labels(layout), layout.part_lens)
@@ -183,13 +202,10 @@ class Replay:
         path = PathTokens(_tokens(spans[-1][1] if spans else 0), _PARTITION)
         keeps = self.manager.remember_exact(layout.prompt, plan, in_tree=layout.length, up_to=layout.length)
         for keep in keeps:
-            self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[1 + keep.chunk])
+            self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[layout.places[keep.chunk]])
 
     def _remember_fused(self, layout: _Layout, plan: RecomputePlan) -> None:
-        for action in self.manager.remember_fused(layout.prompt, plan, up_to=layout.length):
-            if isinstance(action, Keep):
-                length = layout.prompt.length(action.chunk)
-                self._keep(layout, action, NodeHome(_tokens(length), ""), self.pool.add_own(length))
+        self._keep_own(layout, self.manager.remember_fused(layout.prompt, plan, up_to=layout.length))
         for promotion in self.manager.promote(plan):
             variant, source = promotion.variant, self._node_of(promotion.variant)
             self.pool.lock([source])
@@ -200,11 +216,24 @@ class Replay:
                 self.num_promoted += 1
             self.pool.unlock([source])
 
+    def _keep_own(self, layout: _Layout, actions: Iterable[Keep | Forgo]) -> None:
+        for action in actions:
+            if not isinstance(action, Keep):
+                continue
+            length = layout.prompt.length(action.chunk)
+            if self._holds_prompts or self.pool.reserve(length):
+                self._keep(layout, action, NodeHome(_tokens(length), ""), self.pool.add_own(length))
+
     def _keep(self, layout: _Layout, keep: Keep, home: Home, node: Node) -> None:
         prompt, i = layout.prompt, keep.chunk
-        context_lens = [prompt.length(j) for j in range(i)]
-        statistics = self.attention.statistics(prompt.keys[i], prompt.length(i), prompt.context(i), context_lens)
-        self.cci.append(statistics.cci)
+        statistics = None
+        if keep.fixed is None:  # of one that was fixed the server has none that are new
+            context_lens = [prompt.length(j) for j in range(i)]
+            num_pieces = len(piece_starts(prompt.options.spans[0][0])) if prompt.system else 0
+            statistics = self.attention.statistics(
+                *(prompt.keys[i], prompt.length(i), prompt.context(i), context_lens), num_pieces
+            )
+            self.cci.append(statistics.cci)
         variant = self.manager.complete(prompt, keep, home, statistics)
         if variant is not None:
             self.pool.settle(node, variant)
@@ -226,6 +255,8 @@ class Replay:
             "prefix_tokens": plan.prefix_len,
             "reused_tokens": plan.num_reused,
             "recomputed_tokens": plan.num_recomputed,
+            "chunk_tokens": sum(chunk.end - chunk.start for chunk in plan.chunks),
+            "chunk_prefix_tokens": sum(max(0, min(c.end, plan.prefix_len) - c.start) for c in plan.chunks),
             "stored_tokens": self.pool.num_stored,
         }
         return np.array([row[name] for name in FIELDS], dtype=np.int64)
@@ -233,24 +264,41 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One request laid out: system prompt, chunks, question."""
+    """One request laid out: system prompt, chunks and what stands between them, question."""
 
-    chunks: tuple[int, ...]
     prompt: ChunkPrompt
+    labels: tuple[int, ...]
+    """Of the parts in the pool; all but the question."""
     part_lens: tuple[int, ...]
-    """Of system prompt, each chunk, question."""
+    """Tokens of each of them, and of the question."""
+    places: tuple[int, ...]
+    """Which of them the chunks are."""
 
     @classmethod
-    def of(cls, trace: Trace, request: Request, reuse: bool, keys: Sequence[bytes]) -> _Layout:
-        part_lens = (trace.system_len, *(trace.lengths[chunk] for chunk in request.chunks), request.question_len)
-        spans = tuple(pairwise(list(accumulate(part_lens))[:-1]))
-        options = RequestOptions(spans=spans, mode="auto" if reuse else "off")
-        prompt = ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks))
-        return cls(request.chunks, prompt, part_lens)
+    def of(cls, trace: Trace, request: Request, settings: Settings, keys: Sequence[bytes]) -> _Layout:
+        blocks = request.blocks
+        head = 1 if trace.system_len else 0
+        labels = (*[SYSTEM] * head, *(number for number, _ in blocks))
+        part_lens = (*[trace.system_len] * head, *(trace.lengths[number] for number, _ in blocks), request.question_len)
+        places = tuple(head + i for i, (_, is_chunk) in enumerate(blocks) if is_chunk)
+        starts = (0, *accumulate(part_lens))
+        spans = tuple((starts[place], starts[place + 1]) for place in places)
+        options = RequestOptions(spans=spans, mode="auto" if settings.reuse else "off")
+        system = b""
+        if settings.counts_system and places:
+            system = _marks(labels[: places[0]], part_lens[: places[0]])
+        prompt = ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks), system)
+        return cls(prompt, labels, part_lens, places)
 
     @property
     def length(self) -> int:
         return sum(self.part_lens)
+
+
+@lru_cache(maxsize=1 << 12)
+def _marks(labels: tuple[int, ...], lengths: tuple[int, ...]) -> bytes:
+    """Marks of a system prompt that is made of these blocks: two are alike as far as their blocks are."""
+    return marks_of(array("q", [label for label, length in zip(labels, lengths, strict=True) for _ in range(length)]))
 
 
 def _is_in_full(chunk: ChunkPlan) -> bool:

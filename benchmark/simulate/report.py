@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import Outcome, Tally
 from matplotlib.figure import Figure
 
@@ -29,9 +30,8 @@ class Report:
     figure_size: tuple[float, float] = (11.0, 4.4)
 
 
-def label_of(outcome: Outcome) -> str:
+def label_of(settings: Settings) -> str:
     """How plots and tables name a policy."""
-    settings = outcome.settings
     if not settings.reuse:
         return "prefix cache"
     if settings.policy != "frequency-reuse" or settings.ageing == AGEING:
@@ -45,7 +45,9 @@ def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | N
     return {
         "trace": outcome.trace,
         "seed": seed,
-        "policy": label_of(outcome),
+        "policy": label_of(settings),
+        "holds": settings.holds,
+        "counts_system": settings.counts_system,
         "remember": settings.remember if settings.reuse else "paths",
         "pool_tokens": settings.pool_tokens,
         "pool_share": None if pool_share is None else f"{pool_share:g}",
@@ -70,7 +72,8 @@ def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | N
 
 
 def _rates(tally: Tally) -> dict[str, str]:
-    names = ("chunk_hit_rate", "reuse_rate", "token_hit_rate", "recomputed_share", "computed_share", "mean_fix_share")
+    names = ("chunk_hit_rate", "chunk_token_hit_rate", "reuse_rate", "token_hit_rate")
+    names = (*names, "recomputed_share", "computed_share", "mean_fix_share")
     prefix_share = tally.num_prefix / tally.num_chunks if tally.num_chunks else 0.0
     return {"prefix_share": f"{prefix_share:.5f}", **{name: f"{getattr(tally, name):.5f}" for name in names}}
 

@@ -9,6 +9,8 @@ from benchmark.simulate.store import POLICIES
 from chunk_cache.config import REMEMBER, Config
 from chunk_cache.victims import AGEING
 
+HOLDS = ("prompts", "chunks")
+
 
 class SettingsError(ValueError):
     """A user's mistake about the simulated server: which setting, what is wrong, what to do."""
@@ -32,7 +34,12 @@ class Settings:
     max_cfo: float | None = None
     reuse: bool = True
     """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
+    holds: str = "prompts"
+    """What lies in the KV memory, one of `HOLDS`: `prompts`: all that a server's KV pool holds, and the running
+    request; `chunks`: chunks alone, beside that pool, as in a tier."""
     remember: str = REMEMBER[0]
+    counts_system: bool = True
+    """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
     promote_uses: int = 8
     ageing: float = AGEING
     """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
@@ -40,7 +47,7 @@ class Settings:
     """Of the synthetic attention."""
 
     def __post_init__(self) -> None:
-        for name, known in (("policy", POLICIES), ("remember", REMEMBER)):
+        for name, known in (("policy", POLICIES), ("remember", REMEMBER), ("holds", HOLDS)):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name}: unknown {getattr(self, name)!r}; known: {', '.join(known)}")
         for name, least in (("pool_tokens", 1), ("max_variants", 1), ("max_variants_per_chunk", 1)):

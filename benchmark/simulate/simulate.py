@@ -5,6 +5,9 @@
     python benchmark/simulate/simulate.py run --jsonl requests.jsonl --pool 200000 400000 --out DIR
     python benchmark/simulate/simulate.py run --trace sessions --set num_chunks=5000 zipf=0.9 --policies lru lfu
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
+    python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
+    python benchmark/simulate/simulate.py ablate --ragpulse FOLDER         # parts of CFO, on this trace and a drawn one
+    python benchmark/simulate/simulate.py shapes --numbers 5 10 --lengths 256 512
 
 `scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
 sizes on a trace of your own; `trace` writes a drawn trace as JSONL, which shows the format. More: docs/simulator.md.
@@ -22,11 +25,14 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark.common.ragpulse import read_ragpulse
 from benchmark.simulate.jsonl import read_jsonl, write_jsonl
+from benchmark.simulate.pulse import trace_of_pulse
 from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.trace import PRESETS, Trace, TraceError, TraceSpec, generate, spec_fields
 
 from chunk_cache.victims import AGEING
+from sglang_chunk_cache.verify.jsonl import DataError
 
 if TYPE_CHECKING:
     from benchmark.simulate.report import Report
@@ -69,6 +75,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--name", default="run", help="of the result files (default: run)")
     add("--out", type=Path, default=Path("."), help="folder of the result files (default: here)")
 
+    pulse = commands.add_parser("ragpulse", help="stores, policies and systems on RAGPulse")
+    pulse.add_argument("folder", type=Path, metavar="FOLDER", help="of RAGPulse: trace.jsonl and its files of lengths")
+    pulse.add_argument("--requests", type=int, help="so many, the first ones (default: all)")
+    pulse.add_argument(
+        "--sizes", nargs="+", type=int, metavar="TOKENS", help="of the stores (default: 20000 to 400000)"
+    )
+    pulse.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
+    ablation = commands.add_parser("ablate", help="what each part of CFO saves, on a drawn trace and on yours")
+    _add_trace_arguments(ablation)
+    ablation.add_argument("--pool", type=int, default=200_000, metavar="TOKENS", help="KV memory (default: 200000)")
+    ablation.add_argument("--alphas", nargs="+", type=float, metavar="A", help="default: 0.5 1 2 3")
+    ablation.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
+    shape = commands.add_parser("shapes", help="what is computed by number and length of chunks")
+    shape.add_argument("--numbers", nargs="+", type=int, metavar="N", help="chunks of a request (default: 2 5 10 20)")
+    shape.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 128 256 512 1024")
+    shape.add_argument("--requests", type=int, default=1_000, help="of each trace (default: 1000)")
+    shape.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
     trace = commands.add_parser("trace", help="write a drawn trace as JSONL")
     _add_trace_arguments(trace)
     trace.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -78,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", default="zipf", metavar="NAME", help=f"drawn: {', '.join(PRESETS)} (default: zipf)")
+    source.add_argument("--ragpulse", type=Path, metavar="FOLDER", help="RAGPulse (benchmark/common/ragpulse.py)")
     source.add_argument("--jsonl", type=Path, metavar="FILE", help="yours (format: benchmark/simulate/jsonl.py)")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"of a drawn trace: {', '.join(spec_fields())}"
@@ -95,9 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"written: {args.out}")
         elif args.command == "run":
             _run(args)
+        elif args.command == "ragpulse":
+            _run_ragpulse(args)
+        elif args.command in ("ablate", "shapes"):
+            _run_sweep(args)
         else:
             _run_scenarios(args)
-    except (TraceError, SettingsError) as error:
+    except (TraceError, SettingsError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -109,9 +140,14 @@ class _TraceMaker:
     def __init__(self, args: argparse.Namespace) -> None:
         self._file: Trace | None = None
         self._spec = TraceSpec()
+        if (args.jsonl or args.ragpulse) and args.set:
+            raise TraceError("--set: changes a drawn trace, not a file; leave it out")
+        if args.ragpulse is not None:
+            if args.system_len is not None:
+                raise TraceError("--system-len: RAGPulse has its own system prompts; leave it out")
+            self._file = trace_of_pulse(read_ragpulse(args.ragpulse))
+            return
         if args.jsonl is not None:
-            if args.set:
-                raise TraceError("--set: changes a drawn trace, not a file; leave it out")
             system_len = 64 if args.system_len is None else args.system_len
             if system_len < 0 or not args.chars_per_token > 0:
                 raise TraceError("--system-len, --chars-per-token: must not be negative; give at least 0, above 0")
@@ -182,6 +218,38 @@ def _run(args: argparse.Namespace) -> None:
     )
     print("\n".join(report.text))
     _write(report, args.out, origin)
+
+
+def _run_ragpulse(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.pulse_report import SIZES, pulse_report
+
+    if args.requests is not None and args.requests < 1:
+        raise TraceError(f"--requests: {args.requests} is not at least 1; give such a number, or leave it out")
+    origin = _origin()
+    report = pulse_report(read_ragpulse(args.folder, args.requests), args.sizes or SIZES)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
+
+
+def _run_sweep(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.ablation import ALPHAS, LENGTHS, NUMBERS, ablate, shapes
+
+    origin = _origin()
+    if args.command == "shapes":
+        spec = replace(PRESETS["zipf"], num_requests=args.requests, num_chunks=1_000)
+        report = shapes(spec, args.numbers or NUMBERS, args.lengths or LENGTHS)
+    else:
+        for alpha in args.alphas or ():
+            if not 0 <= alpha < float("inf"):
+                raise SettingsError(f"--alphas: {alpha:g} is not a number of at least 0; give one")
+        traces = [_TraceMaker(args)(0)]
+        if args.ragpulse or args.jsonl:
+            traces.append(generate(replace(PRESETS["zipf"], num_requests=3_000)))
+        report = ablate({trace.name: trace for trace in traces}, args.pool, args.alphas or ALPHAS)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
 
 
 def _run_scenarios(args: argparse.Namespace) -> None:

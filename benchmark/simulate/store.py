@@ -276,7 +276,8 @@ class Pool:
         node.ticket = self._serial
         heapq.heappush(self._heap, (self.score(node), node.ticket, node))
         if len(self._heap) > 4 * self._num_leaves + 1024:
-            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
+            # What has got children is queued again when it has lost them.
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket and not entry[2].children]
             heapq.heapify(self._heap)
 
     def _evict_one(self) -> bool:

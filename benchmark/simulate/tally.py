@@ -32,6 +32,9 @@ class Tally:
     reused_tokens: int
     recomputed_tokens: int
     """Reused tokens that are computed again."""
+    chunk_tokens: int
+    chunk_prefix_tokens: int
+    """Tokens of chunks that lie in the exact prefix."""
     stored_tokens: int
     """In nodes, after each request, summed up over them; see `mean_stored`."""
 
@@ -49,6 +52,11 @@ class Tally:
     def token_hit_rate(self) -> float:
         """Prompt tokens found in the exact prefix or brought in."""
         return _share(self.prefix_tokens + self.reused_tokens, self.prompt_tokens)
+
+    @property
+    def chunk_token_hit_rate(self) -> float:
+        """Tokens of chunks found in the exact prefix or brought in, of all tokens of chunks."""
+        return _share(self.chunk_prefix_tokens + self.reused_tokens, self.chunk_tokens)
 
     @property
     def computed_tokens(self) -> int:

@@ -14,7 +14,7 @@ The same spec gives the same trace; every draw comes from one generator seeded w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TypeAlias
@@ -35,12 +35,35 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: the system prompt, these chunks in this order, a question."""
+    """One prompt: the system prompt that all share, these chunks in this order, a question that comes once."""
 
     chunks: tuple[int, ...]
-    """Numbers of chunks, each at most once."""
+    """Numbers of chunks; what a trace draws brings each at most once."""
     question_len: int
     session: int = 0
+    plain: tuple[tuple[int, int], ...] = ()
+    """Text that is not marked, in the order of the prompt: (chunks in front of it, number of the text)."""
+
+    @property
+    def blocks(self) -> tuple[tuple[int, bool], ...]:
+        """All between the shared system prompt and the question, in order: (number, whether it is a marked chunk)."""
+        found: list[tuple[int, bool]] = []
+        for i in range(len(self.chunks) + 1):
+            found += [(number, False) for place, number in self.plain if place == i]
+            found += [(chunk, True) for chunk in self.chunks[i : i + 1]]
+        return tuple(found)
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[tuple[int, bool]], question_len: int, session: int = 0) -> Request:
+        """The request that has these `blocks`."""
+        chunks: list[int] = []
+        plain: list[tuple[int, int]] = []
+        for number, is_chunk in blocks:
+            if is_chunk:
+                chunks.append(number)
+            else:
+                plain.append((len(chunks), number))
+        return cls(tuple(chunks), question_len, session, tuple(plain))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +73,9 @@ class Trace:
     name: str
     requests: tuple[Request, ...]
     lengths: tuple[int, ...]
-    """Tokens of each chunk, by its number."""
+    """Tokens of each chunk, and of each text that is not marked, by its number."""
     system_len: int
+    """Tokens of the system prompt that all share."""
     preloaded: tuple[int, ...] = ()
     """Chunks that are computed one by one behind the system prompt before the first request."""
 
@@ -74,7 +98,7 @@ class Trace:
         return sum(self.lengths[chunk] for chunk in self.distinct)
 
     def prompt_len(self, request: Request) -> int:
-        return self.system_len + sum(self.lengths[chunk] for chunk in request.chunks) + request.question_len
+        return self.system_len + sum(self.lengths[number] for number, _ in request.blocks) + request.question_len
 
     @property
     def max_prompt_len(self) -> int:

@@ -17,7 +17,7 @@ contexts), amortised over what it forgets; O(log variants) more where victims ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
@@ -46,9 +46,9 @@ class Lookup:
     reason: str | None
     """Why there is no variant; None when there is one."""
     unit_cfo: float | None = None
-    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where the context was not given."""
+    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where it was not asked for."""
     other_system: float | None = None
-    """The share of it that another system prompt costs; None where that is the same, or the context was not given."""
+    """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
 
     def __post_init__(self) -> None:
         assert (self.variant is None) == (self.covered_len == 0), f"{self.covered_len} tokens of {self.variant}"
@@ -267,16 +267,7 @@ class ChunkIndex:
         """The most leading tokens of a chunk that a fitting variant has; counts no lookup and forgets nothing."""
         return max((resolve(peer) for peer in self._by_key.get(key, ()) if need.fits(peer)), default=0)
 
-    def lookup(
-        self,
-        key: bytes,
-        resolve: Resolve,
-        *,
-        context: Sequence[bytes] | None = None,
-        system: bytes = b"",
-        only_behind: bytes | None = None,
-        max_generation: int | None = None,
-    ) -> Lookup:
+    def lookup(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
         """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
 
         Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others. Beside a
@@ -285,27 +276,24 @@ class ChunkIndex:
         Variants that `resolve` finds gone are forgotten. The use is not counted: call `touch` when it is used.
 
         Args:
-            context: keys of the chunks in front of the chunk in the new prompt, in order; None = CFO is not looked at.
-            system: marks of the system prompt in front of these.
-            only_behind: marks of the system prompt; variants behind another are passed over, with reason
-                ``other_system``. None = none are.
-            max_generation: variants above it are passed over, with reason ``generation_limit``.
+            need: variants with an obstacle are passed over; whether the best costs too much is the plan's to say.
+                None = none are, and CFO is not looked at.
         """
         self.counters.num_lookups += 1
         peers = self._by_key.get(key)
         if peers is None:
             return _EVICTED if key in self._gone_keys else _NOT_STORED
-        allowed = [p for p in peers if max_generation is None or p.generation <= max_generation]
-        passed_over = _GENERATION_LIMIT if len(allowed) < len(peers) else _EVICTED
-        if only_behind is not None and any(p.system != only_behind for p in allowed):
-            allowed = [p for p in allowed if p.system == only_behind]
-            passed_over = _OTHER_SYSTEM
+        allowed, passed_over = peers, _EVICTED
+        if need is not None:
+            obstacles = [need.obstacle(peer) for peer in peers]
+            allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
+            passed_over = next((one for one in (_OTHER_SYSTEM, _GENERATION_LIMIT) if one.reason in obstacles), _EVICTED)
         prepared = next((p for p in allowed if p.is_prepared), None)
         if prepared is not None:
             allowed = self._beside_prepared(prepared, allowed, resolve)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in _ranked(allowed, None if context is None else first_places(context), system):
+        for cfo, variant in _ranked(allowed, need):
             if best is not None and best_share <= (cfo or 0.0):
                 break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
@@ -322,7 +310,7 @@ class ChunkIndex:
             self.counters.num_full += 1
         else:
             self.counters.num_partial += 1
-        charge = None if best_cfo is None or best.system == system else system_charge(best, system)
+        charge = None if need is None or best.system == need.system else system_charge(best, need.system)
         return Lookup(best, best_len, None, best_cfo, charge)
 
     def was_evicted(self, key: bytes) -> bool:
@@ -613,13 +601,12 @@ def _is_superseded(peer: Variant, generation: int, behind: Behind, is_prepared: 
     return peer.generation > 0 and _behind(peer) == behind and (is_same or not generation)
 
 
-def _ranked(
-    variants: Sequence[Variant], place: Mapping[Hashable, int] | None, system: bytes
-) -> list[tuple[float | None, Variant]]:
-    """Best first, each with its CFO at alpha 1 behind a new context."""
-    if place is None:
+def _ranked(variants: Sequence[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
+    """Best first, each with its CFO at alpha 1 where it is needed."""
+    if need is None:
         return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
-    ranked = [(unit_cfo_of(variant, place, system), variant) for variant in variants]
+    place = first_places(need.context)
+    ranked = [(unit_cfo_of(variant, place, need.system), variant) for variant in variants]
     ranked.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
     return [(cfo, variant) for cfo, variant in ranked]
 

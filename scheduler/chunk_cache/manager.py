@@ -162,14 +162,7 @@ class ChunkManager:
             prompt._lookups.clear()
         found = _PREPARING if chunk == prompt.to_prepare else prompt._lookups.get(chunk)
         if found is None:
-            found = self.index.lookup(
-                prompt.keys[chunk],
-                self.store.resolve,
-                context=prompt.context(chunk),
-                system=prompt.system,
-                only_behind=prompt.system if self._is_system_fixed else None,
-                max_generation=self.max_generation(prompt),
-            )
+            found = self.index.lookup(prompt.keys[chunk], self.store.resolve, self.need(prompt, chunk))
             prompt._lookups[chunk] = found
         prompt._version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
         return found

@@ -1,8 +1,8 @@
 """Need: where a prompt needs a chunk, and which of its variants may be used there.
 
-    Need.fits, Need.unit_cfo   of a variant, in the pool or below it
-    unit_cfo_of                what a variant costs behind another context and system prompt
-    system_charge              what of that the system prompt costs
+    Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
+    unit_cfo_of                     what a variant costs behind another context and system prompt
+    system_charge                   what of that the system prompt costs
 
 To what the context costs (`chunk_cache.reusability`), the share of its attention that lay on what is another system
 prompt now is added. Of a variant without statistics nothing is known but what stood in front of it: CCI is 1, its
@@ -52,13 +52,16 @@ class Need:
     max_unit_cfo: float = math.inf
     """Of variants that are used; the chunk is computed instead of one above it."""
 
+    def obstacle(self, variant: Described) -> str | None:
+        """Why a variant is not used, whatever it costs: a reason of `chunk_cache.types`; None = it may be."""
+        if variant.generation > self.max_generation:
+            return "generation_limit"
+        return "other_system" if self.is_system_fixed and variant.system != self.system else None
+
     def fits(self, variant: Described) -> bool:
-        """Whether it may be used."""
-        return (
-            variant.generation <= self.max_generation
-            and (not self.is_system_fixed or variant.system == self.system)
-            and (self.max_unit_cfo == math.inf or self.unit_cfo(variant) <= self.max_unit_cfo)
-        )
+        """Whether it may be used, and does not cost too much."""
+        is_bounded = self.max_unit_cfo < math.inf
+        return self.obstacle(variant) is None and not (is_bounded and self.unit_cfo(variant) > self.max_unit_cfo)
 
     def unit_cfo(self, variant: Described) -> float:
         """CFO at alpha 1, in [0, 2]."""

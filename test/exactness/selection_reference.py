@@ -195,6 +195,8 @@ class Store:
         in_tree = (len(ids) + 1) // self.page_size * self.page_size  # the answers of the cases have two tokens
         if not run.hits and end > in_tree and tuple(ids[start:end]) in self._chunks:
             return  # the end of its path is not stored, and the chunk is
+        if run.hits and self.page_size == 1 and tuple(ids[start:end]) in self._chunks:
+            return  # another request of its batch has stored it meanwhile
         mean = np.mean([run.mean_weights[layer] for layer in self._statistics_layers], axis=0)
         rows = mean[start:end]
         earlier = [other for other in spans if other[1] <= start]

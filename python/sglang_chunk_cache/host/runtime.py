@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chunk_cache.config import Config, describe
+from chunk_cache.discover import Discoverer
 from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
@@ -25,6 +26,7 @@ from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import ModelLayers, describe_model
+from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.rows import is_latent
@@ -51,7 +53,7 @@ class ChunkRuntime:
         method, ratio: the server's.
         layers: of the model.
         manager: decides.
-        store, assembler, pool, keeper: find, move, bring in and keep KV.
+        store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
         kernel: backend of the operations.
@@ -68,8 +70,10 @@ class ChunkRuntime:
     assembler: KVAssembler
     pool: ChunkPool
     keeper: ChunkKeeper
+    packer: KVPacker
     refresh: RefreshQueue
     gate: Gate | None
+    discoverer: Discoverer | None
     tiers: ChunkTiers | None
     landings: Landings | None
     admin: ChunkAdmin
@@ -162,6 +166,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         note_stored=None if tiers is None else tiers.note_stored,
         reduce_max=reduce_max,
     )
+    discoverer = Discoverer() if args.discover else None
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
     logger.info(
         "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
@@ -181,11 +186,13 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         assembler=assembler,
         pool=pool,
         keeper=keeper,
+        packer=KVPacker(cache, pool, keeper, assembler),
         refresh=refresh,
         gate=gate,
+        discoverer=discoverer,
         tiers=tiers,
         landings=landings,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer),
         metrics=metrics,
         kernel=kernel,
         min_run_len=_min_run_len(config.attention, model_runner.device),

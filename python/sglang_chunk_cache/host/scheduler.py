@@ -24,11 +24,11 @@ from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
 from sglang_chunk_cache.kv.draft import follow_draft
-from sglang_chunk_cache.request_state import state_of
+from sglang_chunk_cache.request_state import discover, state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class ChunkScheduler(Scheduler):
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
         chunks = self._chunks
+        if chunks.discoverer is not None:
+            discover(req, chunks.discoverer)
         if chunks.gate is not None and (state := state_of(req)) is not None:
             chunks.gate.steer(state)
         super()._add_request_to_queue(req, *args, **kwargs)
@@ -103,6 +105,11 @@ class ChunkScheduler(Scheduler):
             else:
                 tiers.wait(IDLE_WAIT_S)
         return new_batch, running_batch
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        # Between two decoding steps: the prompt's result was processed, and no row of slots is being prepared.
+        self._chunks.packer.pack_due(batch)
+        return super().update_running_batch(batch)
 
     def _is_held(self, req: Req) -> bool:
         """Whether a request waits for loads, or for scores that decide what is recomputed of chunks that are there."""

@@ -35,6 +35,7 @@ def test_every_field_can_be_given() -> None:
         "refresh_uses": 2,
         "verify_share": 0.1,
         "verify_file": "quality.json",
+        "keep_tokens": 1024,
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,
@@ -88,6 +89,9 @@ def test_every_field_can_be_given() -> None:
         ({"options": {"layers": [2, 1]}}, "--chunk-cache-config: options.layers: [2, 1] does not ascend; "),
         ({"options": {"group_size": 4}}, "options.group_threshold: no window of 4 tokens has more than 5 of them; "),
         ({"options": {"first_ratio": 0.5}}, "options.first_ratio: 0.5 is smaller than last_ratio 0.94"),
+        ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
+        ({"system_prompts": None}, "system_prompts: unknown system_prompts None; known values: any, same"),
+        ({"contexts_share": 1.5}, "contexts_share: 1.5 is not a number in [0, 1]; give such a number"),
         *[
             (
                 {"statistics_layers": value},

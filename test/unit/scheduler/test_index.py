@@ -7,6 +7,7 @@ import pytest
 
 from chunk_cache.index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
 from chunk_cache.keys import Partition
+from chunk_cache.need import Need
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 
 LENGTH = 4
@@ -139,8 +140,8 @@ def test_lower_generation_wins_then_the_most_recently_used(index: ChunkIndex) ->
 
 def test_generation_limit(index: ChunkIndex) -> None:
     add(index, A, generation=3)
-    assert index.lookup(A, ALL, max_generation=2).reason == "generation_limit"
-    assert index.lookup(A, ALL, max_generation=3).variant is not None
+    assert index.lookup(A, ALL, Need(2)).reason == "generation_limit"
+    assert index.lookup(A, ALL, Need(3)).variant is not None
     assert len(index) == 1
 
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.keys import Partition
+from chunk_cache.need import Need
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.system_prompt import marks_of, num_pieces
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
@@ -297,7 +298,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(
         chunk=CHUNKS,
-        max_generation=st.none() | st.integers(0, 3),
+        max_generation=st.integers(0, 4),
         use=st.none() | st.sampled_from((0.25, 1.0, 4.0)),
         context=st.none() | st.lists(CHUNKS, max_size=4),
         system=SYSTEM,
@@ -306,7 +307,7 @@ class IndexMachine(RuleBasedStateMachine):
     def look_up(
         self,
         chunk: int,
-        max_generation: int | None,
+        max_generation: int,
         use: float | None,
         context: list[int] | None,
         system: bytes,
@@ -317,9 +318,9 @@ class IndexMachine(RuleBasedStateMachine):
         # Rounded, because the order of a sum may decide the last bit and with it a tie.
         cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(system, new), 9) for r in peers}
         peers.sort(key=lambda r: (cfo[r.variant_id], r.generation, -r.last_use))
-        allowed = [r for r in peers if max_generation is None or r.generation <= max_generation]
+        allowed = [r for r in peers if new is None or r.generation <= max_generation]
         reason = "generation_limit" if len(allowed) < len(peers) else "evicted"
-        if is_system_fixed and any(r.behind[0] != system for r in allowed):
+        if new is not None and is_system_fixed and any(r.behind[0] != system for r in allowed):
             allowed, reason = [r for r in allowed if r.behind[0] == system], "other_system"
         is_known = bool(peers)
         was_gone = chunk in self.model.gone
@@ -330,14 +331,8 @@ class IndexMachine(RuleBasedStateMachine):
         elif prepared:
             allowed = [r for r in allowed if r.is_prepared or (r.generation == 0 and not self.prefers_prepared)]
         covered = [self.resolve(r) for r in allowed]
-        found = self.index.lookup(
-            KEYS[chunk],
-            self.resolve,
-            context=new,
-            system=system,
-            only_behind=system if is_system_fixed else None,
-            max_generation=max_generation,
-        )
+        need = None if new is None else Need(max_generation, tuple(new), system, is_system_fixed)
+        found = self.index.lookup(KEYS[chunk], self.resolve, need)
 
         shares = [1.0 - (1.0 - cfo[r.variant_id]) * c / LENS[chunk] for r, c in zip(allowed, covered, strict=True)]
         stored = [i for i in range(len(allowed)) if covered[i]]

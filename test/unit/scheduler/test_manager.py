@@ -18,6 +18,7 @@ from chunk_cache.config import REMEMBER, Config
 from chunk_cache.index import TOKENS_PER_LOOK, Lookup
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep, Promote
+from chunk_cache.need import Need
 from chunk_cache.plan import RecomputePlan, make_plan
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
 from chunk_cache.system_prompt import share_elsewhere
@@ -341,14 +342,9 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
         reasons = {server.rng.choice(KEYS): "tier_slow"}
         lookups = []
         for i, key in enumerate(prompt.keys):
-            best = manager.index.lookup(
-                key,
-                server.store.resolve,
-                context=prompt.context(i),
-                system=prompt.system,
-                only_behind=prompt.system if config.system_prompts == "same" else None,
-                max_generation=config.max_generation,
-            )
+            is_apart = config.system_prompts == "same"
+            need = Need(config.max_generation, prompt.context(i), prompt.system, is_apart)
+            best = manager.index.lookup(key, server.store.resolve, need)
             lookups.append(Lookup(None, 0, reasons[key]) if best.variant is None and key in reasons else best)
         expected = make_plan(
             opts=prompt.options,

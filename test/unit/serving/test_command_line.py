@@ -29,6 +29,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> argparse.Namespa
         (("--speed", "2"), "--speed: there are no recorded arrivals"),
         (("--timestamps", "a.csv:Time:s", "--speed", "0"), "--speed: 0; give a number above 0"),
         (("--timestamps", "a.csv"), "--timestamps: give FILE:COLUMN:UNIT"),
+        (("--plan", "ragpulse"), "--ragpulse: part pulse needs the folder of RAGPulse"),
+        (("--ragpulse", "folder"), "--ragpulse: part pulse needs the folder of RAGPulse, and no other part reads it"),
         (("--pool", "0"), "--pool: 0; give the tokens"),
         (("--seed", "-1"), "--seed: -1; give a whole number"),
         (("--name", "a/b"), "--name: 'a/b' is no name of a file"),

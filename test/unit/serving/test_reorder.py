@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from benchmark.serving.reorder import Reorderer
+from benchmark.serving.reorder import Rebuilder, Reorderer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,3 +66,40 @@ def test_no_order_shares_a_longer_prefix(earlier: list[list[str]], keys: list[st
         return best
 
     assert shared(got) == max(shared(order) for order in permutations(sorted(set(keys))))
+
+
+def test_behind_another_head_nothing_is_shared() -> None:
+    reorderer: Reorderer[str] = Reorderer()
+    reorderer.order("AB", one, head="S")
+    assert reorderer.order("BA", one, head="T") == ("B", "A")
+    assert reorderer.order("BA", one, head="S") == ("A", "B")
+
+
+def test_runs_of_tokens_rebuild_an_earlier_beginning() -> None:
+    system, first, second, new = range(100, 110), range(10, 16), range(20, 26), range(30, 38)
+    rebuilder = Rebuilder(min_run=4)
+    sent = [*system, *first, *second, 1]
+    assert rebuilder.order(sent) == tuple(range(len(sent)))
+    asked = [*system, *new, *second, *first, 2]
+    order = [asked[place] for place in rebuilder.order(asked)]
+    assert order == [*system, *first, *second, *new, 2]
+
+
+def test_a_run_that_is_too_short_stays_where_it_is() -> None:
+    rebuilder = Rebuilder(min_run=4)
+    rebuilder.order([1, 2, 3, 4, 5, 6, 7, 8])
+    assert rebuilder.order([5, 6, 7, 1, 2, 3, 4]) == (3, 4, 5, 6, 0, 1, 2)
+
+
+def test_what_no_longer_lies_in_the_cache_is_not_rebuilt() -> None:
+    rebuilder = Rebuilder(pool_len=10, min_run=1)
+    rebuilder.order([1, 2, 3])
+    rebuilder.order([11, 12, 13], rest_len=8)
+    assert rebuilder.order([2, 1]) == (0, 1)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=6), st.integers(1, 3))
+def test_every_token_is_sent_once(prompts: list[list[int]], min_run: int) -> None:
+    rebuilder = Rebuilder(min_run=min_run)
+    for tokens in prompts:
+        assert sorted(rebuilder.order(tokens)) == list(range(len(tokens)))

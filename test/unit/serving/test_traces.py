@@ -7,12 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmark.common.ragpulse import read_ragpulse
 from benchmark.demo.corpus import cut_passages, read_corpus
 from benchmark.quality.prompts import SEPARATOR
 from benchmark.quality.question import DataError
 from benchmark.quality.synthetic.vocabulary import ID_OF
 from benchmark.serving import traces
 from benchmark.serving.plan import STANDARD, VOCAB
+from benchmark.serving.prompt import Prompt
+from benchmark.serving.systems import Writer, parse_systems
+
+from pulse_files import write_pulse
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = replace(STANDARD.spec, num_requests=300)
@@ -120,3 +125,29 @@ def test_broken_logs_name_line_and_remedy(tmp_path: Path, text: str, message: st
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         traces.from_log(path)
+
+
+def test_ragpulse_gives_equal_texts_to_equal_ids(tmp_path: Path) -> None:
+    pulse = read_ragpulse(write_pulse(tmp_path))
+    prompts = traces.from_ragpulse(pulse, VOCAB)
+    assert prompts == traces.from_ragpulse(pulse, VOCAB)
+    assert [len(prompt.tokens) for prompt in prompts] == [pulse.prompt_len(one) for one in pulse.requests]
+    assert prompts[0].chunks == prompts[1].chunks[::-1]
+    assert prompts[0].head[:20] == prompts[1].head[:20]
+    assert prompts[0].head[20:] != prompts[1].head[20:]
+    assert prompts[0].tail == prompts[2].tail  # the same user input, and the template's tokens
+    assert [prompt.arrival_s for prompt in prompts] == [0.0, 2.5, 4.0]
+    behind = traces.from_ragpulse(pulse, VOCAB, 1)
+    assert behind[0].head == prompts[0].head[:20]
+    assert behind[0].tail == (*prompts[0].head[20:], *prompts[0].tail)
+
+
+def test_tokens_are_rebuilt_for_a_system_that_does_so(tmp_path: Path) -> None:
+    prompts = traces.from_ragpulse(read_ragpulse(write_pulse(tmp_path)), VOCAB, 1)
+    writer = Writer(parse_systems(["rebuild"])[0])
+    first, second = (writer.body(prompt)["input_ids"] for prompt in prompts[:2])
+    assert first == list(prompts[0].tokens)
+    assert second[:90] == first[:90]  # system prompt and both passages, in the order of the first
+    assert sorted(second) == sorted(prompts[1].tokens)
+    with pytest.raises(DataError, match="a prompt of text where token ids are wanted"):
+        writer.body(Prompt("system", (), "question", 1))

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from sglang.srt.lora.lora_registry import LoRARef
 
 from chunk_cache.index import ChunkIndex
+from chunk_cache.need import Need
 from chunk_cache.reusability import share_to_fix, use_weight
 from chunk_cache.variant import NodeHome
 from sgl_kernel_ext.rotary import RotarySpec
@@ -273,7 +274,7 @@ class TestRecord:
                 statistics=info.statistics,
             )
         for context in ([], [KEY], [OTHER_KEY], [OTHER_KEY, KEY], [KEY, OTHER_KEY], [bytes(16)]):
-            found = index.lookup(info.key, lambda variant: variant.length, context=context)
+            found = index.lookup(info.key, lambda variant: variant.length, Need(8, tuple(context)))
             assert found.variant is not None
             assert found.unit_cfo is not None
             assert 0.0 <= share_to_fix(found.unit_cfo) <= 1.0

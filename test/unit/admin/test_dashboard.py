@@ -1,0 +1,73 @@
+"""The Grafana dashboard shows metrics that exist, and all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from sglang_chunk_cache.gate.metrics import GateMetrics
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.selector.metrics import SelectorMetrics
+from sglang_chunk_cache.tiers.metrics import TierMetrics
+
+DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "chunk_cache.json"
+
+
+@pytest.fixture(scope="module")
+def panels() -> list[dict[str, Any]]:
+    return json.loads(DASHBOARD.read_text())["panels"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def labels_of() -> dict[str, set[str]]:
+    """Labels by the name that Prometheus scrapes, of all metrics that the chunk cache registers."""
+    before = set(REGISTRY._collector_to_names)
+    ChunkMetrics(enabled=True)
+    TierMetrics(enabled=True)
+    SelectorMetrics(enabled=True)
+    GateMetrics(enabled=True, model="m")
+    ours = {one: names for one, names in REGISTRY._collector_to_names.items() if one not in before}
+    found = {}
+    for collector, names in ours.items():
+        metric_type = collector._type  # type: ignore[attr-defined]
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket",), "gauge": ("",)}[metric_type]
+        for suffix in suffixes:
+            name = collector._name + suffix  # type: ignore[attr-defined]
+            assert name in names or suffix == "", f"{name} is none of {names}"
+            found[name] = set(collector._labelnames) | {"instance", "le"}  # type: ignore[attr-defined]
+    for collector in ours:
+        REGISTRY.unregister(collector)
+    return found
+
+
+def test_every_metric_is_on_it_and_no_other(panels: list[dict[str, Any]], labels_of: dict[str, set[str]]) -> None:
+    text = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    assert set(re.findall(r"sglang:chunk_cache_\w+", text)) == set(labels_of)
+
+
+def test_queries_use_labels_that_are_there(panels: list[dict[str, Any]], labels_of: dict[str, set[str]]) -> None:
+    for panel in panels:
+        for target in panel["targets"]:
+            names = re.findall(r"sglang:chunk_cache_\w+", target["expr"])
+            if not names:
+                continue
+            known = set.intersection(*(labels_of[name] for name in names))
+            by = {
+                label.strip() for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(",")
+            }
+            selected = set(re.findall(r"(\w+)=~?\"", target["expr"]))
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert by | selected <= known, panel["title"]
+            assert shown <= by | {"partition"}, panel["title"]
+
+
+def test_panels_neither_overlap_nor_share_an_id(panels: list[dict[str, Any]]) -> None:
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
