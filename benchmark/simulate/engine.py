@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 from benchmark.simulate.attention import SyntheticAttention, cci_quantiles
@@ -42,10 +43,15 @@ METHOD = "cache-craft"
 _PARTITION = Partition()
 
 
-def simulate(trace: Trace, settings: Settings, *, check_every: int = 0) -> Outcome:
+Observe: TypeAlias = Callable[[ChunkPrompt, Sequence[tuple[ChunkPlan, Variant]]], None]
+"""Told of every prompt and of the variants that are brought in for it."""
+
+
+def simulate(trace: Trace, settings: Settings, *, check_every: int = 0, observe: Observe | None = None) -> Outcome:
     """Replay a trace.
 
     Args:
+        observe: told of what each request brings in.
         check_every: recompute index and pool from scratch after so many requests (slow; for tests). 0 = never.
 
     Raises:
@@ -60,6 +66,7 @@ def simulate(trace: Trace, settings: Settings, *, check_every: int = 0) -> Outco
         replay.answer(Request((chunk,), 1))
     rows = np.zeros((len(trace.requests), len(FIELDS)), dtype=np.int64)
     replay.reset_counts()
+    replay.observe = observe
     for i, request in enumerate(trace.requests):
         rows[i] = replay.answer(request)
         if check_every and i % check_every == 0:
@@ -79,6 +86,7 @@ class Replay:
     peak_stored: int = 0
     num_answered: int = 0
     num_promoted: int = 0
+    observe: Observe | None = None
     manager: ChunkManager = field(init=False)
     pool: Pool = field(init=False)
     attention: SyntheticAttention = field(init=False)
@@ -134,6 +142,8 @@ class Replay:
             plan, sources, nodes = replan_without_load(plan, "memory"), [], []
             has_room = self.pool.reserve(num_private)
             assert has_room, f"{self.pool.capacity} tokens do not hold a prompt of {layout.length}"
+        if self.observe is not None:
+            self.observe(layout.prompt, sources)
         self.pool.use_prefix(prefix)
         self.manager.use(sources)
         for (_, variant), node in zip(sources, nodes, strict=True):

@@ -6,6 +6,8 @@
     python benchmark/simulate/simulate.py run --trace sessions --set num_chunks=5000 zipf=0.9 --policies lru lfu
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
+    python benchmark/simulate/simulate.py ablate --ragpulse FOLDER         # parts of CFO, on this trace and a drawn one
+    python benchmark/simulate/simulate.py shapes --numbers 5 10 --lengths 256 512
 
 `scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
 sizes on a trace of your own; `trace` writes a drawn trace as JSONL, which shows the format. More: docs/simulator.md.
@@ -81,6 +83,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     pulse.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
+    ablation = commands.add_parser("ablate", help="what each part of CFO saves, on a drawn trace and on yours")
+    _add_trace_arguments(ablation)
+    ablation.add_argument("--pool", type=int, default=200_000, metavar="TOKENS", help="KV memory (default: 200000)")
+    ablation.add_argument("--alphas", nargs="+", type=float, metavar="A", help="default: 0.5 1 2 3")
+    ablation.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
+    shape = commands.add_parser("shapes", help="what is computed by number and length of chunks")
+    shape.add_argument("--numbers", nargs="+", type=int, metavar="N", help="chunks of a request (default: 2 5 10 20)")
+    shape.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 128 256 512 1024")
+    shape.add_argument("--requests", type=int, default=1_000, help="of each trace (default: 1000)")
+    shape.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
     trace = commands.add_parser("trace", help="write a drawn trace as JSONL")
     _add_trace_arguments(trace)
     trace.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -110,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(args)
         elif args.command == "ragpulse":
             _run_ragpulse(args)
+        elif args.command in ("ablate", "shapes"):
+            _run_sweep(args)
         else:
             _run_scenarios(args)
     except (TraceError, SettingsError, DataError) as error:
@@ -212,6 +228,26 @@ def _run_ragpulse(args: argparse.Namespace) -> None:
         raise TraceError(f"--requests: {args.requests} is not at least 1; give such a number, or leave it out")
     origin = _origin()
     report = pulse_report(read_ragpulse(args.folder, args.requests), args.sizes or SIZES)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
+
+
+def _run_sweep(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.ablation import ALPHAS, LENGTHS, NUMBERS, ablate, shapes
+
+    origin = _origin()
+    if args.command == "shapes":
+        spec = replace(PRESETS["zipf"], num_requests=args.requests, num_chunks=1_000)
+        report = shapes(spec, args.numbers or NUMBERS, args.lengths or LENGTHS)
+    else:
+        for alpha in args.alphas or ():
+            if not 0 <= alpha < float("inf"):
+                raise SettingsError(f"--alphas: {alpha:g} is not a number of at least 0; give one")
+        traces = [_TraceMaker(args)(0)]
+        if args.ragpulse or args.jsonl:
+            traces.append(generate(replace(PRESETS["zipf"], num_requests=3_000)))
+        report = ablate({trace.name: trace for trace in traces}, args.pool, args.alphas or ALPHAS)
     print("\n".join([f"# {report.title}", "", *report.text]))
     _write(report, args.out or RESULTS_DIR / "simulate", origin)
 

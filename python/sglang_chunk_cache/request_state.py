@@ -1,7 +1,8 @@
 """DocChunkRequest: what the chunk cache knows of one request, from its first match to its release.
 
-Verbs: `state_of` (read or create it for a `Req`), `DocChunkRequest.admit` (a load was made: its rows are due),
-`load_due` (the next forward must add them), `complete_rows` (they were added), `restart` (retracted).
+Verbs: `state_of` (read or create it for a `Req`), `discover` (marks one that nobody marked), `DocChunkRequest.admit` (a
+load was made: its rows are due), `load_due` (the next forward must add them), `complete_rows` (they were added),
+`restart` (retracted).
 
 Picture of a prompt (positions grow to the right)::
 
@@ -29,6 +30,7 @@ from chunk_cache.system_prompt import marks_of
 if TYPE_CHECKING:
     import torch
 
+    from chunk_cache.discover import Discoverer
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.selection import Candidate
     from chunk_cache.kept_tokens import KeptTokens
@@ -61,6 +63,7 @@ class DocChunkRequest:
         layer_copies: what the load brings in layer by layer, during the forward.
         tiers: what became of the chunks that the KV pool did not have when the request came, by key; None = there are
             no tiers below it.
+        is_discovered: its chunks were found in a prompt without marks.
         decision: how the target of the server has it served; None = it says so itself, or there is no target.
         candidate: it is to be verified; None = it is not, or is no longer.
         kept: what decoding keeps of the prompt; None = all.
@@ -84,6 +87,7 @@ class DocChunkRequest:
     sums: ChunkSums | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
     tiers: Mapping[bytes, Outcome] | None = None
+    is_discovered: bool = False
     decision: Decision | None = None
     candidate: Candidate | None = None
     kept: KeptTokens | None = None
@@ -159,6 +163,27 @@ def state_of(req: Any) -> DocChunkRequest | None:
     return state  # type: ignore[return-value]
 
 
+def discover(req: Any, discoverer: Discoverer) -> None:
+    """Gives a request that nobody marked the passages that were there before, and learns from it; once per request."""
+    if getattr(req, _ATTRIBUTE, False) is not False:
+        return
+    state = state_of(req)
+    options = RequestOptions() if state is None else state.options
+    if options.mode != "auto" or req.session is not None or not _is_supported(req):
+        return
+    partition, ids = Partition(req.extra_key, req.cache_salt), req.origin_input_ids
+    if options.spans:
+        for start, end in options.spans:
+            discoverer.note(partition, ids[start:end])
+        return
+    spans = discoverer.find(partition, ids)
+    if spans:
+        state = _state_with(req, replace(options, spans=spans))
+        state.is_discovered = True
+        state.prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # it is asked where prompts are tokenized
+        setattr(req, _ATTRIBUTE, state)
+
+
 def _create(req: Any) -> DocChunkRequest | None:
     params = req.sampling_params.custom_params
     text = params.get(PARAM_NAME) if isinstance(params, dict) else None
@@ -167,6 +192,13 @@ def _create(req: Any) -> DocChunkRequest | None:
         options = _with_earlier_turns(req, options)
     if options is None:
         return None
+    state = _state_with(req, options)
+    if req.session is not None:
+        state.prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # the selector sees one turn only
+    return state
+
+
+def _state_with(req: Any, options: RequestOptions) -> DocChunkRequest:
     partition = Partition(req.extra_key, req.cache_salt)
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
@@ -175,8 +207,6 @@ def _create(req: Any) -> DocChunkRequest | None:
         options = replace(options, spans=())
     system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
     prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)), system)
-    if req.session is not None:
-        prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # the selector sees one turn only
     return DocChunkRequest(prompt, partition, unsupported=not (fits and _is_supported(req)))
 
 

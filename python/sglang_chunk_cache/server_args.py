@@ -39,7 +39,7 @@ DEFAULT_SEPARATOR = "<|chunk|>"
 
 _ATTACHED = "_chunk_cache"
 _INSTANCE = "_chunk_cache_instance"
-_FLAGS = ("method", "ratio", "separator", "marks", "parts", "selector", "config", "target")
+_FLAGS = ("method", "ratio", "separator", "marks", "parts", "discover", "selector", "config", "target")
 
 
 class StartRefused(SystemExit):
@@ -73,6 +73,7 @@ class ChunkCacheArgs:
         target: that of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = there is none.
         marks: whether texts that clients mark for the prefix cache of another service are chunks.
         parts: whether the text parts of a message with several parts are chunks.
+        discover: whether passages that were there before are chunks in prompts without marks.
     """
 
     method: str = DEFAULT_METHOD
@@ -83,6 +84,7 @@ class ChunkCacheArgs:
     target: Mapping[str, Any] | None = None
     marks: bool = False
     parts: bool = False
+    discover: bool = False
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -205,6 +207,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="Every text part of a message with several parts is a chunk (default: off).",
+    )
+    group.add_argument(
+        "--chunk-cache-discover",
+        action="store_true",
+        default=None,
+        help="Passages that were there before are chunks in prompts without marks too (default: off).",
     )
     group.add_argument(
         "--chunk-cache-selector",

@@ -48,6 +48,7 @@ class Config:
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
+    discover: bool = False  # --chunk-cache-discover, with ratio 1.0 for all
     num_adapters: int = 0  # of LoRA
     draft: str | None = None  # kind of the model that drafts; "self" = the model itself
     server: tuple[tuple[str, Any], ...] = ()  # more fields of ServerArgs
@@ -58,6 +59,7 @@ class Config:
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
+        parts += ["discover"] if self.discover else []
         parts += [f"{self.draft}-drafts"] if self.draft else []
         parts += [f"{self.num_adapters}adapters"] if self.num_adapters else []
         parts += [f"{name}={value}" for name, value in self.options + self.target + self.server]
@@ -154,7 +156,10 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
             make_draft(config.draft, config.draft_dir)
         elif config.draft not in (None, "self"):
             make_model(config.draft, config.draft_dir, layers=1, seed=1)
-        chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None} if is_ours else None
+        chunk_cache = None
+        if is_ours:
+            chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None}
+            chunk_cache |= {"discover": True, "ratio": 1.0} if config.discover else {}
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")
         assert is_rust == (config.tree_core == "rust"), "SGLang chose the other core"

@@ -24,11 +24,12 @@ ROUNDING = 1e-8  # and absolute: deviations of tokens that stand where and behin
 
 CONFIGS = [
     Config(layers=4),
-    Config(layers=6, page_size=16, tp_size=2),
+    Config(layers=4, page_size=16, tp_size=2),
     Config(layers=4, page_size=16, chunked=True),
 ]
 MORE_CONFIGS = [
     Config(layers=6),
+    Config(layers=6, page_size=16, tp_size=2),
     Config(layers=4, page_size=16, overlap=False),
     Config(layers=4, tp_size=2),
     Config(layers=5, rope="llama3"),

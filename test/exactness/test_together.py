@@ -32,6 +32,20 @@ def test_mixed_batches(config: Config) -> None:
 @pytest.mark.parametrize(
     "config",
     [
+        Config(discover=True, page_size=16, chunked=True),
+        pytest.param(Config(discover=True, tp_size=2), marks=pytest.mark.all),
+        pytest.param(Config(discover=True, options=RUNS, server=MIXED, chunked=True), marks=pytest.mark.all),
+    ],
+    ids=str,
+)
+def test_discovered_passages(config: Config) -> None:
+    compare(config, "discovered", ("discovered",), MODULE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
         pytest.param(Config(server=HIDDEN), marks=pytest.mark.all),
         Config(chunked=True, page_size=16, overlap=False, options=RUNS, server=HIDDEN),
     ],

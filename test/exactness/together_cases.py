@@ -48,6 +48,27 @@ def _compare_logits(s: Session, found: dict[str, list[list[float]]], rids: list[
         reply.logprobs = [max(row) for row in rows[begin : begin + num_tokens]]
 
 
+def case_discovered(s: Session) -> None:
+    """Prompts that nobody marked, of passages that come again; one of them is marked once, one cut into two."""
+    passages = s.chunks(130, 170, 200, 150)
+    orders = [[0, 1, 2], [2, 0, 1], [1, 3, 0], [3, 2, 1], [0, 3, 1], [2, 1, 0]]
+    for i, order in enumerate(orders):
+        prompt = Prompt().text([*s.system, *s.tokens(12)])
+        for one in order:
+            prompt.text([5, 6]).text(passages[one])
+        s.send(prompt.text(s.tokens(20)), marked=False)
+        if i == 2:
+            s.send(s.prompt([passages[3]], question=3))
+    (reply,) = s.send(Prompt().text(s.system).text(passages[1][:60]).text(s.tokens(30)), marked=False)
+    if s.is_ours:
+        assert reply.info is None, "a few sentences are no passage"
+        hits = [s.statuses(reply).count("hit") for reply in s.replies if reply.info and reply.info.get("discovered")]
+        assert sum(hits) >= 6, hits
+        assert max(hits) == 3, hits
+    plain = [Prompt().text([*s.system, *passages[2], *s.tokens(9)]), Prompt().text([*s.system, *passages[0]])]
+    s.send(*plain, *(s.prompt([passages[i]]) for i in (1, 3)), marked=False)
+
+
 def case_mixed_batches(s: Session) -> None:
     """Prompts with chunks are computed in batches in which others decode."""
     chunks = s.chunks(40, 33, 51, 150)

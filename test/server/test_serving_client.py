@@ -82,6 +82,7 @@ def test_nobody_listens() -> None:
     assert "ConnectError" in record.error
 
 
+@pytest.mark.all
 def test_sglangs_own_benchmark_reuses_chunks(trained_server: Server, prompts: list[Prompt], tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     write_dataset(path, prompts, MARKED, AutoTokenizer.from_pretrained(MODEL))

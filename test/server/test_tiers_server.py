@@ -387,6 +387,7 @@ def other(
     return beside.use(request.param, lambda: tier_server(model, *flags))
 
 
+@pytest.mark.all
 def test_another_model_never_matches(through, other, tokenizer, folder, passages, stored):
     chunks = passages.several(2)
     stored(*chunks)
@@ -426,6 +427,7 @@ def rank_of(path: Path) -> int:
     return int(text.split('"tp_rank": ')[1].split(",")[0])
 
 
+@pytest.mark.all
 def test_two_ranks_reuse_from_disk(ranks, ranks_folder, stock, tokenizer, passages):
     chunks = passages.several(3)
     prime(ranks, chunks)

@@ -44,6 +44,7 @@ def table(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["method"], row["ratio"] or row["alpha"]): row for row in csv.DictReader(file)}
 
 
+@pytest.mark.all
 def test_a_server_of_its_own_ends_with_flags_and_its_replies_are_kept(needles: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     grid = ["--methods", "epic", "full-reuse", "--ratios", "0.5", "1", "--max-new-tokens", "4", "--out", str(out)]

@@ -15,7 +15,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from benchmark.quality.lab.rows import KV, Change, RowModel, attention_of
+from benchmark.quality.lab.rows import KV, Attend, Change, RowModel, attention_of
 from benchmark.quality.prompts import Prompt
 
 
@@ -100,19 +100,24 @@ class Case:
         bias: torch.Tensor | None = None,
         answer_bias: torch.Tensor | None = None,
         change: Change | None = None,
+        attend: Attend | None = None,
+        shift: int = 0,
     ) -> Judged:
         """Computes `rows` (positions in the chunks, ascending) and the tail over a copy of `cache`.
 
         Args:
             cache: that of the reused chunks where it is left out.
             bias: see `RowModel.run`, for the rows and the tail.
+            attend, shift: see `RowModel.run`, for the rows, the tail and answers.
             answer_bias: `[1, prompt_len]` or `[num_layers, 1, prompt_len]`, the same for the rows of answers.
         """
         kv = (self.reused if cache is None else cache).clone()
         positions = torch.cat([rows, torch.arange(self.tail_start, self.prompt_len)])
-        hidden = self.model.run(kv, self.ids[positions], positions, bias=bias, change=change)[-1:]
-        gold = _read(self.model, kv, hidden, self.gold, self.prompt_len, answer_bias)
-        own = _read(self.model, kv, hidden, self.own, self.prompt_len, answer_bias)
+        hidden = self.model.run(
+            kv, self.ids[positions], positions, bias=bias, change=change, attend=attend, shift=shift
+        )[-1:]
+        gold = _read(self.model, kv, hidden, self.gold, self.prompt_len, answer_bias, attend, shift)
+        own = _read(self.model, kv, hidden, self.own, self.prompt_len, answer_bias, attend, shift)
         kl = (self.full_own.exp() * (self.full_own - own)).sum(1)
         token = self.own[:, None]
         return Judged(
@@ -188,6 +193,8 @@ def _read(
     answer: torch.Tensor,
     start: int,
     bias: torch.Tensor | None = None,
+    attend: Attend | None = None,
+    shift: int = 0,
 ) -> torch.Tensor:
     """Distributions `[len(answer), vocab]` of an answer's tokens behind the prompt whose last state is `hidden`."""
     if len(answer) > 1:
@@ -195,5 +202,5 @@ def _read(
         if bias is not None:
             shape = (*bias.shape[:-2], len(positions), start)
             bias = torch.nn.functional.pad(bias.expand(shape), (0, len(positions)))
-        hidden = torch.cat([hidden, model.run(cache, answer[:-1], positions, bias=bias)])
+        hidden = torch.cat([hidden, model.run(cache, answer[:-1], positions, bias=bias, attend=attend, shift=shift)])
     return model.log_probs(hidden)

@@ -26,6 +26,11 @@ Change = Callable[[int, "KV", torch.Tensor, torch.Tensor], None]
 """`change(layer, cache, k, v)`: may change the cache before the rows' new K and V are written into it."""
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`attend(q, k, v, mask)`: q `[num_rows, num_heads, head_dim]`, k and v `[kv_len, num_kv_heads, head_dim]`, mask
+`[num_rows, kv_len]`, added to the scaled scores; gives `[num_rows, num_heads, head_dim]`."""
+
+
 @dataclass
 class KV:
     """K (rotated) and V of a prompt, `[num_layers, capacity, num_kv_heads, head_dim]`, by position."""
@@ -72,12 +77,16 @@ class RowModel:
         bias: torch.Tensor | None = None,
         observe: Observer | None = None,
         change: Change | None = None,
+        attend: Attend | None = None,
+        shift: int = 0,
     ) -> torch.Tensor:
         """Computes rows over the cache and writes their K and V into it; each row sees all positions up to its own.
 
         Args:
             ids, positions: `[num_rows]` int64, positions ascending.
             change: called at every layer once its K and V are known.
+            attend: in the place of softmax attention.
+            shift: rows are rotated for positions so much smaller than those at which they are stored.
             bias: `[num_rows, kv_len]` or `[num_layers, num_rows, kv_len]`, added to the scaled scores of attention.
 
         Returns:
@@ -87,7 +96,7 @@ class RowModel:
         seen = torch.arange(kv_len)[None, :] <= positions[:, None]
         mask = torch.zeros(seen.shape).masked_fill_(seen.logical_not(), float("-inf"))
         x = self._model.model.embed_tokens(ids)
-        cos, sin = self._rotation(positions)
+        cos, sin = self._rotation(positions - shift)
         for index, layer in enumerate(self._layers):
             q, k, v = self._project(layer, x, cos, sin)
             if change is not None:
@@ -97,7 +106,7 @@ class RowModel:
             if observe is not None:
                 observe(index, q, keys)
             added = mask if bias is None else mask + (bias if bias.dim() == 2 else bias[index])
-            x = self._finish(layer, x, _attend(q, keys, values, added))
+            x = self._finish(layer, x, (attend or softmax_attention)(q, keys, values, added))
         return self._model.model.norm(x)
 
     def run_tail(self, ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -113,7 +122,9 @@ class RowModel:
         cos, sin = self._rotation(positions)
         for index, layer in enumerate(self._layers):
             q, new_k, new_v = self._project(layer, x, cos, sin)
-            x = self._finish(layer, x, _attend(q, torch.cat([k[index], new_k]), torch.cat([v[index], new_v]), mask))
+            x = self._finish(
+                layer, x, softmax_attention(q, torch.cat([k[index], new_k]), torch.cat([v[index], new_v]), mask)
+            )
         return self._model.model.norm(x)
 
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,7 +170,8 @@ def attention_of(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> t
     return scores.masked_fill_(unseen, float("-inf")).softmax(-1)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As every model attends; see `Attend`."""
     q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmark.common.results import RESULTS_DIR, describe_run, run_markdown
+from benchmark.quality.lab.ape import ape
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.causes import causes
 from benchmark.quality.lab.choices import best_passages, choices
@@ -36,7 +37,7 @@ from benchmark.quality.question import Question, question_of
 
 from sglang_chunk_cache.verify.jsonl import DataError, read_jsonl
 
-PARTS = ("causes", "choices")
+PARTS = ("causes", "choices", "ape")
 MEASURES = {
     "own_kl": "KL along own answer",
     "own_loss": "own answer",
@@ -55,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="Hugging Face folder or name, of Llama's shape")
     add("--data", nargs="+", required=True, metavar="FILE", help="JSONL as of evaluate.py; `supporting` is read too")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS[:2]))
     add("--ratios", nargs="+", type=float, default=[0.05, 0.15], metavar="R")
     add("--num", type=int, default=10, help="questions of each file (default: %(default)s)")
     add("--half", choices=("even", "odd"), default="even", help="the method was chosen on even lines (default)")
@@ -99,8 +100,10 @@ def experiments(case: Case, supporting: list[int], args: argparse.Namespace) -> 
     """(name, arguments of `Case.judge`)."""
     if "causes" in args.parts:
         yield from causes(case)
-    elif "choices" in args.parts:
+    else:
         yield "reused", {"rows": torch.arange(0)}
+    if "ape" in args.parts:
+        yield from ape(case)
     if "choices" in args.parts:
         for ratio in args.ratios:
             for name, how in choices(case, supporting, ratio):

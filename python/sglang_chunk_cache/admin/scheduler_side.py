@@ -18,6 +18,7 @@ from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
+    from chunk_cache.discover import Discoverer
     from chunk_cache.manager import ChunkManager
     from sglang_chunk_cache.gate.gate import Gate
     from sglang_chunk_cache.kv.store import VariantStore
@@ -36,10 +37,17 @@ class ChunkAdmin:
         cache: the radix cache of this process; for its sizes.
         tiers: below the KV pool; None = there are none.
         gate: verifies replies; None = nobody does.
+        discoverer: finds passages that nobody marked; None = nobody does.
     """
 
     def __init__(
-        self, cache: Any, manager: ChunkManager, store: VariantStore, tiers: ChunkTiers | None, gate: Gate | None = None
+        self,
+        cache: Any,
+        manager: ChunkManager,
+        store: VariantStore,
+        tiers: ChunkTiers | None,
+        gate: Gate | None = None,
+        discoverer: Discoverer | None = None,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -47,6 +55,7 @@ class ChunkAdmin:
         self.store = store
         self.tiers = tiers
         self.gate = gate
+        self.discoverer = discoverer
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -81,6 +90,7 @@ class ChunkAdmin:
             "pins": self.pins.stats(),
             "num_flushes": self.num_flushes,
             **({} if self.gate is None else {"gate": self.gate.stats()}),
+            **({} if self.discoverer is None else {"discover": self.discoverer.stats()}),
         }
 
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
@@ -153,6 +163,8 @@ class ChunkAdmin:
         below = {} if self.tiers is None else self.tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
+            if self.discoverer is not None:
+                self.discoverer.forget(key)
             variants, tiers = self.index.variants_of(key), below.get(key, {})
             if variants or tiers:
                 num_freed = sum(self._forget(variant) for variant in variants)

@@ -237,6 +237,8 @@ class ChunkRadixCache(UnifiedRadixCache):
             chunks.keeper.clear()
             chunks.refresh.clear()
             chunks.admin.after_reset()
+            if chunks.discoverer is not None:
+                chunks.discoverer.clear()
             if chunks.tiers is not None:
                 chunks.tiers.flush()
             if chunks.landings is not None:

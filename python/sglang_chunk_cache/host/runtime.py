@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chunk_cache.config import Config, describe
+from chunk_cache.discover import Discoverer
 from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
@@ -72,6 +73,7 @@ class ChunkRuntime:
     packer: KVPacker
     refresh: RefreshQueue
     gate: Gate | None
+    discoverer: Discoverer | None
     tiers: ChunkTiers | None
     landings: Landings | None
     admin: ChunkAdmin
@@ -164,6 +166,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         note_stored=None if tiers is None else tiers.note_stored,
         reduce_max=reduce_max,
     )
+    discoverer = Discoverer() if args.discover else None
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
     logger.info(
         "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
@@ -186,9 +189,10 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         packer=KVPacker(cache, pool, keeper, assembler),
         refresh=refresh,
         gate=gate,
+        discoverer=discoverer,
         tiers=tiers,
         landings=landings,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer),
         metrics=metrics,
         kernel=kernel,
         min_run_len=_min_run_len(config.attention, model_runner.device),

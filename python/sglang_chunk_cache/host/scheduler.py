@@ -24,7 +24,7 @@ from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
 from sglang_chunk_cache.kv.draft import follow_draft
-from sglang_chunk_cache.request_state import state_of
+from sglang_chunk_cache.request_state import discover, state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class ChunkScheduler(Scheduler):
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
         chunks = self._chunks
+        if chunks.discoverer is not None:
+            discover(req, chunks.discoverer)
         if chunks.gate is not None and (state := state_of(req)) is not None:
             chunks.gate.steer(state)
         super()._add_request_to_queue(req, *args, **kwargs)

@@ -79,6 +79,7 @@ def test_refused_model(environment, tmp_path):
     assert "because it uses dynamic NTK rope" in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.all
 def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path):
     """By a child, in whose place SGLang would report that it died."""
     model = make_model("gemma2", tmp_path)

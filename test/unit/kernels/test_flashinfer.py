@@ -396,6 +396,7 @@ print("commands:" + json.dumps(spec.get_compile_commands()))
 
 
 @pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
 def test_nvcc_compiles_the_variant_with_flashinfers_kernel(tmp_path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from benchmark.quality.lab import study
+from benchmark.quality.lab.ape import MergedAttention, ape
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import Reused, choices
-from benchmark.quality.lab.rows import KV, RowModel
+from benchmark.quality.lab.rows import KV, RowModel, softmax_attention
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import write_questions
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
@@ -120,3 +122,30 @@ def test_a_study_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Cap
     assert "| oracle: passages tried one by one @0.15 |" in page
     assert "| true K |" in page
     assert study.main([*args, "--data", str(tmp_path / "none.jsonl")]) == 1
+
+
+def test_merged_attention_without_temperature_and_scale_is_attention() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(num, heads, 8, generator=draw) for num, heads in ((3, 4), (9, 2), (9, 2)))
+    mask = torch.zeros(3, 9).masked_fill_(torch.arange(9)[None] > torch.tensor([[6], [7], [8]]), float("-inf"))
+    expected = softmax_attention(q, k, v, mask)
+    torch.testing.assert_close(MergedAttention(2, 6, 1.0, 1.0)(q, k, v, mask), expected)
+
+
+def test_merged_attention_by_hand() -> None:
+    # One head, two passages' keys with scores 0 and ln 2, one other key with score 0: at T 0.5 the passages' scores are
+    # 0 and 2 ln 2, their sum of exponentials is 5, so their weight is 5^0.9 against 1.
+    q, k = torch.ones(1, 1, 1), torch.tensor([[[0.0]], [[math.log(2)]], [[0.0]]])
+    v = torch.tensor([[[1.0]], [[2.0]], [[10.0]]])
+    found = MergedAttention(0, 2, 0.5, 0.9)(q, k, v, torch.zeros(1, 3))
+    weight = 5**0.9
+    assert float(found) == pytest.approx((weight * (1 / 5 * 1 + 4 / 5 * 2) + 10) / (weight + 1))
+
+
+def test_ape_of_one_passage_differs_by_its_merging_alone(model: RowModel) -> None:
+    words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())[:20]
+    prompt = Prompt(words[0] + " ", (" ".join(words[1:12]) + " ",), " ".join(words[12:16]) + " ", words[5])
+    case = Case.build(model, prompt, own_len=3)
+    found = dict(ape(case))
+    assert abs(case.judge(**found["parallel encoding, as it is"]).own_kl) < 1e-5  # it stands where it stood
+    assert case.judge(**found["APE"]).own_kl > 1e-6
