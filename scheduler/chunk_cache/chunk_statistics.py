@@ -110,9 +110,17 @@ class ChunkStatistics:
         cci = context_impact(inter, context_lens, intra, len(outside))
         return cls(outside, received, inter, cci, system / np.float32(num_computed))
 
-    def behind(self, num_context: int) -> ChunkStatistics:
-        """These of KV that was fixed behind another context of so many chunks: what it gave to each is not known."""
-        return ChunkStatistics(self.outside, self.received, np.zeros(num_context, np.float32), self.cci)
+    def behind(self, num_context: int, num_pieces: int) -> ChunkStatistics:
+        """These of KV that was fixed behind so many other chunks, and a system prompt of so many pieces.
+
+        What it gave to each chunk is not known; to the system prompt it gave what it gave to its own, piece by piece.
+        """
+        inter, system = np.zeros(num_context, np.float32), np.zeros(num_pieces, np.float32)
+        common = min(num_pieces, self._num_system)
+        system[:common] = self.system[:common]
+        if common:
+            system[common - 1] += self.system[common:].sum()
+        return ChunkStatistics(self.outside, self.received, inter, self.cci, system)
 
     def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
         """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed).

@@ -30,6 +30,7 @@ from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import use_weight
 from chunk_cache.selector_answer import NO_ANSWER, SelectorAnswer
+from chunk_cache.system_prompt import num_pieces
 from chunk_cache.variant import Home, PathTokens, Variant
 
 ROOM_PER_REUSED = 4
@@ -400,7 +401,7 @@ class ChunkManager:
         """
         source = None if keep.fixed is None else self.index.get(keep.fixed)
         if statistics is None and source is not None and source.statistics is not None:
-            statistics = source.statistics.behind(keep.chunk)
+            statistics = source.statistics.behind(keep.chunk, num_pieces(prompt.system))
         start, end = prompt.options.spans[keep.chunk]
         return self.index.add(
             prompt.keys[keep.chunk],

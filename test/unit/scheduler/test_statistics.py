@@ -109,3 +109,12 @@ def test_sums_of_a_part_are_scaled_to_the_chunk_and_the_fuller_ones_stay() -> No
     )
     assert other.filled_from(part).cci == part.cci
     assert part.filled_from(other).cci == part.cci
+
+
+@pytest.mark.parametrize(("num_pieces", "expected"), [(0, []), (1, [7.0]), (3, [1, 2, 4]), (4, [1, 2, 4, 0])])
+def test_what_was_fixed_elsewhere_gave_as_much_to_its_system_prompt(num_pieces: int, expected: list[float]) -> None:
+    values = np.arange(5, dtype=np.float32)
+    old = ChunkStatistics(values, values, np.array([1, 2], np.float32), 0.7, np.array([1, 2, 4], np.float32))
+    new = old.behind(3, num_pieces)
+    assert (new.inter.tolist(), new.system.tolist(), new.cci) == ([0.0] * 3, expected, old.cci)
+    assert new.received.tolist() == old.received.tolist()
