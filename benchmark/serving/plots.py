@@ -25,6 +25,8 @@ def draw(path: str | Path, report: Mapping[str, Any]) -> bool:
     if "points" in serve:
         panels.append(lambda axes: _rates(axes, serve))
         panels.append(lambda axes: _closed(axes, serve))
+    if "pulse" in report:
+        panels.append(lambda axes: _pulse(axes, report["pulse"]["layouts"]))
     if "trained" in report:
         panels.append(lambda axes: _quality(axes, report["trained"]["rows"]))
     if "orders" in report:
@@ -65,6 +67,19 @@ def _closed(axes: Axes, serve: Mapping[str, Any]) -> None:
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set_xlabel(f"requests per second, {serve['load']['clients']} clients in a closed loop")
+
+
+def _pulse(axes: Axes, layouts: list[Mapping[str, Any]]) -> None:
+    height = 0.8 / len(layouts)
+    for i, layout in enumerate(layouts):
+        rows = list(by_system(layout["rows"], "closed").values())
+        shares = [100 * row["mean_rows"] / row["mean_prompt_len"] for row in rows]
+        places = [place + i * height for place in range(len(rows))]
+        axes.barh(places, shares, height, color=COLOURS[1 + i], label=f"{layout['behind']} blocks behind the passages")
+        axes.set_yticks(range(len(rows)), [row["system"] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("rows computed, % of the prompts, RAGPulse")
+    axes.legend(fontsize=7)
 
 
 def _quality(axes: Axes, rows: list[Mapping[str, Any]]) -> None:

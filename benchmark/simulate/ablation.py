@@ -115,7 +115,14 @@ def ablate(traces: Mapping[str, Trace], pool_tokens: int, alphas: Sequence[float
         settings = Settings(max(pool_tokens, trace.max_prompt_len))
         shares = found[name] = recomputed_shares(trace, settings, alphas)
         header = ["budget", *(f"alpha {alpha:g}" for alpha in alphas)]
-        text += ["", f"*{name}*", "", *markdown_table(header, [[b, *map(percent, s)] for b, s in shares.items()])]
+        text += [
+            "",
+            f"*{name}*",
+            "",
+            *trace.source,
+            *[""] * bool(trace.source),
+            *markdown_table(header, [[b, *map(percent, s)] for b, s in shares.items()]),
+        ]
         rows += [
             {"trace": name, "budget": budget, "alpha": alpha, "recomputed_share": f"{share:.5f}"}
             for budget, by_alpha in shares.items()

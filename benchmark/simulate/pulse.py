@@ -30,4 +30,4 @@ def trace_of_pulse(pulse: RagPulse, num_behind: int = 0, marks_all: bool = False
 
     requests = tuple(request_of(one) for one in pulse.requests)
     name = "RAGPulse" + (f", {num_behind} behind" if num_behind else "") + (", all marked" if marks_all else "")
-    return Trace(name, requests, tuple(pulse.lengths[block] for block in numbers), 0)
+    return Trace(name, requests, tuple(pulse.lengths[block] for block in numbers), 0, source=tuple(pulse.markdown()))

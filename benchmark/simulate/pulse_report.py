@@ -67,7 +67,7 @@ def pulse_report(pulse: RagPulse, sizes: Sequence[int] = SIZES) -> Report:
         f"RAGPulse, {len(trace.requests):,} requests, {trace.num_chunks:,} passages, of these {len(trace.distinct):,}",
         f"different with {trace.distinct_tokens:,} tokens. Passages are marked. No request is left out as a warm-up.",
         "",
-        *pulse.markdown(),
+        *trace.source,
         "",
         *_stores(replays, trace, sizes),
         *_policies(replays, trace, sizes),

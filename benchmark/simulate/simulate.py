@@ -207,6 +207,7 @@ def _run(args: argparse.Namespace) -> None:
         f"Trace {trace.name}: {len(trace.requests):,} requests, {trace.num_chunks:,} chunks, of these",
         f"{len(trace.distinct):,} different with {trace.distinct_tokens:,} tokens. The first tenth of the requests is",
         "not counted.",
+        *([] if not trace.source else ["", *trace.source]),
     ]
     origin = _origin()
     report = compare_policies(

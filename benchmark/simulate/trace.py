@@ -78,6 +78,8 @@ class Trace:
     """Tokens of the system prompt that all share."""
     preloaded: tuple[int, ...] = ()
     """Chunks that are computed one by one behind the system prompt before the first request."""
+    source: tuple[str, ...] = ()
+    """Lines of Markdown that name the files it was read from, where results should."""
 
     def __post_init__(self) -> None:
         assert min(self.lengths, default=1) >= 1, "a chunk without tokens"

@@ -165,7 +165,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
             options["answer_tokens"] = rng.randrange(behind + 1)
-        if prompt.spans and may_drop and more.random() < 0.3:
+        if prompt.spans and may_drop and more.random() < 0.2:
             begin, end = droppable(prompt.spans, len(prompt.ids))
             most = max(len(prompt.ids) - (end - begin) + 1, more.randrange(20, len(prompt.ids) + 40))
             options["keep_tokens"] = most if begin < end else len(prompt.ids)

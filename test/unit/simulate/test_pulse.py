@@ -138,6 +138,7 @@ def test_the_page_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "trace.jsonl: sha256 `" in page
     assert "| set-cache |" in page
     assert main(["run", "--ragpulse", str(tmp_path), "--pool", "500", "--policies", "lru", "--out", str(tmp_path)]) == 0
+    assert "trace.jsonl: sha256 `" in (tmp_path / "run.md").read_text()
     assert main(["ragpulse", str(tmp_path / "nowhere")]) == 2
     assert "1_sys_prompt.jsonl: cannot be read" in capsys.readouterr().err
 
