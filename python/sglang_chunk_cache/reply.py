@@ -15,6 +15,8 @@ def reply_of(state: DocChunkRequest) -> dict[str, Any] | None:
     reply: dict[str, Any] = plan.reply(explain=state.options.explain)
     if state.is_discovered:
         reply["discovered"] = True
+    if state.options.keep_tokens or state.kept is not None:
+        reply["kept_tokens"] = plan.prompt_len - (0 if state.kept is None else state.kept.num_dropped)
     if state.decision is not None:
         reply["target"] = {"step": state.decision.number, "reason": state.decision.reason}
     if state.tiers is not None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from chunk_cache.discover import Discoverer
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.selection import Candidate
+    from chunk_cache.kept_tokens import KeptTokens
     from chunk_cache.plan import RecomputePlan
     from sglang_chunk_cache.kv.statistics_taker import ChunkSums
     from sglang_chunk_cache.selection.report import SelectionReport
@@ -65,6 +66,12 @@ class DocChunkRequest:
         is_discovered: its chunks were found in a prompt without marks.
         decision: how the target of the server has it served; None = it says so itself, or there is no target.
         candidate: it is to be verified; None = it is not, or is no longer.
+        kept: what decoding keeps of the prompt; None = all.
+        kept_scores: float32 `[num_layers, num_kv_heads, kept.end - kept.begin]`, as far as the window was computed.
+        chosen: int64 `[num_layers, num_kv_heads, kept.room]`, ascending positions, from the prompt's last forward
+            on until it is packed.
+        is_prefilled: the prompt was computed and checkpointed, so that it may be packed.
+        is_packed: its row of slots holds what is kept, and no more the KV of its prompt token by token.
     """
 
     prompt: ChunkPrompt
@@ -83,6 +90,11 @@ class DocChunkRequest:
     is_discovered: bool = False
     decision: Decision | None = None
     candidate: Candidate | None = None
+    kept: KeptTokens | None = None
+    kept_scores: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    is_prefilled: bool = False
+    is_packed: bool = False
 
     @property
     def options(self) -> RequestOptions:
@@ -110,6 +122,11 @@ class DocChunkRequest:
         return self.private_indices is not None
 
     @property
+    def num_dropped(self) -> int:
+        """Tokens by which the request's row of slots is shorter than the positions that it stands for."""
+        return self.kept.num_dropped if self.is_packed and self.kept is not None else 0
+
+    @property
     def load_len(self) -> int:
         """Tokens that the current plan loads into private slots."""
         return 0 if self.plan is None else self.plan.load_end - self.plan.load_start
@@ -133,6 +150,8 @@ class DocChunkRequest:
         self.fused = False
         self.remembered = False
         self.sums = None
+        self.kept = self.kept_scores = self.chosen = None
+        self.is_prefilled = self.is_packed = False
 
 
 def state_of(req: Any) -> DocChunkRequest | None:

@@ -55,6 +55,9 @@ class Config:
     """Share of the fused requests that are verified, by an exact prefill while the server is idle; 0 = none."""
     verify_file: str | None = None
     """File that keeps what that finds from one start to the next; None = none does."""
+    keep_tokens: int = 0
+    """Slots per layer that the prompt of a request which does not say so shall need while its answer is decoded (A3
+    with SnapKV, which loses quality); 0 = all are kept."""
     alpha: float | None = None
     """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; None = by ratio."""
     system_prompts: str = "any"
@@ -106,6 +109,7 @@ _MINIMUM = {
     "min_reuse_len": 1,
     "promote_uses": 0,
     "refresh_uses": 0,
+    "keep_tokens": 0,
 }
 _MAXIMUM = {
     "ageing": ALPHA.maximum,

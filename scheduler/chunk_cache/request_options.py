@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunk_cache.errors import request_error, show
+from chunk_cache.kept_tokens import check_room
 from chunk_cache.methods import Options, OptionValue, find_method
 from chunk_cache.methods.options import ALPHA
 from chunk_cache.types import Span
@@ -20,7 +21,7 @@ MODES = ("auto", "exact", "off", "prepare")
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""
-KEYS = ("spans", "mode", "method", "ratio", "options", "explain", "answer_tokens")
+KEYS = ("spans", "mode", "method", "ratio", "options", "explain", "answer_tokens", "keep_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class RequestOptions:
     explain: bool = False
     answer_tokens: int = 0
     """Tokens at the end of the prompt that begin the answer: computed, and not looked at as the question."""
+    keep_tokens: int | None = None
+    """Slots per layer that the prompt shall need once its first token is known; 0 = all are kept."""
     turn_tokens: int | None = None
     """Tokens at the end of the prompt in which the spans count, of a turn of a session; None = they count in all."""
 
@@ -91,7 +94,8 @@ def parse_request(
         ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
         options=options,
         explain=_parse_bool(value.get("explain", False), f"{path}.explain"),
-        answer_tokens=_parse_answer_tokens(value.get("answer_tokens", 0), f"{path}.answer_tokens"),
+        answer_tokens=_parse_count(value.get("answer_tokens", 0), f"{path}.answer_tokens"),
+        keep_tokens=_parse_count(value["keep_tokens"], f"{path}.keep_tokens") if "keep_tokens" in value else None,
     )
     if num_tokens is not None:
         check_fit(opts, num_tokens, path)
@@ -99,7 +103,7 @@ def parse_request(
 
 
 def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -> None:
-    """Check that spans end within a prompt, and the answer behind them; `path` is where the options stood.
+    """Check that spans end within a prompt, the answer behind them, and what is kept; `path`: of the options.
 
     Raises:
         ChunkCacheRequestError: one does not.
@@ -112,6 +116,7 @@ def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -
     if opts.answer_tokens > room:
         problem = f"{opts.answer_tokens}, and {room} tokens stand behind the last chunk"
         raise request_error(f"{path}.answer_tokens", problem, "count only the tokens that begin the answer")
+    check_room(opts.spans, opts.keep_tokens, num_tokens, f"{path}.keep_tokens")
 
 
 def dumps(opts: RequestOptions) -> str:
@@ -119,7 +124,7 @@ def dumps(opts: RequestOptions) -> str:
     fields: dict[str, object] = {"spans": opts.spans, "mode": opts.mode, "explain": opts.explain}
     if opts.options:
         fields["options"] = dict(opts.options)
-    for name in ("method", "ratio"):
+    for name in ("method", "ratio", "keep_tokens"):
         if getattr(opts, name) is not None:
             fields[name] = getattr(opts, name)
     if opts.answer_tokens:
@@ -193,7 +198,7 @@ def _parse_ratio(value: object, path: str) -> float:
     return float(value) + 0.0  # -0.0 becomes 0.0
 
 
-def _parse_answer_tokens(value: object, path: str) -> int:
+def _parse_count(value: object, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_POSITION:
         raise request_error(path, f"{show(value)} is not a number of tokens", "give an integer from 0")
     return value

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.kept_tokens import droppable
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.request_options import MODES, parse_request
@@ -27,6 +28,7 @@ from chunk_cache.types import REASONS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
+from sglang_chunk_cache.api.served import what_keeps_all
 
 NUM_LAYERS = 4
 RATIOS = (0, 0.05, 0.15, 0.5, 0.9, 1.0)
@@ -143,6 +145,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
     """Any mixture of stored and new chunks, plain text, modes, methods, ratios, tenants, adapters and priorities."""
     rng = s.rng
     more, is_mixed = random.Random(total), s.local.scheduler.server_args.enable_mixed_chunk
+    may_drop = what_keeps_all(s.local.scheduler.server_args, s.local.scheduler.model_config) is None
     chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(24)))
     requests = []
     for i in range(total):
@@ -161,6 +164,10 @@ def random_requests(s: Session, total: int) -> list[Request]:
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
             options["answer_tokens"] = rng.randrange(behind + 1)
+        if prompt.spans and may_drop and more.random() < 0.3:
+            begin, end = droppable(prompt.spans, len(prompt.ids))
+            most = max(len(prompt.ids) - (end - begin) + 1, more.randrange(20, len(prompt.ids) + 40))
+            options["keep_tokens"] = most if begin < end else len(prompt.ids)
         request = Request(
             prompt.ids,
             options if rng.random() < 0.85 else None,
@@ -179,7 +186,11 @@ def random_requests(s: Session, total: int) -> list[Request]:
 
 
 def equals_stock(options: dict[str, Any] | None) -> bool:
-    if options is None or options.get("mode") in ("exact", "off"):
+    if options is None:
+        return True
+    if options.get("keep_tokens"):
+        return False
+    if options.get("mode") in ("exact", "off"):
         return True
     if (options.get("options") or {}).get("alpha"):
         return False
@@ -265,6 +276,10 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
     assert [[chunk["start"], chunk["end"]] for chunk in info["chunks"]] == request.chunk_cache["spans"], info
     if equals_stock(request.chunk_cache):
         assert info["recomputed_tokens"] == info["reused_tokens"], info
+    keep_tokens = min(request.chunk_cache.get("keep_tokens") or len(request.ids), len(request.ids))
+    assert info.get("kept_tokens", len(request.ids)) >= keep_tokens, info
+    counts["packed"] += info.get("kept_tokens", len(request.ids)) < len(request.ids)
+    counts["retracted_packed"] += reply.retractions > 0 and info.get("kept_tokens", len(request.ids)) < len(request.ids)
     counts.update(chunk["status"] for chunk in info["chunks"])
     counts["preparing"] += sum(chunk["reason"] == "preparing" for chunk in info["chunks"])
     counts["prepared"] += sum(chunk.get("prepared", False) for chunk in info["chunks"])

@@ -254,6 +254,17 @@ def test_a_mark_that_a_session_leaves_out(server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_part_of_a_prompt_is_kept_where_that_is_possible(server, stream):
+    ids = [IDS[0], *range(10, 110)]
+    body = request("/generate", ids, {"spans": [[1, 90]], "keep_tokens": 33}, stream=stream)
+    path = "sampling_params.custom_params.chunk_cache.keep_tokens: "
+    assert message(send(server, "/generate", body)).startswith(f"{path}33, and 33 tokens are kept in any case")
+    body = request("/generate", ids, {"spans": [[1, 90]], "keep_tokens": 50}, stream=stream)
+    body["session_params"] = {"id": "s", "rid": "r"}
+    assert message(send(server, "/generate", body)).startswith(f"{path}a turn of a session needs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_separators_in_odd_places_of_a_chat(server, stream):
     text = marked(["one", "two"]).text
     tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {"type": "object"}}}

@@ -24,6 +24,7 @@ from server.contract import (
     reasons,
     same_logprobs,
     statuses,
+    values,
 )
 from server_fixture import Server
 
@@ -149,6 +150,33 @@ def test_samples_equal_stock(server, stock, tokenizer, passages):
     for out, one in zip(outs, expected, strict=True):
         assert generated(out)["reused_tokens"] > 0
         same_logprobs(out, one)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_decoding_over_a_part_of_the_prompt(server, stock, tokenizer, passages, n):
+    chunks = passages.several(4)
+    prime(server, chunks)
+    prompt = marked(chunks[::-1], head="Kept. ")
+    num_tokens, (start, _) = len(prompt.ids(tokenizer)), prompt.spans(tokenizer)[0]
+    keep_tokens = start + 32 + 20
+    assert keep_tokens < num_tokens
+    # At ratio 1 the first token is stock's; with samples each is packed for itself.
+    options = {**FULL, "keep_tokens": keep_tokens}
+    sampling = {"n": n, "max_new_tokens": 20}
+    outs = server.generate(prompt.text, chunk_cache=options, logprobs=True, sampling=sampling)
+    expected = stock.generate(prompt.ids(tokenizer), logprobs=True, sampling=sampling)
+    for out, one in zip(outs if n > 1 else [outs], expected if n > 1 else [expected], strict=True):
+        reply = generated(out, prompt.spans(tokenizer))
+        assert reply["kept_tokens"] == keep_tokens
+        assert reply["reused_tokens"] > 0
+        mine, theirs = (values(each["meta_info"]["output_token_logprobs"]) for each in (out, one))
+        assert len(mine) == 20
+        assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
+        assert mine[1:] != pytest.approx(theirs[1:], abs=1e-4)
+    # What was stored of it is what it was; nothing is dropped where all fits.
+    whole = server.generate(prompt.text, chunk_cache={**FULL, "keep_tokens": num_tokens}, logprobs=True)
+    assert generated(whole)["kept_tokens"] == num_tokens
+    same_logprobs(whole, stock.generate(prompt.ids(tokenizer), logprobs=True))
 
 
 def test_no_reply_without_marks_and_options(server, passages):

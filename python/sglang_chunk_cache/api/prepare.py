@@ -228,6 +228,10 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         is_batch = _prompts(obj.text, obj.input_ids)[1]
         obj.text, obj.input_ids = None, ids if is_batch else ids[0]
     if obj.session_params is not None:
+        for item in items:
+            if item.opts is not None and item.opts.keep_tokens:
+                problem = "a turn of a session needs the keys and values of all tokens"
+                raise request_error(f"{item.opts_path}.keep_tokens", problem, "leave it out, or give 0")
         items = [_as_turn(item, obj.session_params, manager) for item in items]
     for item in items:
         _check_ids(item, manager)

@@ -19,12 +19,17 @@ from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
 
 
 def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:
-    """Checks the method of one request; `path` is where its options stood.
+    """Checks the method of one request, and whether decoding may keep a part of it; `path` is where its options stood.
 
     Raises:
         ChunkCacheRequestError: this server cannot serve it.
     """
-    if opts is None or (opts.method is None and not opts.options):
+    if opts is None:
+        return
+    if opts.keep_tokens and (what := what_keeps_all(manager.server_args, manager.model_config)) is not None:
+        problem = f"{what} needs the keys and values of all tokens"
+        raise request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
+    if opts.method is None and not opts.options:
         return
     method = opts.method or args.method
     num_layers = manager.model_config.num_hidden_layers
@@ -56,6 +61,17 @@ def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
 def what_needs_all_rows(speculative_algorithm: str | None) -> str | None:
     """What of a server does not follow rows that leave between layers; None = nothing."""
     return "drafts of EAGLE" if (speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN") else None
+
+
+def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
+    """What of a server does not work with prompts of which decoding keeps a part (`keep_tokens`); None = nothing."""
+    if server_args.speculative_algorithm is not None:
+        return "speculative decoding"
+    if server_args.enable_mixed_chunk:
+        return "a batch that mixes prefill and decoding (--enable-mixed-chunk)"
+    if model_config.sliding_window_size is not None:
+        return "attention in a sliding window"
+    return None
 
 
 def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) -> None:

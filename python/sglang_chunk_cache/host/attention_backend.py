@@ -8,7 +8,7 @@ Promise: outside of the scope the backend is SGLang's own; within it, it is stil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
     from sglang_chunk_cache.tiers.landing import LayerLoads
 
 
@@ -60,14 +59,33 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Observer(Protocol):
+    """What looks on in a forward, without a trace in its result."""
+
+    def observes(self, layer_id: int) -> bool:
+        """Whether it looks at this layer."""
+
+    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+        """One layer, whose K is in its slots.
+
+        Args:
+            q: `[num_rows, num_q_heads * head_dim]` of the batch.
+            positions: `[num_rows]` int64.
+            row_lens: rows of each request.
+        """
+
+    def finish(self) -> None:
+        """The forward has ended."""
+
+
 @contextlib.contextmanager
 def attending(
     backend: AttentionBackend,
     attention: Attention | None,
-    observer: StatisticsTaker | None,
+    observers: Sequence[Observer] = (),
     loads: LayerLoads | None = None,
 ) -> Iterator[None]:
-    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observer` looks on.
+    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
 
     Args:
         backend: the one that the forwards call.
@@ -94,9 +112,11 @@ def attending(
         else:
             positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_asking
             out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
-        if is_final and observer is not None and observer.observes(layer.layer_id):
+        looking = [one for one in observers if is_final and one.observes(layer.layer_id)]
+        if looking:
             whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
-            observer.observe(layer, whole_q, positions, row_lens)
+            for one in looking:
+                one.observe(layer, whole_q, positions, row_lens)
         return out
 
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:
@@ -105,7 +125,7 @@ def attending(
             stock_metadata(batch)
 
     backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
-    setattr(backend, _SCOPE, (attention, observer))
+    setattr(backend, _SCOPE, (attention, observers))
     try:
         yield
     finally:
@@ -118,7 +138,7 @@ def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward
 
     Fused into the rotation, rows would be written that leave before they attend, and before what is loaded for a layer.
     """
-    attention, _ = getattr(get_attn_backend(), _SCOPE, (None, None))
+    attention, _ = getattr(get_attn_backend(), _SCOPE, (None, ()))
     return attention is None and original(forward_batch)
 
 
@@ -139,7 +159,7 @@ class _LatentChoice:
     stock: Callable[[Any, Any], Any]
 
     def __call__(self, attention: Any, forward_batch: Any) -> Any:
-        ours, observer = getattr(get_attn_backend(), _SCOPE, (None, None))
-        if ours is not None or (observer is not None and observer.observes(attention.layer_id)):
+        ours, observers = getattr(get_attn_backend(), _SCOPE, (None, ()))
+        if ours is not None or any(one.observes(attention.layer_id) for one in observers):
             return AttnForwardMethod.MLA
         return self.stock(attention, forward_batch)

@@ -28,8 +28,10 @@ from sglang.srt.distributed import get_tp_group
 from chunk_cache.gate.selection import Candidate
 from chunk_cache.plan import RecomputePlan, replan_without_load
 from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.host.attention_backend import Observer
 from sglang_chunk_cache.host.model_runner import Extras, Part, announce
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.kv.kept_chooser import KeptChooser
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
@@ -83,7 +85,10 @@ def init_forward_batch(
     """AROUND `ForwardBatch.init_new`."""
     chunks = runtime_of(batch.tree_cache)
     if chunks is None or not batch.forward_mode.is_extend_or_draft_extend_or_mixed():
-        return original(cls, batch, model_runner, **kwargs)
+        forward_batch = original(cls, batch, model_runner, **kwargs)
+        if chunks is not None and batch.forward_mode.is_decode():
+            _move_to_true_positions(forward_batch, batch)
+        return forward_batch
     build = partial(_init_parts, original, cls, batch, model_runner, chunks)
     if model_runner.is_draft_worker:
         due = vars(batch).pop(_DUE_IN_DRAFT, None)
@@ -97,8 +102,8 @@ def init_forward_batch(
         setattr(batch, _DUE_IN_DRAFT, [_due_in_draft(one) for one in due])
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
-        taker = _taker(batch, model_runner, chunks, batch.prefix_lens)
-        extras = Extras(taker=taker, timing=_timing(chunks, batch, ()), first_rows=rows)
+        observers = _observers(batch, model_runner, chunks, batch.prefix_lens)
+        extras = Extras(observers=observers, timing=_timing(chunks, batch, ()), first_rows=rows)
         forward_batch = original(cls, batch, model_runner, **kwargs)
     else:
         build = partial(build, kwargs)
@@ -146,13 +151,24 @@ def _draft_batch(batch: ScheduleBatch, parts: list[Part]) -> ForwardBatch:
     return batches[-1]
 
 
-def _taker(
+def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
+    """A packed request has fewer slots than tokens; SGLang takes the position of a new token from their number."""
+    num_dropped = [0 if (state := state_of(req)) is None else state.num_dropped for req in batch.reqs]
+    if any(num_dropped):
+        (moved,) = upload([np.array(num_dropped, dtype=np.int64)], forward_batch.positions.device)
+        forward_batch.positions = forward_batch.positions + moved
+
+
+def _observers(
     batch: ScheduleBatch, model_runner: ModelRunner, chunks: ChunkRuntime, begins: Sequence[int], end: int | None = None
-) -> StatisticsTaker | None:
-    """Of the chunks that a forward computes from `begins` on, per request, up to `end` or that of the extend."""
+) -> tuple[Observer, ...]:
+    """Of what a forward computes from `begins` on, per request, up to `end` or that of the extend."""
     ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
-    return StatisticsTaker.plan(batch, chunks.statistics_layers, model_runner.token_to_kv_pool, chunks.kernel, spans)
+    kv_pool = model_runner.token_to_kv_pool
+    statistics = StatisticsTaker.plan(batch, chunks.statistics_layers, kv_pool, chunks.kernel, spans)
+    kept = KeptChooser.plan(batch, kv_pool, chunks.kernel, model_runner.model_config.num_hidden_layers)
+    return tuple(one for one in (statistics, kept) if one is not None)
 
 
 def _without_loads(
@@ -255,7 +271,7 @@ def _init_fused(
         for one, prefix_len in zip(due, batch.prefix_lens, strict=True)
     ]
     draft = chunks.assembler.draft if model_runner.is_draft_worker else None
-    taker = None if draft is not None else _taker(batch, model_runner, chunks, begins, end)
+    observers = () if draft is not None else _observers(batch, model_runner, chunks, begins, end)
     kernel = chunks.kernel if draft is None else draft.kernel
     is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
     positions = _positions(batch, due)
@@ -277,7 +293,7 @@ def _init_fused(
             chunks.metrics.count_fused_batch("sglang")
         stock_forward = model_runner.attn_backend.forward
         by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
-        return Part(forward_batch, by_runs, taker)
+        return Part(forward_batch, by_runs, observers)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
     rows = FusedRows.build(
@@ -290,7 +306,7 @@ def _init_fused(
         kernel=kernel,
     )
     attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
-    return Part(forward_batch, attention, taker)
+    return Part(forward_batch, attention, observers)
 
 
 def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:

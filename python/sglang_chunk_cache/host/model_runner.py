@@ -19,8 +19,7 @@ import torch
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 from chunk_cache.gate.selection import Candidate
-from sglang_chunk_cache.host.attention_backend import Attention, attending
-from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
+from sglang_chunk_cache.host.attention_backend import Attention, Observer, attending
 from sglang_chunk_cache.selection.executor import LayerwiseForward, divide_adapters
 from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
 
@@ -38,12 +37,12 @@ class Part:
     Attributes:
         batch: as the model sees it.
         attention: in the place of SGLang's backend; None = that one.
-        taker: statistics of the chunks that it computes; None = it computes none.
+        observers: look on.
     """
 
     batch: ForwardBatch
     attention: Attention | None
-    taker: StatisticsTaker | None
+    observers: tuple[Observer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Extras:
     """What one forward does differently from stock SGLang.
 
     Attributes:
-        attention, taker: as of a `Part`.
+        attention, observers: as of a `Part`.
         timing: measures the forward; None = nobody asks.
         before: parts that are computed first; their logits mean nothing.
         loads: KV that arrives during the forward; None = all is there.
@@ -61,7 +60,7 @@ class Extras:
     """
 
     attention: Attention | None = None
-    taker: StatisticsTaker | None = None
+    observers: tuple[Observer, ...] = ()
     timing: contextlib.AbstractContextManager[None] | None = None
     before: tuple[Part, ...] = ()
     loads: LayerLoads | None = None
@@ -73,12 +72,12 @@ class Extras:
     def of(cls, parts: Sequence[Part], **more: Any) -> Extras:
         """Of a batch that is computed in `parts`, with `more` of the attributes."""
         *before, last = parts
-        return cls(last.attention, last.taker, before=tuple(before), **more)
+        return cls(last.attention, last.observers, before=tuple(before), **more)
 
     @property
     def changes_anything(self) -> bool:
         """Whether the forward is not simply SGLang's."""
-        extras = (self.attention, self.taker, self.timing, self.first_rows or None)
+        extras = (self.attention, self.observers or None, self.timing, self.first_rows or None)
         return any(one is not None for one in extras)
 
 
@@ -104,7 +103,7 @@ def forward(
                 hidden.append(done.logits_output.hidden_states)
             if extras.before:
                 divide_adapters(model_runner.lora_manager, forward_batch)
-            last = Part(forward_batch, extras.attention, extras.taker)
+            last = Part(forward_batch, extras.attention, extras.observers)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
             if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
                 _give_hidden(output.logits_output, hidden, extras)
@@ -129,20 +128,20 @@ def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras)
 
 
 def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any], model_runner: ModelRunner) -> Any:
-    attention, taker = part.attention, part.taker
-    if attention is None and taker is None:
+    attention = part.attention
+    if attention is None and not part.observers:
         return stock()
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run()
     with (
         _graphs_that_fit(model_runner, attention),
-        attending(model_runner.attn_backend, attention, taker, loads),
+        attending(model_runner.attn_backend, attention, part.observers, loads),
         layerwise,
     ):
         output = stock()
-    if taker is not None:
-        taker.finish()
+    for observer in part.observers:
+        observer.finish()
     return output
 
 

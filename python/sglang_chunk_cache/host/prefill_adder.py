@@ -90,7 +90,7 @@ class ChunkPrefillAdder(PrefillAdder):
             if not is_refresh(req.rid):
                 chunks.metrics.count_plan(state.plan)
             # The adapter may be gone when the server is idle.
-            if chunks.gate is not None and state.load_due and req.lora_id is None:
+            if chunks.gate is not None and state.load_due and req.lora_id is None and state.kept is None:
                 chunks.gate.admit(req.rid, req.origin_input_ids, state)
 
     def _uncount_loaded(self, req: Req, load_len: int) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from chunk_cache.kept_tokens import WINDOW_LEN, plan_kept
 from chunk_cache.plan import replan_without_load
 from sglang_chunk_cache.host.runtime import ChunkRuntime, create_runtime
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
@@ -67,8 +68,10 @@ class ChunkRadixCache(UnifiedRadixCache):
     # Lookup.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        result = super().match_prefix(params)
         state = None if params.req is None else state_of(params.req)
+        if state is not None:
+            params = self._with_window_left(params, state)
+        result = super().match_prefix(params)
         if state is None:
             return result
         req, num_prompt = params.req, len(params.req.origin_input_ids)
@@ -95,6 +98,20 @@ class ChunkRadixCache(UnifiedRadixCache):
         elif state.decision is not None and step is None:
             state.plan = replan_without_load(state.plan, "target")
         return result._replace(host_hit_length=state.load_len)
+
+    def _with_window_left(self, params: MatchPrefixParams, state: DocChunkRequest) -> MatchPrefixParams:
+        """Where decoding will not keep all of the prompt, its last tokens are computed: they judge the others."""
+        assert self.chunks is not None
+        req, keep_tokens = params.req, state.options.keep_tokens
+        if keep_tokens is None:
+            keep_tokens = self.chunks.config.keep_tokens
+        state.kept = None
+        if not state.unsupported and req.session is None:
+            state.kept = plan_kept(state.options.spans, keep_tokens, len(req.origin_input_ids))
+        num_before = len(req.origin_input_ids) + len(req.output_ids) - WINDOW_LEN
+        if state.kept is None or len(params.key) <= num_before:
+            return params
+        return dataclasses.replace(params, key=params.key[:num_before])
 
     def _ratio_that_hides(self, state: DocChunkRequest, prefix_len: int, num_keys: int) -> float | None:
         """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
@@ -186,11 +203,14 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         state = state_of(req)
+        if state is not None and state.is_packed:
+            return  # all was remembered before; its slots hold no prefix any more
         if state is None or not state.fused:
             super().checkpoint(req, up_to=up_to, **kwargs)
         if state is not None:
             assert self.chunks is not None
-            self.chunks.keeper.remember(req, state, up_to)
+            self.chunks.keeper.remember(req, state, up_to, is_last=req.finished())
+            state.is_prefilled = state.chosen is not None
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         left = ranges if self.chunks is None else self.chunks.keeper.left_of(kv.req_pool_idx, ranges)

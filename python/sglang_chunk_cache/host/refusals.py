@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunk_cache.config import Config
 from chunk_cache.methods import METHODS, Stage
-from sglang_chunk_cache.api.served import check_default, what_needs_all_rows
+from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
 if TYPE_CHECKING:
@@ -221,6 +221,9 @@ def check_resolved(server_args: Any) -> None:
         check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
         check_flags_with_draft(server_args, algorithm)
         check_default(args, model_config.num_hidden_layers, what_needs_all_rows(algorithm))
+        what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
+        if what is not None:
+            refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
 
 
 def _check_chosen(server_args: Any) -> None:

@@ -26,6 +26,7 @@ from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import ModelLayers, describe_model
+from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.rows import is_latent
@@ -52,7 +53,7 @@ class ChunkRuntime:
         method, ratio: the server's.
         layers: of the model.
         manager: decides.
-        store, assembler, pool, keeper: find, move, bring in and keep KV.
+        store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
         kernel: backend of the operations.
@@ -69,6 +70,7 @@ class ChunkRuntime:
     assembler: KVAssembler
     pool: ChunkPool
     keeper: ChunkKeeper
+    packer: KVPacker
     refresh: RefreshQueue
     gate: Gate | None
     discoverer: Discoverer | None
@@ -184,6 +186,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         assembler=assembler,
         pool=pool,
         keeper=keeper,
+        packer=KVPacker(cache, pool, keeper, assembler),
         refresh=refresh,
         gate=gate,
         discoverer=discoverer,

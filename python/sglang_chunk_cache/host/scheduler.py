@@ -28,7 +28,7 @@ from sglang_chunk_cache.request_state import discover, state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,11 @@ class ChunkScheduler(Scheduler):
             else:
                 tiers.wait(IDLE_WAIT_S)
         return new_batch, running_batch
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        # Between two decoding steps: the prompt's result was processed, and no row of slots is being prepared.
+        self._chunks.packer.pack_due(batch)
+        return super().update_running_batch(batch)
 
     def _is_held(self, req: Req) -> bool:
         """Whether a request waits for loads, or for scores that decide what is recomputed of chunks that are there."""

@@ -114,6 +114,26 @@ class KVAssembler:
             assert layers is None, "chunks that arrive layer by layer have no draft"
             self.draft.copy(src_loc, dst_loc, position_delta)
 
+    def pack(self, row: torch.Tensor, kept: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copies what each layer and KV head keeps of a request into `slots`, and makes them the slots of its row.
+
+        Whatever the current stream is given next happens behind it: the row may be written again.
+
+        Args:
+            row: the request's row of SGLang's table, from its first token up to its last.
+            kept: `[num_layers, num_kv_heads, num_kept]` int64 places in the row.
+            slots: `[num_kept]` int64, not in the row.
+        """
+        with self._behind_launched_forwards(row, kept, slots):
+            old = row.to(torch.int64)
+            heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
+            for layer, places in enumerate(kept):
+                for buffer in (self._k_buffers[layer], self._v_buffers[layer]):
+                    buffer[slots] = buffer[old[places], heads].transpose(0, 1)
+            row[: len(slots)] = slots.to(row.dtype)
+        if not self._runs_in_order:
+            torch.get_device_module().current_stream().wait_stream(self._model_runner.forward_stream)
+
     def gather(self, slots: torch.Tensor) -> HostKV:
         """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
         copied = None
@@ -209,10 +229,15 @@ class KVAssembler:
             target.copy_(value, non_blocking=True)
         value.record_stream(side)
 
+    @property
+    def _runs_in_order(self) -> bool:
+        """Whether forwards run on the current stream."""
+        return self._is_cpu or bool(get_schedule().disable_overlap_schedule)
+
     def _behind_launched_forwards(self, *given: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """What is done inside happens behind the forwards that run; `given` are the outside's tensors that it reads."""
-        if self._is_cpu or get_schedule().disable_overlap_schedule:
-            return contextlib.nullcontext()  # forwards run on the current stream
+        if self._runs_in_order:
+            return contextlib.nullcontext()
         return self._on_forward_stream(given)
 
     @contextlib.contextmanager

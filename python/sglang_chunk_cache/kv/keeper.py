@@ -83,11 +83,15 @@ class ChunkKeeper:
         self._awaited: deque[_Awaited] = deque()
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
 
-    def remember(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
-        """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree."""
+    def remember(self, req: Req, state: DocChunkRequest, up_to: int, *, is_last: bool) -> None:
+        """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree.
+
+        Args:
+            is_last: it ends, or its KV does: nothing is remembered of it later.
+        """
         if not state.fused:
-            self._remember_exact(req, state, up_to)
-        elif req.finished():
+            self._remember_exact(req, state, up_to, is_last)
+        elif is_last:
             assert state.plan is not None
             for action in self._manager.remember_fused(state.prompt, state.plan, up_to=up_to):
                 if isinstance(action, Forgo):
@@ -123,13 +127,13 @@ class ChunkKeeper:
         """The tree was emptied."""
         self._awaited.clear()
 
-    def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int) -> None:
+    def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int, is_last: bool) -> None:
         if state.remembered or not state.keys or state.unsupported:
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
         last_end = state.options.spans[-1][1]
         state.remembered = in_tree >= last_end
-        if not (state.remembered or req.finished()):
+        if not (state.remembered or is_last):
             return  # the rest of the prompt is still to come
         path = self._store.path(req.origin_input_ids, last_end, state.partition, req.last_node)
         for keep in self._manager.remember_exact(state.prompt, state.plan, in_tree=in_tree, up_to=up_to):

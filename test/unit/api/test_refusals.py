@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache.api.served import check_default, what_needs_all_rows
+from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
 from sglang_chunk_cache.host import refusals
 from sglang_chunk_cache.host.runtime import create_runtime
 from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
@@ -104,6 +104,21 @@ def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
     with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "draft_on_gpu": true'):
         refusals.check_draft(parse_config({}), algorithm, "cuda")
     refusals.check_draft(tiers, "NGRAM", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "window", "what"),
+    [
+        ({}, None, None),
+        ({"speculative_algorithm": "NGRAM"}, None, "speculative decoding"),
+        ({"enable_mixed_chunk": True}, None, "a batch that mixes prefill and decoding"),
+        ({}, 4096, "attention in a sliding window"),
+    ],
+)
+def test_what_needs_all_tokens_while_it_decodes(flags, window, what):
+    found = what_keeps_all(ServerArgs(model_path="none", **flags), SimpleNamespace(sliding_window_size=window))
+    assert (found or "").startswith(what or "")
+    assert bool(found) == bool(what)
 
 
 def test_what_several_tokenizer_workers_cannot_have():

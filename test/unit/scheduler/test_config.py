@@ -33,6 +33,7 @@ def test_every_field_can_be_given() -> None:
         "refresh_uses": 2,
         "verify_share": 0.1,
         "verify_file": "quality.json",
+        "keep_tokens": 1024,
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,

@@ -46,6 +46,7 @@ def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
         "options": options,
         "explain": draw(st.booleans()),
         "answer_tokens": draw(st.integers(0, 300)),
+        "keep_tokens": draw(st.integers(0, 2000)),
     }
     dropped = draw(st.sets(st.sampled_from(sorted(set(value) - ({"method"} if options else set())))))
     if options.get("alpha"):
@@ -134,11 +135,19 @@ BAD = [
     ([], f"{P}: [] is not an object; "),
     ("{}", f"{P}: '{{}}' is not an object; "),
     (True, f"{P}: True is not an object; "),
-    ({"span": []}, f"{P}: unknown key 'span'; known keys: spans, mode, method, ratio, options, explain, answer_tokens"),
+    ({"span": []}, f"{P}: unknown key 'span'; known keys: {', '.join(KEYS)}"),
     ({"answer_tokens": -1}, f"{P}.answer_tokens: -1 is not a number of tokens; give an integer from 0"),
     ({"answer_tokens": 1.0}, f"{P}.answer_tokens: 1.0 is not a number of tokens; "),
     ({"answer_tokens": True}, f"{P}.answer_tokens: True is not a number of tokens; "),
     ({"answer_tokens": 2**31}, f"{P}.answer_tokens: 2147483648 is not a number of tokens; "),
+    ({"keep_tokens": -1}, f"{P}.keep_tokens: -1 is not a number of tokens; give an integer from 0"),
+    ({"keep_tokens": None}, f"{P}.keep_tokens: None is not a number of tokens; "),
+    ({"keep_tokens": 2**31}, f"{P}.keep_tokens: 2147483648 is not a number of tokens; "),
+    (
+        {"spans": [[10, 90]], "keep_tokens": 42},
+        f"{P}.keep_tokens: 42, and 42 tokens are kept in any case: what stands in front of the first chunk and "
+        "behind the last, and the last 32; give more, or 0 to keep all",
+    ),
     ({"answer_tokens": 101}, f"{P}.answer_tokens: 101, and 100 tokens stand behind the last chunk; "),
     (
         {"spans": [[0, 90]], "answer_tokens": 11},

@@ -1,0 +1,81 @@
+"""Prompts of which decoding keeps a part, or all, packed into slots of their own.
+
+`CASES`: those of `exactness.cases` with every marked prompt packed whole, which must equal stock SGLang, and
+`small`, whose prompts really lose tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chunk_cache.kept_tokens import KeptTokens, droppable
+from exactness import cases
+from local_scheduler import LocalScheduler, Request
+
+KEEP = 100
+"""Slots per prompt in the case `small`."""
+
+
+class Session(cases.Session):
+    """Every marked request asks for what packs it whole."""
+
+    num_packed = 0
+
+    def __init__(self, local: LocalScheduler, *, is_ours: bool) -> None:
+        super().__init__(local, is_ours=is_ours)
+        if is_ours:
+            from sglang_chunk_cache.host import radix_cache
+
+            self._module, self._plan = radix_cache, radix_cache.plan_kept
+            radix_cache.plan_kept = _plan_all
+            self._count_packed(local.cache.chunks.assembler)
+
+    def request(self, prompt: cases.Prompt, **fields: Any) -> Request:
+        fields["options"] = {"keep_tokens": len(prompt.ids), **fields.get("options", {})}
+        return super().request(prompt, **fields)
+
+    def _count_packed(self, assembler: Any) -> None:
+        vars(assembler).pop("pack", None)  # of the case before
+        pack = assembler.pack
+
+        def counted(*args: Any) -> None:
+            self.num_packed += 1
+            pack(*args)
+
+        assembler.pack = counted
+
+    def drop(self) -> None:
+        """From here on prompts lose tokens."""
+        self._module.plan_kept = self._plan
+
+
+def _plan_all(spans: Any, keep_tokens: int | None, prompt_len: int) -> KeptTokens | None:
+    begin, end = droppable(spans, prompt_len)
+    return KeptTokens(begin, end, end - begin) if keep_tokens and begin < end else None
+
+
+def case_small(s: Session) -> list[tuple[list[int], list[list[int]], Any]]:
+    """Prompts with their spans and replies: computed whole, then fused at ratio 1.0 and together."""
+    s.drop()
+    a, b, c = s.chunks(60, 45, 70)
+    first = s.prompt([a, b, c], question=20)
+    second = s.prompt([c, a], question=40)
+    third = s.prompt([b, a, c]).chunk(a)  # text between chunks, and none behind the last
+    found = []
+    for prompts in ([first], [second, first], [third, second, first]):
+        requests = [s.request(one, options={"keep_tokens": KEEP}, max_new_tokens=8) for one in prompts]
+        replies = s.local.generate(requests)
+        found += [(one.ids, one.spans, reply) for one, reply in zip(prompts, replies, strict=True)]
+    return found
+
+
+def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
+    def run(s: Session) -> None:
+        case(s)
+        assert s.num_packed or not s.is_ours, "nothing was packed"
+
+    return run
+
+
+CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {"small": case_small}
