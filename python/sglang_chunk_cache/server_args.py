@@ -159,8 +159,9 @@ def _check_target(args: ChunkCacheArgs) -> None:
         return
     if not config.verify_share:
         refuse('--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: what is it to go by?')
-    if config.alpha:
-        refuse('--chunk-cache-target moves ratios, and "alpha" in --chunk-cache-config replaces them; drop one.')
+    budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
+    for name in (name for name, value in budgets.items() if value):
+        refuse(f'--chunk-cache-target moves ratios, and "{name}" in --chunk-cache-config replaces them; drop one.')
 
 
 # The command line.

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, show, user_error
-from chunk_cache.methods.options import ALPHA, layer_numbers
+from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, show, user_error
+from chunk_cache.methods import METHODS
+from chunk_cache.methods.options import ALPHA, Options, OptionValue, layer_numbers
 from chunk_cache.selector_config import SelectorConfig, parse_selector
 from chunk_cache.tier_config import TierConfig, parse_tiers, shown_url
 from chunk_cache.victims import AGEING, EVICTIONS
@@ -19,6 +20,7 @@ MODELS = ("checked", "listed")
 SYSTEM_PROMPTS = ("any", "same")
 REMEMBER = ("misses", "contexts")
 STATISTICS_LAYERS = ("sampled", "all", "none")
+STATISTICS_HEADS = ("sampled", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,11 @@ class Config:
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
 
+    statistics_heads: str = "sampled"
+    """Query heads whose attention that is: one of `STATISTICS_HEADS`."""
+    options: Options = ()
+    """Parameters of methods, where a request leaves them out: each counts for every method that has it."""
+
     def layers_with_statistics(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a model that statistics are taken at; those it does not have are left out."""
         if self.statistics_layers == "none":
@@ -96,6 +103,7 @@ class Config:
 def describe(config: Config) -> dict[str, Any]:
     """All keys and values, for logs and replies: without the user and password of a store."""
     found = asdict(config)
+    found["options"] = dict(config.options)
     if config.tiers is not None and config.tiers.remote is not None:
         found["tiers"]["remote"]["url"] = shown_url(config.tiers.remote.url)
     return found
@@ -124,6 +132,7 @@ _CHOICES = {
     "eviction": EVICTIONS,
     "remember": REMEMBER,
     "system_prompts": SYSTEM_PROMPTS,
+    "statistics_heads": STATISTICS_HEADS,
 }
 
 
@@ -172,6 +181,8 @@ def _check(key: str, value: object) -> object:
         return parse_selector(value, path)
     if key == "verify_file":
         return _check_file(value, path)
+    if key == "options":
+        return _check_options(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
@@ -191,6 +202,29 @@ def _check_file(value: object, path: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a file", "give the path of one, or null")
     return value
+
+
+def _check_options(value: object, path: str) -> Options:
+    """Each method checks those that it has, as it does with a request's."""
+    if not isinstance(value, Mapping):
+        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not an object", "give an object of options")
+    if ALPHA.name in value:
+        raise user_error(
+            ChunkCacheConfigError, f"{path}.{ALPHA.name}", "is a key of its own", "give it beside this object"
+        )
+    known = dict.fromkeys(option.name for method in METHODS.values() for option in method.options_schema)
+    for name in value:
+        if name not in known:
+            problem, remedy = f"unknown option {show(name)}", f"known options: {', '.join(known)}"
+            raise user_error(ChunkCacheConfigError, f"{path}.{name}", problem, remedy)
+    checked: dict[str, OptionValue] = {}
+    for method in METHODS.values():
+        own = {option.name for option in method.options_schema}
+        try:
+            checked.update(method.check_options({name: one for name, one in value.items() if name in own}, path))
+        except ChunkCacheRequestError as error:
+            raise ChunkCacheConfigError(str(error)) from None
+    return tuple(sorted(checked.items()))
 
 
 def _check_layers(value: object, path: str) -> str | tuple[int, ...]:

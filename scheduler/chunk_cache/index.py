@@ -116,7 +116,7 @@ class ChunkIndex:
         self.max_path_tokens = max_path_tokens
         self.counters = IndexCounters()
         self._by_key: dict[bytes, list[Variant]] = {}
-        self._order = victim_order(eviction)
+        self._order = victim_order(eviction, ageing)
         self._ageing = ageing
         self._prefers_prepared = prefers_prepared
         self._num_derived = 0

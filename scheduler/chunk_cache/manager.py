@@ -229,6 +229,7 @@ class ChunkManager:
             opts=opts,
             default_method=method,
             default_ratio=self._ratio if ratio is None else ratio,
+            default_options=self.config.options,
             prompt_len=prompt_len,
             prefix_len=prefix_len,
             max_prefix_len=max_prefix_len,

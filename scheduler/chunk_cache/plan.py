@@ -27,7 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from chunk_cache.index import Lookup
-from chunk_cache.methods import METHODS, STAND_IN, Method, Ranking, Rows, Stage
+from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Rows, Stage
 from chunk_cache.methods.options import SHIFT
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import share_to_fix
@@ -217,6 +217,7 @@ def make_plan(
     opts: RequestOptions,
     default_method: str,
     default_ratio: float,
+    default_options: Options = (),
     prompt_len: int,
     prefix_len: int,
     max_prefix_len: int,
@@ -235,7 +236,7 @@ def make_plan(
 
     Args:
         opts: the request; its spans lie within the prompt.
-        default_method, default_ratio: the server's, used where the request names none.
+        default_method, default_ratio, default_options: the server's, used where the request names none.
         prefix_len: exact prefix, whole pages.
         max_prefix_len: last position up to which anything may be brought in; the prompt's last token is always
             computed, whatever it says.
@@ -261,6 +262,7 @@ def make_plan(
     assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
     limit = min(max_prefix_len, prompt_len - 1)
     method = METHODS[opts.method or default_method]
+    opts = _with_defaults(opts, method, default_options)
     ratio = method.effective_ratio(opts.ratio, default_ratio)
     stood_in_for = None
     if selector_reason is not None and 0.0 < ratio < 1.0:
@@ -291,6 +293,12 @@ def make_plan(
     load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
+    budgets = None
+    num_tokens = None if opts.ratio is not None else method.tokens_per_chunk(opts.options)
+    if budget_alpha is not None:
+        budgets = [_budget(chunk, ratio) for chunk in chunks]
+    elif num_tokens is not None:
+        budgets = [min(1.0, num_tokens / max(1, chunk.num_reused)) for chunk in chunks]
     choose = partial(
         choose_rows,
         chunks,
@@ -300,14 +308,14 @@ def make_plan(
         load_end=load_end,
         ratio=ratio,
         prompt_len=prompt_len,
-        budgets=None if budget_alpha is None else [_budget(chunk, ratio) for chunk in chunks],
+        budgets=budgets,
     )
     chosen = choose(method=method, opts=opts)
     if max_unknown_rows is not None and chosen.selection is not None and chosen.num_rows > max_unknown_rows:
         stood_in_for, method, opts = "too_many_rows", *_stand_in(opts)
         chosen = choose(method=method, opts=opts)
     num_reused = sum(chunk.num_reused for chunk in chunks)
-    if budget_alpha is not None:
+    if budgets is not None:
         ratio = chosen.num_recomputed / num_reused if num_reused else 0.0
     return RecomputePlan(
         prompt_len=prompt_len,
@@ -324,6 +332,13 @@ def make_plan(
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
     )
+
+
+def _with_defaults(opts: RequestOptions, method: Method, defaults: Options) -> RequestOptions:
+    """The request with the server's options of its method."""
+    if not defaults:
+        return opts
+    return replace(opts, options=tuple(sorted(method.with_defaults(dict(opts.options), defaults).items())))
 
 
 def _stand_in(opts: RequestOptions) -> tuple[Method, RequestOptions]:

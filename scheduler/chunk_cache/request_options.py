@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from chunk_cache.errors import request_error, show
 from chunk_cache.kept_tokens import check_room
 from chunk_cache.methods import Options, OptionValue, find_method
-from chunk_cache.methods.options import ALPHA
+from chunk_cache.methods.options import BUDGETS
 from chunk_cache.types import Span
 
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
@@ -63,7 +63,12 @@ class RequestOptions:
 
 
 def parse_request(
-    value: object, *, path: str = DEFAULT_PATH, num_tokens: int | None = None, default_method: str | None = None
+    value: object,
+    *,
+    path: str = DEFAULT_PATH,
+    num_tokens: int | None = None,
+    default_method: str | None = None,
+    default_options: Options = (),
 ) -> RequestOptions:
     """Check what a client sent.
 
@@ -73,6 +78,7 @@ def parse_request(
         num_tokens: length of the prompt when it is known; spans must end within it.
         default_method: the server's method, which checks `options` when the request names none, and is then
             written into the result, because options mean nothing without their method.
+        default_options: the server's, which the request's must fit.
 
     Raises:
         ChunkCacheRequestError: anything that is not in the contract.
@@ -83,10 +89,8 @@ def parse_request(
         if key not in KEYS:
             raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
-    options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method)
-    if "ratio" in value and dict(options).get(ALPHA.name):
-        problem = "given beside a ratio, which says the same budget"
-        raise request_error(f"{path}.options.{ALPHA.name}", problem, "give one of them")
+    options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method, default_options)
+    _check_budget(options, f"{path}.options", has_ratio="ratio" in value)
     opts = RequestOptions(
         spans=_parse_spans(value.get("spans", []), f"{path}.spans"),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
@@ -204,14 +208,23 @@ def _parse_count(value: object, path: str) -> int:
     return value
 
 
-def _parse_options(value: object, path: str, method: str | None) -> Options:
+def _check_budget(options: Options, path: str, *, has_ratio: bool) -> None:
+    given = [option.name for option in BUDGETS if dict(options).get(option.name)]
+    if given and has_ratio:
+        problem = "given beside a ratio, which says the same budget"
+        raise request_error(f"{path}.{given[0]}", problem, "give one of them")
+
+
+def _parse_options(value: object, path: str, method: str | None, defaults: Options) -> Options:
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
     if not value:
         return ()
     if method is None:
         raise request_error(path, "given without a method", 'name the method they belong to in "method"')
-    return find_method(method, path).check_options(value, path)
+    found = find_method(method, path)
+    checked = found.check_options(found.with_defaults(value, defaults), path)
+    return tuple((name, one) for name, one in checked if name in value)
 
 
 def _parse_bool(value: object, path: str) -> bool:

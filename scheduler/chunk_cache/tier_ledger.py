@@ -59,7 +59,7 @@ class TierLedger:
     Args:
         max_bytes: of all entries, those being written or leaving included; None = unbounded.
         eviction: one of `victims.EVICTIONS`.
-        ageing: the age grows by it when `max_bytes` have been evicted.
+        ageing: the age grows by it when `max_bytes` have been evicted; 0 = there is no age.
     """
 
     def __init__(self, max_bytes: int | None, eviction: str = "lru", ageing: float = AGEING) -> None:
@@ -209,7 +209,7 @@ class TierLedger:
             self._take_out(entry, "evictions")
             victims.append(entry.entry_id)
             self._counters["evicted_bytes"] += entry.num_bytes
-            if self._ageing is not None:
+            if self._ageing:
                 self.age = max(self.age, rank[0]) + self._ageing * entry.num_bytes / self._limit
         return tuple(victims)
 

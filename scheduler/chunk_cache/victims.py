@@ -5,7 +5,7 @@
                      last use. The age is at least the worth of the last victim, and grows when the store that holds
                      the KV is turned over. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that of LFU with
                      dynamic aging, Arlitt et al. 2000: without it a newcomer goes before anything that was ever used,
-                     and what was popular once stays for ever.)
+                     and what was popular once stays for ever.) With an ageing of 0 there is no age, as in the paper.
 
 The owner says `add`, `touch` and `remove`; `first` names the victim. No wall clock, so every rank agrees.
 """
@@ -131,17 +131,23 @@ class LruOrder:
 
 
 class FrequencyOrder:
-    """See the head of this file; every operation is O(log variants), amortised. `age` never falls."""
+    """See the head of this file; every operation is O(log variants), amortised. `age` never falls.
 
-    def __init__(self) -> None:
+    Args:
+        is_aged: whether there is an age.
+    """
+
+    def __init__(self, *, is_aged: bool = True) -> None:
         self.age = 0.0
+        self._is_aged = is_aged
         self._current: dict[int, tuple[_Entry, Variant]] = {}
         # With entries that are no longer current, dropped when they come to the top; they keep no variant alive.
         self._heap: list[_Entry] = []
 
     def advance_age(self, amount: float) -> None:
         assert amount >= 0.0, f"the age falls by {-amount}"
-        self.age += amount
+        if self._is_aged:
+            self.age += amount
 
     def __len__(self) -> int:
         return len(self._current)
@@ -181,7 +187,8 @@ class FrequencyOrder:
         del self._current[variant.variant_id]
 
     def forget(self, variant: Variant) -> None:
-        self.age = max(self.age, self.worth(variant))
+        if self._is_aged:
+            self.age = max(self.age, self.worth(variant))
         self.remove(variant)
 
     def first(self) -> Variant:
@@ -216,7 +223,7 @@ EVICTIONS = ("lru", "frequency-reuse")
 """Names of the orders in `--chunk-cache-config`."""
 
 
-def victim_order(eviction: str) -> VictimOrder:
+def victim_order(eviction: str, ageing: float = AGEING) -> VictimOrder:
     """A new order by its name, one of `EVICTIONS`."""
     assert eviction in EVICTIONS, f"unknown eviction {eviction!r}"
-    return LruOrder() if eviction == "lru" else FrequencyOrder()
+    return LruOrder() if eviction == "lru" else FrequencyOrder(is_aged=ageing > 0.0)

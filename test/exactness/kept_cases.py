@@ -1,7 +1,7 @@
 """Prompts of which decoding keeps a part, or all, packed into slots of their own.
 
-`CASES`: those of `exactness.cases` with every marked prompt packed whole, which must equal stock SGLang, and
-`small`, whose prompts really lose tokens.
+`CASES`: those of `exactness.cases` with every marked prompt packed whole, which must equal stock SGLang, and two whose
+prompts really lose tokens.
 """
 
 from __future__ import annotations
@@ -70,6 +70,24 @@ def case_small(s: Session) -> list[tuple[list[int], list[list[int]], Any]]:
     return found
 
 
+def case_frees(s: Session) -> list[tuple[int, int, int]]:
+    """Of a packed request at every step: its slots, its tokens behind the prompt, slots that it keeps from eviction."""
+    s.drop()
+    chunks = s.chunks(60, 45, 70)
+    s.prime(chunks)
+    request = s.request(s.prompt(chunks[::-1]), options={"keep_tokens": KEEP}, max_new_tokens=8)
+    found = []
+
+    def on_step(step: int) -> list[Any] | None:
+        for req in s.local.scheduler.running_batch.reqs:
+            if req.doc_chunk_request.is_packed and not req.finished():
+                found.append((req.kv.kv_allocated_len, len(req.output_ids), s.local.cache.protected_size()))
+        return [s.local.prepare(request)] if step == 0 else None if found else []
+
+    s.local.run(on_step)
+    return found
+
+
 def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
     def run(s: Session) -> None:
         case(s)
@@ -78,4 +96,4 @@ def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
     return run
 
 
-CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {"small": case_small}
+CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {"small": case_small, "frees": case_frees}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunk_cache.methods import METHODS
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply, Request
 
@@ -50,6 +51,9 @@ RECIPES = [
     recipe("epic", 0.34, **GROUPING),
     recipe("epic", 0.34, group_size=8, group_threshold=5),
     recipe("epic", 0.5, focus_window=2),
+    recipe("lego-link", 0.3),
+    recipe("lego-link", None, ends=3),
+    recipe("lego-link", 0.4, focus_window=1, **GROUPING),
     recipe("random", 0.3, seed=7),
     recipe("random", 0.4, **GROUPING),
     recipe("random", 0.5, focus_window=1),
@@ -70,6 +74,7 @@ RECIPES = [
     recipe("cacheblend", 0.95),
     recipe("cacheblend", 0.3, top_k="chunk"),
     recipe("cacheblend", 0.2, shift=0),
+    recipe("cacheblend", 0.3, deviation="v"),
     recipe("cacheblend", 0.3, first_ratio=3.0, last_ratio=0.5, filter_share=1.0),
     recipe("cacheblend", 0.3, first_ratio=3.0, last_ratio=0.5, filter_share=1.0, check_layer=2, top_k="chunk"),
     recipe("cacheblend", 0.4, **GROUPING),
@@ -92,6 +97,8 @@ RECIPES = [
     recipe("fusionrag", 0.3, layers="all"),
     recipe("fusionrag", 0.3, layers=[0, 2]),
     recipe("fusionrag", 0.3, top_k="chunk"),
+    recipe("infoflow", 0.2),
+    recipe("infoflow", 0.4, layers="all", top_k="chunk", focus_window=1, **GROUPING),
     recipe("fusionrag", 0.4, **GROUPING),
     recipe("fusionrag", 0.4, focus_window=2),
     recipe("fusionrag", 0.4, layers="all", focus_window=1, top_k="chunk", **GROUPING),
@@ -115,7 +122,7 @@ SELECTOR_RECIPES = [
 ]
 """With scores that `local_scheduler` sends in the place of the selector's process."""
 
-SELECTING = ["random", "epic", "h2o", "cache-craft", "cacheclip", "cacheblend", "a3", "fusionrag", "question-drift"]
+SELECTING = [method.name for method in METHODS.values() if method.name not in ("full", "full-reuse")]
 
 
 def _options(prompt: Prompt, one: Recipe | None, answer_tokens: int = 0) -> dict[str, Any] | None:
@@ -186,7 +193,7 @@ def case_many_prompts(s: Session) -> list[Run]:
     recorder.prime(20)
     rng = s.rng
     for _ in range(120):
-        method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "fusionrag"])
+        method = rng.choice(["h2o", "cache-craft", "cacheblend", "cacheblend", "a3", "a3", "fusionrag", "infoflow"])
         prompt = recorder.prompt(has_misses=True)
         answer = rng.randrange(len(prompt.ids) - prompt.spans[-1][1] + 1) if rng.random() < 0.3 else 0
         recorder.send((prompt, random_recipe(rng, method, s.local)), answer_tokens=answer)
@@ -261,14 +268,16 @@ def random_recipe(rng: Any, method: str, local: Any) -> Recipe:
         )
     if rng.random() < 0.3:
         options["focus_window"] = rng.choice([1, 2, 3])
-    if method in ("cacheclip", "cacheblend", "a3", "fusionrag") and rng.random() < 0.3:
+    if method in ("cacheclip", "cacheblend", "a3", "fusionrag", "infoflow") and rng.random() < 0.3:
         options["top_k"] = "chunk"
     if method in ("cacheblend", "a3") and rng.random() < 0.4:
         # At layer 0 nothing deviates, so CacheBlend would choose by rounding.
         options["check_layer"] = rng.randrange(1 if method == "cacheblend" else 0, num_layers)
     if method == "cacheblend" and rng.random() < 0.5:
         options |= {"first_ratio": rng.uniform(1, 4), "last_ratio": rng.uniform(0.2, 1), "filter_share": rng.random()}
-    if method == "fusionrag" and rng.random() < 0.5:
+    if method == "cacheblend" and rng.random() < 0.3:
+        options["deviation"] = "v"
+    if method in ("fusionrag", "infoflow") and rng.random() < 0.5:
         layers: Sequence[int] = sorted(rng.sample(range(num_layers), rng.randrange(1, num_layers)))
         options["layers"] = rng.choice(["all", list(layers)])
     ratio: float | None = rng.choice([0.02, 0.1, 0.15, 0.3, 0.5, 0.8])

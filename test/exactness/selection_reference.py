@@ -195,6 +195,8 @@ class Store:
         in_tree = (len(ids) + 1) // self.page_size * self.page_size  # the answers of the cases have two tokens
         if not run.hits and end > in_tree and tuple(ids[start:end]) in self._chunks:
             return  # the end of its path is not stored, and the chunk is
+        if run.hits and self.page_size == 1 and tuple(ids[start:end]) in self._chunks:
+            return  # another request of its batch has stored it meanwhile
         mean = np.mean([run.mean_weights[layer] for layer in self._statistics_layers], axis=0)
         rows = mean[start:end]
         earlier = [other for other in spans if other[1] <= start]
@@ -359,6 +361,8 @@ class _Execution:
 
     def _budget(self, hit: Hit) -> float:
         """The share of a chunk that is recomputed, of a method that chooses before the forward."""
+        if self.options_given.get("ends"):
+            return min(1.0, 2 * self.options_given["ends"] / len(hit.positions))
         if not self.options_given.get("alpha"):
             return self.ratio
         self._stored(hit)
@@ -383,6 +387,8 @@ class _Execution:
                 chunk_key=key,
             )
             return [float(i in drawn) for i in range(len(hit.positions))]
+        if self.method.name == "lego-link":  # in turns one of the front and one of the end
+            return [-2.0 * min(i, len(hit.positions) - 1 - i + 0.5) for i in range(len(hit.positions))]
         return [0.0] * len(hit.positions)  # the first tokens
 
     # During the forward.
@@ -396,6 +402,8 @@ class _Execution:
         scores = self._deviation(forward) if self.method.name == "cacheblend" else {}
         if self.method.name == "a3" and layer == check_layer:
             scores = self._attended(forward)
+            # Equation 4: the attention of this layer reads true K and V of all rows, those that leave included.
+            _, self.k[layer, forward.rows], self.v[layer, forward.rows] = forward.project()
         kept: frozenset[int] = frozenset()
         for segment in segments:
             count = self.method.layer_counts(len(segment), self.ratio, self.model.num_layers, self.options)[layer]
@@ -413,7 +421,9 @@ class _Execution:
         """CacheBlend section 4.3: squared distance of the new K and V from the reused ones, over all heads."""
         _, k, v = forward.project()
         old_k, old_v = self.k[forward.layer, forward.rows], self.v[forward.layer, forward.rows]
-        deviation = ((k - old_k) ** 2).sum(axis=(1, 2)) + ((v - old_v) ** 2).sum(axis=(1, 2))
+        deviation = ((v - old_v) ** 2).sum(axis=(1, 2))
+        if self._option("deviation") == "kv":
+            deviation += ((k - old_k) ** 2).sum(axis=(1, 2))
         return {p: float(d) for p, d in zip(forward.rows.tolist(), deviation, strict=True) if p in self.reused}
 
     def _attended(self, forward: Forward) -> Scores:
@@ -427,14 +437,19 @@ class _Execution:
         return {p: float(mass[p]) for p in self.reused}
 
     def _ask(self, segments: list[frozenset[int]], budgets: list[int]) -> frozenset[int]:
-        """FusionRAG section 3.2: a first pass over the reused cache, of all that no method may drop."""
+        """FusionRAG section 3.2: a first pass over the reused cache, of all that no method may drop.
+
+        For InfoFlow KV by squares: the square of the norm over question, heads and layers.
+        """
         forward = Forward(self.model, self.ids, self.k, self.v, sorted(self.always))
         scored_layers = self.method.scored_layers(self.options, self.model.num_layers)  # type: ignore[attr-defined]
         mass = np.zeros(len(self.ids))
         for layer in range(self.model.num_layers):
             weights = forward.attend()
             if layer in scored_layers:
-                mass += weights[np.isin(forward.rows, self.question)].mean(axis=1).sum(axis=0)
+                weights = weights[np.isin(forward.rows, self.question)]
+                weights = weights**2 if self.method.name == "infoflow" else weights
+                mass += weights.mean(axis=1).sum(axis=0)
         scores = {p: float(mass[p]) for p in self.reused}
         self.result.scores_at[BEFORE_LAYERS] = scores
         chosen: frozenset[int] = frozenset()
@@ -500,8 +515,8 @@ class _Execution:
         self._focused_sets.append(focused_chunks(self._chunk_mass.tolist()))
         window = self._option("focus_window")
         layer = forward.layer - 1
-        # Never before layer w; layers count from 0 here and from 1 in the paper, where it may settle one layer earlier.
-        if layer < window or layer + 1 == self.model.num_layers or len(set(self._focused_sets[-window:])) > 1:
+        # Line 11: never before layer w, which counts from 1 in the paper and from 0 here.
+        if layer + 1 < window or layer + 1 == self.model.num_layers or len(set(self._focused_sets[-window:])) > 1:
             return
         self.result.settled_at = layer
         self.result.focused = self._focused_sets[-1]
@@ -515,7 +530,7 @@ def _ranks(statistic: Array) -> list[float]:
 
 
 def focused_chunks(mass: Sequence[float]) -> frozenset[int]:
-    """Lines 4 to 9 of Cache-Craft's algorithm 1: the chunks above the first large step of the sorted masses.
+    """Lines 4 to 9 of Cache-Craft's algorithm 1: the chunks above the step whose entropy is the largest, but the first.
 
     All chunks where there are at most two, or where all masses are the same.
     """
@@ -528,5 +543,5 @@ def focused_chunks(mass: Sequence[float]) -> frozenset[int]:
     p = [d / total for d in diff]
     h = [-sum(p[j] * math.log(p[j]) for j in range(i + 1) if p[j] > 0) for i in range(k - 1)]
     gains = [h[i + 1] - h[i] for i in range(k - 2)]
-    num_focused = gains.index(max(gains)) + 1
+    num_focused = gains.index(max(gains)) + 2  # gains[i] is the entropy of diff[i + 1], behind i + 2 chunks
     return frozenset(order[:num_focused])

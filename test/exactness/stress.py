@@ -164,7 +164,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
         if rng.random() < 0.2:
             behind = len(prompt.ids) - (prompt.spans[-1][1] if prompt.spans else 0)
             options["answer_tokens"] = rng.randrange(behind + 1)
-        if prompt.spans and may_drop and more.random() < 0.3:
+        if prompt.spans and may_drop and more.random() < 0.2:
             begin, end = droppable(prompt.spans, len(prompt.ids))
             most = max(len(prompt.ids) - (end - begin) + 1, more.randrange(20, len(prompt.ids) + 40))
             options["keep_tokens"] = most if begin < end else len(prompt.ids)
@@ -192,7 +192,7 @@ def equals_stock(options: dict[str, Any] | None) -> bool:
         return False
     if options.get("mode") in ("exact", "off"):
         return True
-    if (options.get("options") or {}).get("alpha"):
+    if any((options.get("options") or {}).get(name) for name in ("alpha", "ends")):
         return False
     method = METHODS.get(options.get("method", ""))
     ratio = options.get("ratio")

@@ -54,6 +54,17 @@ def test_dropped_tokens_are_not_seen(config: Config) -> None:
     assert any(reply.info["reused_tokens"] for _, _, reply in found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slots_that_are_not_needed_are_free(page_size: int) -> None:
+    found = run_cases(Config(page_size=page_size), is_ours=True, names=["frees"], module=MODULE)["frees"]
+    assert not isinstance(found, str), found
+    assert found
+    for num_slots, num_decoded, num_protected in found:
+        assert num_slots <= KEEP + num_decoded + 1
+        assert num_protected == 0, "what is in the prefix cache may be evicted"
+
+
 def decode(model: Decoder, ids: list[int], spans: list[list[int]], answer: list[int], *, num_whole: int) -> list[Array]:
     """Log-probabilities of each token of the answer; the first `num_whole` decoding steps see all."""
     total = len(ids) + len(answer)

@@ -36,6 +36,8 @@ def check(seed: int, num: int) -> None:
     assert counts["retracted_fused"] >= (num / 200 if config.force_retract else 0)
     assert counts["equal to stock"] > num / 5
     assert counts["preparing"] > num / 50
+    keeps_all = config.kind == "gemma3" or dict(config.server).get("enable_mixed_chunk")
+    assert counts["packed"] > (0 if keeps_all else num / 50) or keeps_all
     # One that loads layer by layer may have no idle turn.
     assert counts["verified"] or config.loading or not dict(config.options).get("verify_share")
     assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)

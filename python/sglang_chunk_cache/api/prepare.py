@@ -169,7 +169,13 @@ def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, 
     marked = None if text is None else _split(text, args.separator, path, tags)
     if raw is _ABSENT:
         return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
-    opts = parse_request(raw, path=opts_path, num_tokens=None if ids is None else len(ids), default_method=args.method)
+    opts = parse_request(
+        raw,
+        path=opts_path,
+        num_tokens=None if ids is None else len(ids),
+        default_method=args.method,
+        default_options=args.parsed_config.options,
+    )
     if opts.spans and marked is not None:
         raise request_error(
             f"{opts_path}.spans", f"{path} has separators {args.separator!r} too", "mark chunks in one of the two ways"

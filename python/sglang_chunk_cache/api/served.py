@@ -7,11 +7,12 @@ between layers, which drafts of EAGLE (made from the hidden state of every row) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from chunk_cache.config import Config
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from chunk_cache.methods import METHODS, Options, Stage
+from chunk_cache.methods import METHODS, Method, Options, OptionValue, Stage
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import is_selecting
 from sglang_chunk_cache.kv.step import most_unknown_rows
@@ -29,15 +30,15 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
     if opts.keep_tokens and (what := what_keeps_all(manager.server_args, manager.model_config)) is not None:
         problem = f"{what} needs the keys and values of all tokens"
         raise request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
-    if opts.method is None and not opts.options:
+    if opts.method is None:
         return
-    method = opts.method or args.method
+    method = opts.method
     num_layers = manager.model_config.num_hidden_layers
     needs_all = what_needs_all_rows(manager.server_args.speculative_algorithm)
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
-    _check(method, opts.options, num_layers, args.parsed_config, needs_all, path)
+    _check(method, dict(opts.options), num_layers, args.parsed_config, needs_all, path)
 
 
 def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
@@ -88,15 +89,35 @@ def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) 
         methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
     for method, flag in methods.items():
         try:
-            _check(method, (), num_layers, args.parsed_config, needs_all, "--chunk-cache")
+            _check(method, {}, num_layers, args.parsed_config, needs_all, "--chunk-cache")
         except ChunkCacheRequestError as error:
             refuse(f"{flag}: {error}.")
+    for one in METHODS.values():
+        options = tuple(one.with_defaults({}, args.parsed_config.options).items())
+        problem = _misfit(one, options, num_layers)
+        if problem is not None and _misfit(one, (), num_layers) is None:
+            refuse(f"{problem}.")
+
+
+def _misfit(method: Method, options: Options, num_layers: int) -> str | None:
+    """Why a model cannot be served with these options; None where it can."""
+    try:
+        method.check_model(options, num_layers, "--chunk-cache-config")
+    except ChunkCacheRequestError as error:
+        return str(error)
+    return None
 
 
 def _check(
-    method_name: str, options: Options, num_layers: int, config: Config, needs_all: str | None, path: str
+    method_name: str,
+    given: Mapping[str, OptionValue],
+    num_layers: int,
+    config: Config,
+    needs_all: str | None,
+    path: str,
 ) -> None:
     method = METHODS[method_name]
+    options = tuple(method.with_defaults(given, config.options).items())
     method.check_model(options, num_layers, path)
     if method.statistic is not None and not config.layers_with_statistics(num_layers):
         problem = f"{method_name!r} ranks by statistics, which this server does not take"

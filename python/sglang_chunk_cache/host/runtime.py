@@ -118,7 +118,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     if is_latent(allocator.get_kvcache()):
         keep_latent_rows()
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
-    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache)
     manager = ChunkManager(

@@ -13,17 +13,19 @@ import torch
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
 from sglang_chunk_cache.kv.model import ModelLayers
-from sglang_chunk_cache.kv.statistics_taker import sampled_heads
+from sglang_chunk_cache.kv.statistics_taker import observed_heads
 from sglang_chunk_cache.server_args import refuse
 
 logger = logging.getLogger(__name__)
 
 
-def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
+def choose_kernel(
+    asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str = "sampled"
+) -> str:
     """The backend of our operations.
 
     Args:
-        asked: `kernel` of `--chunk-cache-config`.
+        asked, statistics_heads: `kernel` and `statistics_heads` of `--chunk-cache-config`.
 
     Raises:
         StartRefused: the one that was asked for by name does not agree with its definition.
@@ -32,7 +34,7 @@ def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLaye
     first = resolve_backend(asked, device, has_flashinfer=True)
     if device.type == "cpu":
         return first
-    shape = _shape_of(model_runner, kv_pool, layers)
+    shape = _shape_of(model_runner, kv_pool, layers, statistics_heads)
     for kernel in (first,) if asked != "auto" else dict.fromkeys((first, "torch")):
         failed = _failures(kernel, shape, device)
         if not failed:
@@ -60,7 +62,7 @@ def _told(result: Result) -> str:
     return f"{what} {result.failure or f'is wrong by {result.error:.1f} times what is allowed'}"
 
 
-def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers) -> ModelShape:
+def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str) -> ModelShape:
     layer, rotary = layers.attentions[0], layers.rotary
     return ModelShape(
         dtype=model_runner.dtype,
@@ -75,5 +77,5 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers) -> ModelShap
         q_stride=(layer.tp_q_head_num + layer.tp_k_head_num) * layer.qk_head_dim
         + layer.tp_v_head_num * layer.v_head_dim,
         window=max(layers.windows),
-        sampled_heads=len(sampled_heads(layer.tp_q_head_num)),
+        sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
     )

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def write_kv(kv_pool: Any, layer: RadixAttention, batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor) -> None:
-    """K and V `[num_rows, num_kv_heads, head_dim]` of all rows, into their slots; `k` and `v` stay as they are.
+def write_kv(kv_pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """K and V `[num_rows, num_kv_heads, head_dim]` of rows, into their `slots`; `k` and `v` stay as they are.
 
     All of them before any row attends: a row reads what rows in front of it wrote.
     """
     if k.dtype != kv_pool.dtype:  # such a pool scales what it is given in place, and some backends attend from it
         k, v = k.clone(), v.clone()
     scales = () if is_latent(kv_pool) else (layer.k_scale, layer.v_scale)
-    kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc[: len(k)], None), k, v, *scales)
+    kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, *scales)
 
 
 def is_latent(kv_pool: Any) -> bool:
@@ -146,7 +146,7 @@ class FusedRows:
         pool = self.kv_pool
         q, k = whole_rows(q, k, layer, parts)
         if save_kv_cache and k is not None:
-            write_kv(pool, layer, batch, k, v)
+            write_kv(pool, layer, batch.out_cache_loc[: len(k)], k, v)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),

@@ -131,5 +131,6 @@ class BackendRuns:
     ) -> torch.Tensor:
         """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`; `parts` go to the backend."""
         if save_kv_cache and k is not None:
-            write_kv(self._kv_pool, layer, batch, whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1], v)
+            whole_k = whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1]
+            write_kv(self._kv_pool, layer, batch.out_cache_loc[: len(k)], whole_k, v)
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)

@@ -4,9 +4,9 @@ Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forw
 (sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
-that `statistics_layers` names, by a few of the model's query heads: attention that is written out costs several
-times that of a kernel that keeps it to itself, and a few heads tell nearly what all do (docs/variants.md has the
-numbers). A token whose KV was found and not computed has no statistics.
+that `statistics_layers` names, by a few of the model's query heads unless `statistics_heads` says all: attention that
+is written out costs several times that of a kernel that keeps it to itself, and a few heads tell nearly what all do
+(docs/variants.md has the numbers). A token whose KV was found and not computed has no statistics.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 MAX_HEADS, NUM_HEADS = 4, 2
-"""Query heads that are looked at: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
+"""Query heads that are `sampled`: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
 
 
-def sampled_heads(num_heads: int) -> list[int]:
-    """Which query heads of a model are looked at, ascending."""
-    count = num_heads if num_heads <= MAX_HEADS else NUM_HEADS
+def observed_heads(num_heads: int, which: str = "sampled") -> list[int]:
+    """Which query heads of a model are looked at, ascending; `which` is one of `config.STATISTICS_HEADS`."""
+    count = num_heads if which == "all" or num_heads <= MAX_HEADS else NUM_HEADS
     return [i * num_heads // count for i in range(count)]
 
 
@@ -176,7 +176,9 @@ def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[i
 class StatisticsTaker:
     """See the head of this file."""
 
-    def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
+    def __init__(
+        self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto", heads: str = "sampled"
+    ) -> None:
         self._jobs = jobs
         self._kernel = kernel
         self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device)))
@@ -184,7 +186,8 @@ class StatisticsTaker:
         self._kv_pool = kv_pool
         group = get_tp_group()
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
-        self._num_sampled = 1
+        self._which_heads = heads
+        self._num_observed = 1
         self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
         self._row_lens: list[int] = []
         self._rows: list[_Rows] = []  # of each group, as long as the rows are the same
@@ -199,11 +202,13 @@ class StatisticsTaker:
         layers: Sequence[int],
         kv_pool: Any,
         kernel: str,
+        heads: str,
         computed: Sequence[tuple[int, int]],
     ) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`.
 
         Args:
+            heads: one of `config.STATISTICS_HEADS`.
             computed: per request, the positions within which this forward computes what is not reused.
         """
         if not layers:
@@ -222,7 +227,7 @@ class StatisticsTaker:
                 state.sums = ChunkSums(state.options.spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
             jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
-        return cls(jobs, layers, kv_pool, kernel) if jobs else None
+        return cls(jobs, layers, kv_pool, kernel, heads) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
         """Whether statistics are taken at this layer."""
@@ -273,19 +278,19 @@ class StatisticsTaker:
         """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
         if self._heads is None:
             first = layer.tp_q_head_num * self._tp_rank
-            sampled = sampled_heads(layer.tp_q_head_num * self._tp_size)
-            heads = [h - first for h in sampled if 0 <= h - first < layer.tp_q_head_num]
+            observed = observed_heads(layer.tp_q_head_num * self._tp_size, self._which_heads)
+            heads = [h - first for h in observed if 0 <= h - first < layer.tp_q_head_num]
             group = layer.tp_q_head_num // layer.tp_k_head_num
             both = np.array([heads, [h // group for h in heads]], dtype=np.int64)
             q_heads, kv_heads = upload([both], self._kv_pool.device)[0]
-            self._num_sampled, self._heads = len(sampled), (q_heads, kv_heads)
+            self._num_observed, self._heads = len(observed), (q_heads, kv_heads)
         return self._heads
 
     def finish(self) -> None:
-        """Hands the sums to the requests, averaged over the sampled heads of all ranks."""
+        """Hands the sums to the requests, averaged over the observed heads of all ranks."""
         if not self._is_observed:
             return  # the forward did not run the layers (it was replayed from a graph)
-        sums = Download(sum_over_ranks(self._total / self._num_sampled, self._tp_size))
+        sums = Download(sum_over_ranks(self._total / self._num_observed, self._tp_size))
         begins = itertools.accumulate((sum(job.sizes) for job in self._jobs), initial=0)
         for job, at in zip(self._jobs, begins, strict=False):
             assert job.state.sums is not None

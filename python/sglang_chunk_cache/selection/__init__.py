@@ -1,7 +1,7 @@
 """Selection during the forward: scorers (one file per method), the choice by score, and the executor that runs it.
 
     base        what a scorer sees of one request at one layer
-    cacheblend, a3, fusionrag
+    cacheblend, a3, fusionrag, infoflow, question_drift
                 scorers: `score(rows) -> [num_rows]` or `[kv_len]`, found by the name of their method
     choose      the best rows, windows and masks, without a host synchronisation
     focus       Cache-Craft's focused chunks

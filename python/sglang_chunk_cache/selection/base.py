@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from chunk_cache.methods import Options
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.rotary import RotarySpec
 
@@ -31,6 +32,7 @@ class RowsAtLayer:
         tp_size: ranks among which the heads are divided.
         rotary: of the keys of this layer; None where they carry no position.
         num_unrotated: dimensions of a key in front of those that `rotary` is about; with latent attention they are V.
+        options: of the method, as far as they are given.
         kernel: backend of the operations.
     """
 
@@ -48,6 +50,7 @@ class RowsAtLayer:
     tp_size: int
     rotary: RotarySpec | None = None
     num_unrotated: int = 0
+    options: Options = ()
     kernel: str = "auto"
 
     @property
@@ -75,14 +78,18 @@ class RowsAtLayer:
         keys[self.positions] = self.k.to(keys.dtype)
         return keys
 
-    def question_mass(self) -> torch.Tensor:
-        """`[kv_len]` fp32: column sums of softmax(q k) over the question, this rank's part of the mean over heads."""
+    def question_mass(self, *, squared: bool = False) -> torch.Tensor:
+        """`[kv_len]` fp32: column sums of softmax(q k), or of its squares, over the question.
+
+        This rank's part of the mean over heads.
+        """
         received, _ = attention_mass(
             self.question_q,
             self.keys(),
             self.question_positions,
             sm_scale=self.sm_scale,
             logit_cap=self.logit_cap,
+            squared=squared,
             backend=self.kernel,
         )
         return received / self.tp_size

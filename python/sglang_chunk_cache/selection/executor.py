@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.model import ModelLayers, cut_residual, cut_rows
-from sglang_chunk_cache.kv.rows import FusedRows, is_latent, whole_rows
+from sglang_chunk_cache.kv.rows import FusedRows, is_latent, whole_rows, write_kv
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress
 
@@ -214,10 +214,13 @@ class LayerwiseForward:
         layer_id = layer.layer_id
         began = time.perf_counter()
         q, k, v = self._cut(q, k, v, batch, [request.leave(layer_id) for request in self._requests])
-        chosen = [
-            request.select(layer_id, self._rows_at(i, q, k, v, layer)) if request.selects_at(layer_id) else None
-            for i, request in enumerate(self._requests)
-        ]
+        chosen: list[torch.Tensor | None] = []
+        for i, request in enumerate(self._requests):
+            selects = request.selects_at(layer_id)
+            chosen.append(request.select(layer_id, self._rows_at(i, q, k, v, layer)) if selects else None)
+            if selects and request.writes_all and save_kv_cache:
+                rows = self._row_range(i)
+                write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
         q, k, v = self._cut(q, k, v, batch, chosen)
         for i, request in enumerate(self._requests):
             if request.corrects:
@@ -235,10 +238,12 @@ class LayerwiseForward:
             if request.report is not None:
                 request.report.seconds += seconds
 
-    def _rows_at(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> RowsAtLayer:
+    def _row_range(self, i: int) -> slice:
         begin = sum(self.row_lens[:i])
-        rows = slice(begin, begin + self.row_lens[i])
-        pool = self._rows.kv_pool
+        return slice(begin, begin + self.row_lens[i])
+
+    def _rows_at(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> RowsAtLayer:
+        rows, pool = self._row_range(i), self._rows.kv_pool
         return RowsAtLayer(
             q=q[rows],
             k=k[rows],
@@ -254,6 +259,7 @@ class LayerwiseForward:
             tp_size=self._tp_size,
             rotary=self._layers.rotaries[layer.layer_id],
             num_unrotated=layer.v_head_dim if is_latent(pool) else 0,
+            options=self._requests[i].options,
             kernel=self._rows.kernel,
         )
 

@@ -1,14 +1,18 @@
-"""Focused chunks: Cache-Craft's early termination (section 3.3, algorithm 1).
+"""Focused chunks: Cache-Craft's early termination (section 3.2.2, algorithm 1).
 
 `focused_chunks` is one evaluation; `FocusTracker.update` collects the layers and says when the set has settled. All of
 it stays on the device.
 
     c_i      mass(U -> C_i) summed over the layers so far; sorted descending
     diff_i   c_(i) - c_(i+1);   p_i = diff_i / sum;   h_i = -sum_{j<=i} p_j log p_j
-    i*       argmax(h_{i+1} - h_i), the first one;   F = the i* largest chunks
+    i*       argmax(h_{i+1} - h_i), the first one;   F = the chunks in front of the step that this is the term of
 
-Where the paper is silent: two chunks or fewer, or no difference at all: F = all chunks; 0 log 0 = 0. The set is
-compared over the last `window` layers and never before layer `window`.
+Chunks and layers count from 1 here. h_{i+1} - h_i = -p_{i+1} log p_{i+1} is the term of diff_{i+1}, so F = the i* + 1
+largest chunks. Line 9 says "top i*", which is one fewer where indices count from 1, and two where they count from 0, as
+the sum of line 7 does; then of the masses 10, 9.5, 1, 0.9, 0.8 one or none were focused, instead of two. The set has
+settled at the first layer l >= `window` at which those of the last `window` layers are equal (line 11).
+
+Where the paper is silent: two chunks or fewer, or no difference at all: F = all chunks; 0 log 0 = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ def focused_chunks(mass: torch.Tensor) -> torch.Tensor:
     # argmax leaves open which of equal maxima it returns
     ranks = torch.arange(len(gain), device=mass.device)
     first = torch.where(gain == gain.max(), ranks, len(gain)).min()
-    num_focused = torch.where(total > 0, first + 1, num_chunks)
+    num_focused = torch.where(total > 0, first + 2, num_chunks)  # `first` counts from 0
     is_focused = torch.empty(num_chunks, dtype=torch.bool, device=mass.device)
     is_focused[order] = torch.arange(num_chunks, device=mass.device) < num_focused
     return is_focused
@@ -43,8 +47,8 @@ class FocusTracker:
         self._mass = torch.zeros(num_chunks, dtype=torch.float32, device=device)
         self._sets: list[torch.Tensor] = []
 
-    def update(self, layer_id: int, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Adds mass(U -> C_i) `[num_chunks]` of a layer.
+    def update(self, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Adds mass(U -> C_i) `[num_chunks]` of the next layer.
 
         Returns:
             Whether the set has settled (bool scalar on the device), and the set (bool `[num_chunks]`); None where it
@@ -52,7 +56,7 @@ class FocusTracker:
         """
         self._mass += mass
         self._sets = [*self._sets, focused_chunks(self._mass)][-self._window :]
-        if layer_id < self._window or len(self._sets) < self._window:
+        if len(self._sets) < self._window:
             return None
         last = self._sets[-1]
         settled = torch.stack([(other == last).all() for other in self._sets]).all()

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from chunk_cache.methods import METHODS, Stage
-from chunk_cache.methods.scored import QuestionMethod
+from chunk_cache.methods import METHODS, Options, Stage
+from chunk_cache.methods.scored import LayerMethod, QuestionMethod
 from chunk_cache.plan import RecomputePlan
 from sgl_kernel_ext.transfer import Download
 from sglang_chunk_cache.kv.choose import group_mask, keep_best, keep_where
@@ -146,6 +146,17 @@ class RequestProgress:
         return self._plan is not None and self._selection.stage is Stage.QUESTION
 
     @property
+    def options(self) -> Options:
+        """Of its method, as far as they are given."""
+        return () if self._plan is None else self._selection.options
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether rows that leave by score leave their K and V of that layer behind."""
+        method = None if self._plan is None else METHODS[self._selection.method]
+        return isinstance(method, LayerMethod) and method.writes_all
+
+    @property
     def num_rows(self) -> int:
         """Rows that are left."""
         return len(self.positions)
@@ -224,7 +235,7 @@ class RequestProgress:
         received = sum_over_ranks(rows.question_mass(), self._tp_size)
         running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
         before_start, before_end = running[self._tables.bounds]
-        found = self._focus.update(layer_id, (before_end - before_start).float())
+        found = self._focus.update((before_end - before_start).float())
         if found is None:
             return
         settled, is_focused = found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from chunk_cache.errors import request_error, show
 from chunk_cache.methods.options import (
     ALPHA,
     COMMON_OPTIONS,
+    GROUP_SIZE,
+    GROUP_THRESHOLD,
     ChoiceOption,
     Option,
     Options,
@@ -30,6 +32,7 @@ from chunk_cache.methods.options import (
     check_options,
 )
 
+ValueT = TypeVar("ValueT")
 Rows: TypeAlias = npt.NDArray[np.int64]
 Ranking: TypeAlias = npt.NDArray[np.float32]
 
@@ -136,6 +139,20 @@ class Method:
             return (default if ratio is None else None) or None
         assert isinstance(given, float)
         return given or None
+
+    def tokens_per_chunk(self, options: Options) -> int | None:
+        """How many tokens of each chunk are the budget, at most; None where it is a share."""
+        return None
+
+    def with_defaults(self, options: Mapping[str, ValueT], defaults: Options) -> dict[str, ValueT | OptionValue]:
+        """A request's parameters, and those of `defaults` that the method has and the request leaves out."""
+        if not defaults:
+            return dict(options)
+        schema = {option.name for option in self.options_schema}
+        merged = {name: value for name, value in defaults if name in schema} | dict(options)
+        if merged.get(GROUP_SIZE.name) == 0 and GROUP_THRESHOLD.name not in options:
+            merged.pop(GROUP_THRESHOLD.name, None)  # of windows that the request does not want
+        return merged
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
         """Whether a model of `num_layers` can be served with these options; `path` is where method and options stand.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.methods.base import Method, Ranking, Rows
-from chunk_cache.methods.options import ALPHA, IntOption
+from chunk_cache.methods.options import ALPHA, ENDS, IntOption, Options
 
 
 class FullReuse(Method):
@@ -37,6 +37,24 @@ class Epic(Method):
 
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         return np.arange(num_rows, dtype=np.int64)
+
+
+class LegoLink(Method):
+    """LegoLink as A3 runs it: the first and the last tokens of each chunk, of an odd number the middle one in front."""
+
+    name = "lego-link"
+    own_options = (ENDS,)
+
+    def tokens_per_chunk(self, options: Options) -> int | None:
+        ends = self.option(options, ENDS.name)
+        assert isinstance(ends, int)
+        return 2 * ends or None
+
+    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+        num_last = num_rows // 2
+        rows = np.arange(num_rows, dtype=np.int64)
+        rows[num_rows - num_last :] += num_reused - num_rows
+        return rows
 
 
 class Random(Method):

@@ -132,6 +132,11 @@ def layers_of(value: OptionValue, num_layers: int) -> tuple[int, ...]:
 ALPHA = FloatOption("alpha", default=0.0, minimum=0.0, maximum=1000.0)
 """The budget of each chunk is its CFO, alpha x CCI x (1 - beta'), not the ratio (Cache-Craft eq. 12); 0 = off."""
 
+ENDS = IntOption("ends", default=0, minimum=0, maximum=2**31 - 1)
+"""Tokens at either end of each chunk, in the place of the ratio (A3: 20); 0 = by the ratio."""
+BUDGETS: tuple[Option, ...] = (ALPHA, ENDS)
+"""What is a budget by itself, and so not given beside a ratio."""
+
 # Common to all methods. Off by default, because no table of ours shows a gain (docs/quality.md).
 GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 """Tokens per window of CacheClip's grouping (its paper, and the default of its method: 8); 0 = no grouping."""

@@ -15,6 +15,7 @@ from chunk_cache.methods.base import TOP_K, Method, Stage, field_of, need_layers
 from chunk_cache.methods.options import (
     DRIFT,
     MAX_LAYER,
+    ChoiceOption,
     FloatOption,
     IntOption,
     LayersOption,
@@ -26,15 +27,17 @@ from chunk_cache.methods.options import (
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
 """The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
 
+DEVIATION = ChoiceOption("deviation", ("kv", "v"))
+"""What of a token is compared: K and V, or V alone."""
+
 
 class LayerMethod(Method):
-    """Scores all rows at `check_layer` and keeps the best ceil(ratio n) from then on.
-
-    A3 (section 3) is this with the question's attention as the score.
-    """
+    """Scores all rows at `check_layer` and keeps the best ceil(ratio n) from then on."""
 
     stage = Stage.LAYER
     own_options: ClassVar[tuple[Option, ...]] = (CHECK_LAYER, TOP_K)
+    writes_all: ClassVar[bool] = False
+    """Whether rows that leave at the check layer leave the K and V behind that they have there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,6 +54,15 @@ class LayerMethod(Method):
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
         need_layers(self.name, self.check_layer(options), num_layers, field_of(options, CHECK_LAYER.name, path))
+
+
+class A3(LayerMethod):
+    """A3 section 3: the rows that the question attends to most at `check_layer`.
+
+    That layer attends to true K and V of all tokens (equation 4), which stay.
+    """
+
+    writes_all = True
 
 
 class QuestionMethod(Method):
@@ -78,6 +90,14 @@ class QuestionMethod(Method):
         )
 
 
+class InfoFlow(QuestionMethod):
+    """InfoFlow KV (arXiv 2603.05353): the tokens with the largest norm of the question's attention.
+
+    At their positions in the prompt, which is what that paper calls the right geometry. It also reorders the chunks;
+    here their order is the client's.
+    """
+
+
 class QuestionDrift(QuestionMethod):
     """Ours: what the question attends to at any layer is computed, and half of what that changes is added to the rest.
 
@@ -88,7 +108,7 @@ class QuestionDrift(QuestionMethod):
 
 
 class CacheBlend(LayerMethod):
-    """CacheBlend section 4.3: the rows whose K and V deviate most, filtered gradually.
+    """CacheBlend section 4.3: the rows whose K and V (or V alone: `deviation`) deviate most, filtered gradually.
 
     The share of rows falls linearly from `first_ratio` r to `last_ratio` r over the first `filter_share` of the
     layers, then stays; shares are clipped to 1 and scaled so that the mean from the check layer on is r.
@@ -97,6 +117,7 @@ class CacheBlend(LayerMethod):
     own_options = (
         CHECK_LAYER,
         TOP_K,
+        DEVIATION,
         FloatOption("first_ratio", default=1.3, minimum=0.0, maximum=100.0),
         FloatOption("last_ratio", default=0.94, minimum=0.01, maximum=100.0),
         FloatOption("filter_share", default=1 / 3, minimum=0.0, maximum=1.0),

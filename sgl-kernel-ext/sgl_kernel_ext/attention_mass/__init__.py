@@ -39,11 +39,13 @@ def attention_mass(
     skip_self: bool = False,
     lse: torch.Tensor | None = None,
     row_starts: torch.Tensor | None = None,
+    squared: bool = False,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The softmax mass of one request's rows on its keys.
 
-    Used for Cache-Craft's statistics and focused chunks (section 3), A3's and FusionRAG's token scores.
+    Used for Cache-Craft's statistics and focused chunks (section 3), A3's and FusionRAG's token scores; squared, for
+    those of InfoFlow KV.
 
     Args:
         q: [num_rows, num_q_heads, head_dim].
@@ -58,6 +60,7 @@ def attention_mass(
             attention returns beside its output; None = found here.
         row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
             of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
+        squared: sums of the squares of the softmax. Computed by torch on every device.
 
     Returns:
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
@@ -73,7 +76,7 @@ def attention_mass(
     """
     _check(q, k, row_positions, segment_starts, lse)
     sm_scale *= k_scale
-    if q.shape[0] and k.shape[0] and resolve_backend(backend, q.device) == "triton":
+    if q.shape[0] and k.shape[0] and not squared and resolve_backend(backend, q.device) == "triton":
         if row_starts is not None:
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
@@ -103,7 +106,7 @@ def attention_mass(
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
         weights = torch.softmax(scores, dim=-1) if lse is None else scores.sub_(lse[rows].t()[:, :, None]).exp_()
-        weights = weights.sum(0)
+        weights = (weights.square_() if squared else weights).sum(0)
         if row_starts is None:
             received[:num_keys] += weights.sum(0)
         else:

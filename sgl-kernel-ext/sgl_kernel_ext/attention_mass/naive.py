@@ -19,6 +19,7 @@ def attention_mass_reference(
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
     row_starts: torch.Tensor | None = None,
+    squared: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention_mass`, everything computed in `dtype`."""
@@ -30,7 +31,7 @@ def attention_mass_reference(
             scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * (sm_scale * k_scale)
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
-            weights[row, : position + 1] += torch.softmax(scores, dim=0) / num_heads
+            weights[row, : position + 1] += torch.softmax(scores, dim=0) ** (2 if squared else 1) / num_heads
     given = weights if row_starts is None else weights * (torch.arange(kv_len, device=q.device) >= row_starts[:, None])
     received = given.sum(0)
     if skip_self:

@@ -1,6 +1,6 @@
 """Deviation of key and value from what was stored: CacheBlend's measure of how wrong a reused token is.
 
-    kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 (CacheBlend section 4.3), over all heads
+    kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 (CacheBlend section 4.3), over all heads; or of V
 
 The old K and V may be given token by token, or as the pool's buffers with the slots of the tokens; an old K that was
 stored for another position is turned on the way.
@@ -27,6 +27,7 @@ def kv_deviation(
     spec: RotarySpec | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    only_v: bool = False,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """Squared deviation per token, in fp32 whatever the dtype.
@@ -40,6 +41,7 @@ def kv_deviation(
             the new one already. Given together with `spec`.
         spec: the model's rotation.
         k_scale, v_scale: the old K and V are these times what is stored; for fp8.
+        only_v: ||V_new - V_old||^2 alone; K is not read.
 
     Returns:
         [num_tokens] fp32. Of one tensor-parallel rank's heads; the sum over ranks is the deviation.
@@ -52,13 +54,15 @@ def kv_deviation(
         from sgl_kernel_ext.kv_deviation.triton import kv_deviation_triton
 
         return kv_deviation_triton(
-            k_new, v_new, k_old, v_old, slots, position_delta, spec, k_scale=k_scale, v_scale=v_scale
+            k_new, v_new, k_old, v_old, slots, position_delta, spec, k_scale=k_scale, v_scale=v_scale, only_v=only_v
         )
-    if slots is not None:
-        k_old, v_old = k_old[slots], v_old[slots]
+    of_v = _squared(v_new, v_old if slots is None else v_old[slots], v_scale)
+    if only_v:
+        return of_v
+    k_old = k_old if slots is None else k_old[slots]
     if position_delta is not None and spec is not None:
         k_old = _turned(k_old, position_delta, spec)
-    return _squared(k_new, k_old, k_scale) + _squared(v_new, v_old, v_scale)
+    return _squared(k_new, k_old, k_scale) + of_v
 
 
 def _turned(k: torch.Tensor, position_delta: torch.Tensor, spec: RotarySpec) -> torch.Tensor:

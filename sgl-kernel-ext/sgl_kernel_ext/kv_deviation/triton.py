@@ -119,16 +119,17 @@ def kv_deviation_triton(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    only_v: bool = False,
 ) -> torch.Tensor:
     """`kv_deviation` without a host synchronisation; the last dimension of all four must be dense."""
     check_dense(k_new=k_new, v_new=v_new, k_old=k_old, v_old=v_old)
     num_tokens, num_heads, head_dim = k_new.shape
     out = torch.empty(num_tokens, dtype=torch.float32, device=k_new.device)
     half, is_neox, cos, sin = 0, True, out, out
-    if spec is not None and position_delta is not None:
+    if spec is not None and position_delta is not None and not only_v:
         half, is_neox = spec.rotary_dim // 2, spec.is_neox
         cos, sin = rotation_table(spec, position_delta)
-    pass_len, v_dim = head_dim - 2 * half, v_new.shape[2]
+    pass_len, v_dim = 0 if only_v else head_dim - 2 * half, v_new.shape[2]
     _kv_deviation_kernel[(num_tokens,)](
         k_new,
         v_new,

@@ -9,7 +9,7 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
-from chunk_cache.config import STATISTICS_LAYERS, Config
+from chunk_cache.config import STATISTICS_HEADS, STATISTICS_LAYERS, Config
 from chunk_cache.gate.ledger import MEASURES
 from chunk_cache.gate.selection import DROPPED
 from chunk_cache.gate.target import KEYS as TARGET_KEYS
@@ -63,7 +63,7 @@ def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
     configs = (Config, TierConfig, SelectorConfig)
     keys = (*KEYS, *ROUTE_KEYS, *(key for config in configs for key in config.__dataclass_fields__))
-    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
+    choices = (*MODES, *STATISTICS_LAYERS, *STATISTICS_HEADS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     gate = (*TARGET_KEYS, *DROPPED, *MEASURES)
     assert not told((*keys, *choices, *options, *REASONS, *tier_reasons, *gate, *Cause))

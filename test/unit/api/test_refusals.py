@@ -409,6 +409,17 @@ def test_statistics_of_layers_that_the_model_does_not_have_are_refused():
     refusals._check_layers(parse_config({"statistics_layers": "all"}), 2)
 
 
+def test_options_of_layers_that_the_model_does_not_have_are_refused():
+    args = ChunkCacheArgs(config={"options": {"layers": [0, 5], "check_layer": 1}})
+    check_default(args, 6, None)
+    with pytest.raises(
+        StartRefused, match=r"--chunk-cache-config.options.layers: fusionrag names layer 5, but the mod"
+    ):
+        check_default(args, 5, None)
+    with pytest.raises(StartRefused, match=r"'epic' with these options drops rows between layers"):
+        check_default(ChunkCacheArgs(config={"options": {"focus_window": 3}}), 6, what_needs_all_rows("EAGLE"))
+
+
 def test_replicas_do_not_share_a_file():
     config = parse_config({"verify_share": 0.1, "verify_file": "gate.json"})
     with pytest.raises(StartRefused, match="verify_file: replicas"):

@@ -313,7 +313,7 @@ class Forward:
             forward_batch.out_cache_loc = torch.nn.functional.pad(forward_batch.out_cache_loc, pad)
             forward_batch.positions = torch.nn.functional.pad(forward_batch.positions, pad)
         given = [one.clone() for one in rows]
-        with forward_context(ForwardContext(self.backend)), attending(self.backend, attention, None):
+        with forward_context(ForwardContext(self.backend)), attending(self.backend, attention):
             self.backend.init_forward_metadata(forward_batch)
             out = self.layer(*rows, forward_batch).view(-1, Q_HEADS, DIM)
         assert vars(self.backend).keys().isdisjoint({"forward", "init_forward_metadata"})

@@ -47,6 +47,15 @@ def test_slots_and_shift(rotary_dim, is_neox, dtype):
     check(k_new, v_new, k_pool, v_pool, slots=slots, position_delta=delta, spec=spec)
 
 
+def test_v_alone():
+    k_new, v_new, k_old, v_old = build()
+    nothing = torch.full_like(k_new, float("nan"))
+    spec, delta = RotarySpec(16, True, default_inv_freq(1e4, 16)), torch.arange(9)
+    found = kv_deviation(nothing, v_new, nothing, v_old, position_delta=delta, spec=spec, only_v=True, backend="triton")
+    expected = kv_deviation_reference(k_old, v_new, k_old, v_old)
+    torch.testing.assert_close(found.double(), expected, atol=1e-9, rtol=2e-5)
+
+
 def test_strided_inputs():
     check(*[torch.randn(9, 3, 16, generator=torch.Generator().manual_seed(i))[:, :2] for i in range(4)])
 

@@ -130,6 +130,11 @@ def test_a_small_segment_behind_a_large_one_is_not_lost():
     torch.testing.assert_close(by_segment.double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("logit_cap", [0.0, 2.0])
+def test_squares(logit_cap):
+    check(build(40, [3, 20, 39]), squared=True, logit_cap=logit_cap, segment_starts=[0, 8])
+
+
 @pytest.mark.parametrize("skip_self", [False, True])
 def test_received_adds_up_to_the_rows(skip_self):
     problem = build(60, [0, 7, 30, 31, 59])

@@ -90,6 +90,13 @@ def test_heads_of_two_ranks_add_up():
     torch.testing.assert_close(parts[0] + parts[1], kv_deviation(*tensors), rtol=1e-6, atol=0)
 
 
+def test_v_alone():
+    k_new, v_new, k_old, v_old = build()
+    nothing = torch.full_like(k_new, float("nan"))
+    found = kv_deviation(nothing, v_new, nothing, v_old, only_v=True)
+    torch.testing.assert_close(found, kv_deviation(k_old, v_new, k_old, v_old), atol=0, rtol=0)
+
+
 def test_no_tokens():
     assert check(*build(num_tokens=0)).shape == (0,)
 

@@ -23,6 +23,8 @@ def test_every_field_can_be_given() -> None:
         "kernel": "torch",
         "attention": "runs",
         "statistics_layers": "all",
+        "statistics_heads": "all",
+        "options": {"deviation": "v", "ends": 20, "focus_window": 3, "layers": (0, 2)},
         "eviction": "frequency-reuse",
         "ageing": 2.5,
         "keep_share": 0.5,
@@ -41,7 +43,7 @@ def test_every_field_can_be_given() -> None:
         "draft_on_gpu": True,
         "selector": {"timeout_s": 1.0, "max_bytes": 10, "num_threads": 2},
     }
-    assert dataclasses.asdict(parse_config(given)) == given
+    assert describe(parse_config(given)) == given
     assert set(given) == {field.name for field in dataclasses.fields(Config)}
 
 
@@ -79,6 +81,14 @@ def test_every_field_can_be_given() -> None:
         ({"verify_file": "a"}, "--chunk-cache-config: verify_file: nothing is verified; give verify_share too"),
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known values: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
+        ({"statistics_heads": 2}, "statistics_heads: unknown statistics_heads 2; known values: sampled, all"),
+        ({"options": []}, "--chunk-cache-config: options: [] is not an object; give an object of options"),
+        ({"options": {"sed": 1}}, "--chunk-cache-config: options.sed: unknown option 'sed'; known options: group_size"),
+        ({"options": {"alpha": 1}}, "--chunk-cache-config: options.alpha: is a key of its own; give it beside this"),
+        ({"options": {"seed": -1}}, "--chunk-cache-config: options.seed: -1 is not an integer in [0, "),
+        ({"options": {"layers": [2, 1]}}, "--chunk-cache-config: options.layers: [2, 1] does not ascend; "),
+        ({"options": {"group_size": 4}}, "options.group_threshold: no window of 4 tokens has more than 5 of them; "),
+        ({"options": {"first_ratio": 0.5}}, "options.first_ratio: 0.5 is smaller than last_ratio 0.94"),
         ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
         ({"system_prompts": None}, "system_prompts: unknown system_prompts None; known values: any, same"),
         ({"contexts_share": 1.5}, "contexts_share: 1.5 is not a number in [0, 1]; give such a number"),

@@ -54,7 +54,7 @@ def test_unknown_methods_are_refused_alike(name: object) -> None:
 
 def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() == contract | {"full", "question-drift"}
+    assert METHODS.keys() == contract | {"full", "lego-link", "infoflow", "question-drift"}
 
 
 def test_methods_are_found_by_their_name() -> None:
@@ -95,6 +95,19 @@ class TestEpic(MethodSuite):
 
     def test_it_takes_the_first_tokens(self) -> None:
         np.testing.assert_array_equal(self.method.rows_for_chunk(3, 10, 0.25), [0, 1, 2])
+
+
+class TestLegoLink(MethodSuite):
+    method = METHODS["lego-link"]
+
+    def test_it_takes_both_ends(self) -> None:
+        assert self.method.rows_for_chunk(3, 10, 0.4).tolist() == [0, 1, 8, 9]
+        assert self.method.rows_for_chunk(0, 10, 0.25).tolist() == [0, 1, 9]
+        assert self.method.rows_for_chunk(0, 10, 0.1).tolist() == [0]
+
+    def test_ends_are_tokens_in_the_place_of_a_share(self) -> None:
+        assert self.method.tokens_per_chunk((("ends", 20),)) == 40
+        assert self.method.tokens_per_chunk(()) is None
 
 
 class TestRandom(MethodSuite):

@@ -163,6 +163,14 @@ def test_layers_of() -> None:
     assert [layers_of(value, 4) for value in ("last", "all", (1, 3))] == [(3,), (0, 1, 2, 3), (1, 3)]
 
 
+class TestInfoFlow(MethodSuite):
+    method = METHODS["infoflow"]
+
+    def test_the_last_layer_by_default(self) -> None:
+        assert self.method.stage is Stage.QUESTION
+        assert self.method.scored_layers((), 4) == (3,)
+
+
 class TestQuestionDrift(MethodSuite):
     method = METHODS["question-drift"]
 

@@ -149,6 +149,10 @@ def test_unknown_keys_are_named_with_the_known_ones(name: object) -> None:
         ("a3", {"check_layer": -1}, "p.check_layer: -1 is not an integer in [0, 1023]; "),
         ("fusionrag", {"check_layer": 1}, "p: unknown key 'check_layer' for method 'fusionrag'; known keys: layers, "),
         ("fusionrag", {"layers": [3, 2]}, "p.layers: [3, 2] does not ascend; name each layer once"),
+        ("cacheblend", {"deviation": "k"}, "p.deviation: unknown value 'k'; known values: kv, v"),
+        ("a3", {"deviation": "v"}, "p: unknown key 'deviation' for method 'a3'; "),
+        ("lego-link", {"ends": -1}, "p.ends: -1 is not an integer in [0, 2147483647]; "),
+        ("epic", {"ends": 20}, "p: unknown key 'ends' for method 'epic'; "),
         ("cacheblend", {"last_ratio": 0}, "p.last_ratio: 0 is not a number in [0.01, 100]; "),
         ("cacheblend", {"first_ratio": 101}, "p.first_ratio: 101 is not a number in [0, 100]; "),
         ("cacheblend", {"filter_share": 1.5}, "p.filter_share: 1.5 is not a number in [0, 1]; "),
@@ -214,6 +218,25 @@ def test_options_that_all_methods_share(name: str, options: dict[str, object], m
 )
 def test_grouping_focus_and_shift_go_with_any_method(name: str, options: dict[str, object]) -> None:
     assert METHODS[name].check_options(options, "p") == tuple(sorted(options.items()))
+
+
+@pytest.mark.parametrize(
+    ("options", "defaults", "expected"),
+    [
+        ({}, {"seed": 3}, {}),  # of other methods
+        ({}, {"group_size": 8, "group_threshold": 3}, {"group_size": 8, "group_threshold": 3}),
+        ({"group_size": 4}, {"group_size": 8, "group_threshold": 3}, {"group_size": 4, "group_threshold": 3}),
+        ({"group_size": 0}, {"group_size": 8, "group_threshold": 3}, {"group_size": 0}),
+        ({"focus_window": 0}, {"focus_window": 3, "drift": 0.5}, {"focus_window": 0, "drift": 0.5}),
+    ],
+)
+def test_what_a_request_says_counts_before_what_the_server_says(
+    options: dict[str, Any], defaults: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    method = METHODS["epic"]
+    merged = method.with_defaults(options, tuple(defaults.items()))
+    assert merged == expected
+    assert method.check_options(merged, "p") == tuple(sorted(expected.items()))
 
 
 @pytest.mark.parametrize("name", ["epic", "cache-craft", "random", "h2o"])

@@ -236,3 +236,18 @@ def test_why_nothing_was_brought_in_is_the_reason_of_the_first_stored_chunk() ->
     assert plan_of(spans, [NOT_STORED] * 3).fallback_reason is None
     some = plan_of(spans, [hit(10), Lookup(None, 0, "generation_limit"), NOT_STORED])
     assert (some.num_reused, some.fallback_reason) == (10, None)
+
+
+def test_options_of_the_server_count_where_the_request_leaves_them_out() -> None:
+    server = (("ends", 2), ("group_size", 4), ("group_threshold", 1), ("seed", 3))
+
+    def rows(**given: Any) -> list[int]:
+        given = {"method": "lego-link", "default_options": server, "prefix_len": 10} | given
+        return plan_of([(10, 30)], [hit(20)], **given).row_positions.tolist()
+
+    assert rows() == [10, 11, 28, 29]
+    assert rows(options=(("ends", 1),)) == []  # windows of which one token is not enough
+    assert rows(options=(("ends", 1), ("group_size", 0))) == [10, 29]
+    assert rows(ratio=0.3) == [10, 11, 12, 27, 28, 29]
+    assert rows(method="epic", ratio=0.1) == [10, 11]
+    assert plan_of([(10, 30)], [hit(20)], method="lego-link", default_options=server).ratio == 4 / 20

@@ -62,8 +62,17 @@ class Case:
         alphas = [a for a in (self.own_alpha, self.alpha, 1.0) if a is not None]
         return alphas[0] * lookup.unit_cfo
 
-    def budget(self, i: int) -> float:
+    @property
+    def own_ends(self) -> int:
+        """Tokens at either end of a chunk that are the budget; 0 = the ratio is."""
+        ends = dict(self.opts.options).get("ends", 0) if self.opts.ratio is None else 0
+        assert isinstance(ends, int)
+        return ends
+
+    def budget(self, i: int, num_reused: int) -> float:
         """The share of chunk i that is recomputed, of a method that chooses before the forward."""
+        if self.own_ends:
+            return min(1.0, 2 * self.own_ends / num_reused)
         cfo = self.cfo(i)
         return self.ratio if self.own_alpha is None or cfo is None else min(1.0, cfo)
 
@@ -222,7 +231,8 @@ class RowsOracle:
     def chosen_before(self, i: int) -> list[int]:
         """The rows of chunk i, one token at a time."""
         case, positions = self.case, self.positions(i)
-        num_rows = num_rows_at(case.budget(i), len(positions))
+        budget = case.budget(i, len(positions))
+        num_rows = num_rows_at(budget, len(positions))
         if case.method.asks_selector and case.option("top_k") == "global":
             order = sorted(self.brought_in, key=lambda p: (-self.worth(self.brought_in[p], p), p))
             chosen = [p for p in order[: num_rows_at(case.ratio, len(order))] if self.brought_in[p] == i]
@@ -230,16 +240,17 @@ class RowsOracle:
             chosen = sorted(positions, key=lambda p: (-self.worth(i, p), p))[:num_rows]
         elif case.method.name == "random":
             seed = dict(case.opts.options).get("seed", 0)
-            rows = case.method.rows_for_chunk(
-                0, len(positions), case.budget(i), seed=seed, chunk_key=case.chunk_keys[i]
-            )
+            rows = case.method.rows_for_chunk(0, len(positions), budget, seed=seed, chunk_key=case.chunk_keys[i])
             chosen = [positions[row] for row in rows.tolist()]
+        elif case.method.name == "lego-link":
+            num_last = num_rows // 2
+            chosen = positions[: num_rows - num_last] + positions[len(positions) - num_last :]
         else:
             chosen = positions[:num_rows]
         size, threshold = case.option("group_size"), case.option("group_threshold")
         assert isinstance(size, int)
         assert isinstance(threshold, int)
-        if size == 0 or case.budget(i) == 1.0:
+        if size == 0 or budget == 1.0:
             return sorted(chosen)
         start, end = case.opts.spans[i]
         kept = []
@@ -291,7 +302,8 @@ def test_plan_equals_the_oracle(case: Case) -> None:
         assert positions == list(range(chunk.dst_start, chunk.dst_end))
     assert plan.num_reused == len(oracle.brought_in)
     share = plan.num_recomputed / plan.num_reused if plan.num_reused else 0.0
-    assert (plan.method, plan.ratio) == (case.method.name, case.ratio if case.own_alpha is None else share)
+    is_by_ratio = case.own_alpha is None and not case.own_ends
+    assert (plan.method, plan.ratio) == (case.method.name, case.ratio if is_by_ratio else share)
     for i, chunk in enumerate(plan.chunks):
         assert chunk.cfo == (case.cfo(i) if chunk.num_reused else None)
     for chunk in (c for c in plan.chunks if c.num_reused):

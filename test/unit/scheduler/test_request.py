@@ -49,7 +49,7 @@ def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
         "keep_tokens": draw(st.integers(0, 2000)),
     }
     dropped = draw(st.sets(st.sampled_from(sorted(set(value) - ({"method"} if options else set())))))
-    if options.get("alpha"):
+    if options.get("alpha") or options.get("ends"):
         dropped.add("ratio")  # the budget is one or the other
     return {key: item for key, item in value.items() if key not in dropped}
 
@@ -76,6 +76,24 @@ def test_ratio_and_alpha_are_two_budgets() -> None:
     with pytest.raises(ChunkCacheRequestError, match=path):
         parse_request({"method": "cache-craft", "ratio": 0.5, "options": {"alpha": 1.0}})
     assert parse_request({"method": "cache-craft", "ratio": 0.5, "options": {"alpha": 0}}).ratio == 0.5
+
+
+def test_ratio_and_ends_are_two_budgets() -> None:
+    with pytest.raises(ChunkCacheRequestError, match=r"options\.ends: given beside a ratio, .* give one of them"):
+        parse_request({"method": "lego-link", "ratio": 0.5, "options": {"ends": 20}})
+    assert parse_request({"method": "lego-link", "options": {"ends": 20}}).options == (("ends", 20),)
+
+
+def test_options_must_fit_those_of_the_server() -> None:
+    server = (("group_size", 8), ("group_threshold", 3))
+
+    def parsed(**options: int) -> object:
+        return parse_request({"method": "epic", "options": options}, default_options=server).options
+
+    assert parsed(group_threshold=6) == (("group_threshold", 6),)  # of windows of 8
+    assert parsed(group_size=0) == (("group_size", 0),)
+    with pytest.raises(ChunkCacheRequestError, match=r"group_threshold: no window of 8 tokens has more than 8 of them"):
+        parsed(group_threshold=8)
 
 
 def test_empty_object_means_the_defaults() -> None:

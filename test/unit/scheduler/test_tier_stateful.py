@@ -76,7 +76,7 @@ class Model:
             self.records.remove(victim)
             self.counts["evictions"] += 1
             self.counts["evicted_bytes"] += victim.num_bytes
-            if self.eviction == "frequency-reuse":
+            if self.eviction == "frequency-reuse" and self.ageing:
                 self.age = max(self.age, victim.worth) + self.ageing * victim.num_bytes / self.max_bytes
         self.records.append(Record(entry_id, num_bytes))
         return tuple(v.entry_id for v in victims)

@@ -46,7 +46,7 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
     )
 
 
-def received_of_question(rows: RowsAtLayer) -> torch.Tensor:
+def received_of_question(rows: RowsAtLayer, *, squared: bool = False) -> torch.Tensor:
     """[kv_len]: what the question gives to each position, keys of the rows as just computed."""
     keys = torch.stack([rows.k_buffer[slot] for slot in rows.kv_slots.tolist()])
     for row, position in enumerate(POSITIONS):
@@ -57,6 +57,7 @@ def received_of_question(rows: RowsAtLayer) -> torch.Tensor:
         torch.tensor(QUESTION),
         sm_scale=rows.sm_scale,
         logit_cap=rows.logit_cap,
+        squared=squared,
     )
     return received
 
@@ -65,7 +66,7 @@ def expected(method: str, rows: RowsAtLayer) -> torch.Tensor:
     if method == "cacheblend":
         slots = rows.kv_slots[rows.positions]
         return kv_deviation_reference(rows.k, rows.v, rows.k_buffer[slots], rows.v_buffer[slots])
-    received = received_of_question(rows)
+    received = received_of_question(rows, squared=method == "infoflow")
     return received[rows.positions] if method == "a3" else received
 
 
@@ -100,11 +101,18 @@ def test_shape_and_promises_of_a_scorer(name: str) -> None:
 
 
 @pytest.mark.parametrize("logit_cap", [0.0, 2.0])
-@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag"])
+@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag", "infoflow"])
 def test_scores_equal_the_definition(name: str, logit_cap: float) -> None:
     for seed in range(3):
         rows = dataclasses.replace(make_rows(seed), logit_cap=logit_cap)
         torch.testing.assert_close(scorer_of(name)(rows).double(), expected(name, rows), atol=1e-5, rtol=1e-5)
+
+
+def test_cacheblend_may_compare_v_alone() -> None:
+    rows = dataclasses.replace(make_rows(), options=(("deviation", "v"),))
+    slots = rows.kv_slots[rows.positions]
+    deviation = kv_deviation_reference(rows.k, rows.v, rows.k, rows.v_buffer[slots])
+    torch.testing.assert_close(scorer_of("cacheblend")(rows).double(), deviation, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

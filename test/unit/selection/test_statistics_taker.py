@@ -10,7 +10,7 @@ import torch
 
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sglang_chunk_cache.kv import statistics_taker as module
-from sglang_chunk_cache.kv.statistics_taker import ChunkSums, StatisticsTaker, sampled_heads
+from sglang_chunk_cache.kv.statistics_taker import ChunkSums, StatisticsTaker, observed_heads
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 16
 SPANS = ((2, 8), (9, 15), (15, 21))
@@ -27,7 +27,12 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def totals(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int, *, one_by_one: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    tensors: tuple[torch.Tensor, ...],
+    tp_size: int,
+    *,
+    one_by_one: bool = False,
+    which: str = "sampled",
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each rank would give to the sum, and the requests' states."""
     q, k, slots = tensors
@@ -41,7 +46,7 @@ def totals(
         pool = SimpleNamespace(device="cpu", get_key_buffer=lambda _, kv_heads=kv_heads: k[:, kv_heads])
         state: Any = SimpleNamespace(options=SimpleNamespace(spans=SPANS), sums=ChunkSums(SPANS, 1))
         jobs = [module._Job(state, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
-        taker = StatisticsTaker(jobs, [1], pool)
+        taker = StatisticsTaker(jobs, [1], pool, heads=which)
         if one_by_one:
             taker._groups = [[job] for job in jobs]
         own = q[:, q_heads].flatten(1)
@@ -60,18 +65,22 @@ def totals(
 
 
 def test_two_heads_are_sampled_of_a_model_with_many() -> None:
-    assert sampled_heads(NUM_Q_HEADS) == [0, 4]
-    assert sampled_heads(32) == [0, 16]
-    assert [sampled_heads(n) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 3]]
+    assert observed_heads(NUM_Q_HEADS) == [0, 4]
+    assert observed_heads(32) == [0, 16]
+    assert [observed_heads(n) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 3]]
+    assert observed_heads(NUM_Q_HEADS, "all") == list(range(NUM_Q_HEADS))
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_ranks_add_up(monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], tp_size: int) -> None:
-    (whole,), _ = totals(monkeypatch, tensors, 1)
-    parts, _ = totals(monkeypatch, tensors, tp_size)
+@pytest.mark.parametrize(
+    ("which", "expected"), [("sampled", [True, True]), ("sampled", [True, False, True, False]), ("all", [True] * 4)]
+)
+def test_ranks_add_up(
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, expected: list[bool]
+) -> None:
+    (whole,), _ = totals(monkeypatch, tensors, 1, which=which)
+    parts, _ = totals(monkeypatch, tensors, len(expected), which=which)
     torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-6)
-    has_heads = [bool(part.any()) for part in parts]
-    assert has_heads == ([True, True] if tp_size == 2 else [True, False, True, False])
+    assert [bool(part.any()) for part in parts] == expected
 
 
 def test_chunks_of_a_request_together_give_what_they_give_one_by_one(
@@ -83,18 +92,19 @@ def test_chunks_of_a_request_together_give_what_they_give_one_by_one(
     torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("which", "heads"), [("sampled", [0, 4]), ("all", list(range(NUM_Q_HEADS)))])
 def test_the_sums_are_those_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...]
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, heads: list[int]
 ) -> None:
     q, k, slots = tensors
-    _, (state,) = totals(monkeypatch, tensors, 1)
+    _, (state,) = totals(monkeypatch, tensors, 1, which=which)
     start, end = SPANS[2]
     rows = torch.arange(start, end)
     # Parts of the keys: the first token, the rest in front of the first chunk, each chunk, and the text between.
     bounds = [0, 1, 2, 8, 9, 15]
-    heads = [0, 4]
+    kv_heads = [head // (NUM_Q_HEADS // NUM_KV_HEADS) for head in heads]
     received, by_segment = attention_mass_reference(
-        q[rows][:, heads], k[slots[:end]][:, [0, 2]], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
+        q[rows][:, heads], k[slots[:end]][:, kv_heads], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
     )
     assert by_segment is not None
     found = state.sums.statistics(2)

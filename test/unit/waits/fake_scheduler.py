@@ -179,6 +179,8 @@ def case_steps(fake: Fake) -> None:
     remember(fake)
     for method in ("epic", "cache-craft", "fusionrag"):
         fake.send(f"{method} in steps", [fake.fused(12, method=method, ratio=0.4) for _ in range(2)])
+    for i in range(2):
+        fake.send(f"packed {i}", [fake.fused(12, method="epic", keep_tokens=200), fake.fused(6, keep_tokens=150)])
     fake.send("exact in steps", [fake.request([fake.tokens(300), fake.tokens(200), fake.tokens(150)])])
 
 

@@ -63,6 +63,7 @@ def test_the_traffic_is_what_it_should_be(parts) -> None:
     assert any("selection" in reply for part in parts("methods").values() for reply in part.replies)
     replies = [reply for part in parts("tiers").values() for reply in part.replies]
     assert {"disk", "host", "pool"} <= {chunk.get("tier") for reply in replies for chunk in reply["chunks"]}
+    assert any("KVAssembler.pack" in place for place in parts("steps")["packed 0"].launches)
     assert any("gate/" in place for part in parts("store").values() for place in part.launches)
 
 
