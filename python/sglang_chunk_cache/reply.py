@@ -24,7 +24,7 @@ def reply_of(state: DocChunkRequest) -> dict[str, Any] | None:
             if chunk["status"] == "hit":  # where its KV was when the request came
                 outcome = state.tiers.get(key)
                 chunk["tier"] = (outcome.tier if outcome is not None else "") or "pool"
-    if state.prompt.answer is not None:
+    if state.prompt.answer is not None and state.prompt.answer.reason != "unsupported":  # nobody was asked
         reply["selector_seconds"] = state.prompt.answer.seconds
     if state.selection_report is not None:
         reply["selection"], per_chunk = state.selection_report.complete()

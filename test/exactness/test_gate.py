@@ -114,7 +114,7 @@ def test_what_cannot_be_met_is_computed_exactly(tp_size: int) -> None:
     assert "target" not in named
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.all)])
 def test_what_was_learned_survives_a_restart(tmp_path: Path, tp_size: int) -> None:
     options = (*ALL, ("verify_file", str(tmp_path / "gate.json")))
 

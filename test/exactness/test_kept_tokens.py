@@ -27,7 +27,9 @@ MODELS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "config", [CONFIGS[0], *(pytest.param(one, marks=pytest.mark.all) for one in CONFIGS[1:])], ids=str
+)
 @pytest.mark.parametrize("case", CASES)
 def test_all_packed_equals_stock(config: Config, case: str) -> None:
     compare(config, case, tuple(CASES), MODULE)

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.all
 def test_the_table_has_every_cell(tmp_path: Path) -> None:
     flags = ["--families", "carry", "--num", "3", "--neighbours", "4", "--ratios", "0.15", "1"]
     folders = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]

@@ -174,6 +174,7 @@ def test_faults_under_load_lose_nothing(
     assert clip.alive()
 
 
+@pytest.mark.all
 def test_it_goes_with_the_server(model_dir: Path, selector_dir: Path) -> None:
     with Server(model_dir, *FLAGS, "--chunk-cache", "--chunk-cache-selector", str(selector_dir)) as server:
         process = selector_of(server)

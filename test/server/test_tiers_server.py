@@ -220,6 +220,7 @@ def test_what_one_server_writes_another_reads(through, evicting, tokenizer, pass
     assert_right(evicting, prompt, out)
 
 
+@pytest.mark.all
 def test_prepared_chunks_outlive_a_restart(through, beside, model_dir, folder, tokenizer, passages):
     a, b, c = passages.several(3)
     body = {"texts": [c, a, b], "neighbours": [[1, 2]]}
@@ -340,6 +341,7 @@ def test_abort_while_loading(slow, tokenizer, passages, stored, how):
     assert slow.alive()
 
 
+@pytest.mark.all
 def test_a_load_that_takes_too_long_is_given_up(slow, stock, tokenizer, passages, stored):
     chunk = passages(150)
     stored(chunk)
@@ -443,6 +445,7 @@ def test_two_ranks_reuse_from_disk(ranks, ranks_folder, stock, tokenizer, passag
     same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("damage", [flip_a_byte, Path.unlink], ids=["damaged", "missing"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_lacks_no_rank_uses(ranks, ranks_folder, stock, tokenizer, passages, rank, damage):
