@@ -15,55 +15,48 @@ import random
 import sys
 import time
 from array import array
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.ragpulse import RagPulse, block_tokens, read_ragpulse
+from benchmark.common.ragpulse import read_ragpulse
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
+from benchmark.serving.prompt import Prompt
+from benchmark.serving.traces import from_ragpulse
 
 from chunk_cache.discover import Discoverer
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.verify.jsonl import DataError
 
-VOCAB = range(10, 100_000)
-SEPARATOR = (1, 2)
+VOCAB = 100_000
 PARTITION = Partition()
 LENGTHS = (3_000, 16_000, 100_000)
 
 
-def replay(pulse: RagPulse, discoverer: Discoverer) -> dict[str, Any]:
-    """All requests, one after the other: tokens that marks would reuse, and of these and of others what was found."""
-    tokens_of = cache(lambda block: block_tokens(block, pulse.lengths[block], VOCAB))
-    seen: set[int] = set()
+def replay(prompts: Sequence[Prompt], discoverer: Discoverer) -> dict[str, Any]:
+    """All prompts, one after the other: tokens that marks would reuse, and of these and of others what was found."""
+    seen: set[str] = set()
     counts = dict.fromkeys(("tokens", "passages", "marked", "found", "found elsewhere"), 0)
-    for request in pulse.requests:
-        ids, passages = array("q"), []
-        for block in request.system:
-            ids.extend(tokens_of(block))
-        for block in request.passages:
-            ids.extend(SEPARATOR)
-            passages.append((block, len(ids), len(ids) + pulse.lengths[block]))
-            ids.extend(tokens_of(block))
-        for block in (*request.history, *request.web, *request.user):
-            ids.extend(tokens_of(block))
+    for prompt in prompts:
+        ids = array("q", prompt.tokens)
         known = frozenset(discoverer.keys())
-        reused = [False] * len(ids)
+        reused = bytearray(len(ids))
         for start, end in discoverer.find(PARTITION, ids):
             if chunk_key(PARTITION, ids[start:end]) in known:
-                reused[start:end] = [True] * (end - start)
-        num_in_marked = 0
-        for block, start, end in passages:
-            counts["passages"] += end - start
-            if block in seen:
-                counts["marked"] += end - start
-                num_in_marked += sum(reused[start:end])
+                reused[start:end] = bytes([1]) * (end - start)
+        num_in_marked, at = 0, len(prompt.head)
+        for chunk in prompt.chunks:
+            start, at = at, at + len(chunk.content)
+            counts["passages"] += at - start
+            if chunk.key in seen:
+                counts["marked"] += at - start
+                num_in_marked += sum(reused[start:at])
         counts["found"] += num_in_marked
         counts["found elsewhere"] += sum(reused) - num_in_marked
         counts["tokens"] += len(ids)
-        seen.update(request.passages)
+        seen.update(chunk.key for chunk in prompt.chunks)
     return counts | discoverer.stats()
 
 
@@ -71,7 +64,7 @@ def cost(discoverer: Discoverer, repeats: int) -> list[dict[str, Any]]:
     """Milliseconds of `find` on prompts of new tokens, by their length."""
     rng, rows = random.Random(1), []
     for length in LENGTHS:
-        prompts = [array("q", rng.choices(VOCAB, k=length)) for _ in range(repeats)]
+        prompts = [array("q", rng.choices(range(VOCAB), k=length)) for _ in range(repeats)]
         times = []
         for prompt in prompts:
             begin = time.perf_counter()
@@ -124,7 +117,11 @@ def main() -> int:
     except DataError as error:
         sys.exit(f"error: {error}")
     discoverer = Discoverer()
-    report: dict[str, Any] = {**describe_run(), "trace": pulse.markdown(), "replay": replay(pulse, discoverer)}
+    report: dict[str, Any] = {
+        **describe_run(),
+        "trace": pulse.markdown(),
+        "replay": replay(from_ragpulse(pulse, VOCAB), discoverer),
+    }
     report["cost"] = cost(discoverer, args.repeats)
     for path in write_result(args.out, "discover", report, to_markdown(report)):
         print(path)

@@ -16,6 +16,7 @@ Promises: every match is verified token by token; prompts of another partition a
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -210,11 +211,12 @@ class Discoverer:
         known: Sequence[Span],
     ) -> list[Span]:
         learnt: list[Span] = []
+        places = [at for at, _ in boundaries]
         gaps = zip([0, *(end for _, end in known)], [*(start for start, _ in known), len(tokens)], strict=True)
         for begin, end in gaps:
-            for at, value in boundaries:
-                if not begin <= at <= end - WINDOW:
-                    continue
+            for at, value in boundaries[bisect_left(places, begin) : bisect_right(places, end - WINDOW)]:
+                if at < begin:
+                    continue  # in what was learnt a moment ago
                 match = self._match(partition, tokens, value, at, begin, end)
                 if match is not None:
                     start, begin, is_beginning = match
@@ -299,7 +301,12 @@ def _powers_up_to(length: int) -> npt.NDArray[np.uint64]:
 
 
 def _num_equal(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that are equal."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.argmax()) if differ.any() else length
+    """Leading tokens that are equal; no more is looked at than about twice as many."""
+    length, done, step = min(len(a), len(b)), 0, 64
+    while done < length:
+        end = min(done + step, length)
+        differ = a[done:end] != b[done:end]
+        if differ.any():
+            return done + int(differ.argmax())
+        done, step = end, 2 * step
+    return length

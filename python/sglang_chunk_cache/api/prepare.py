@@ -23,7 +23,7 @@ from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked
-from sglang_chunk_cache.api.served import check_rows, check_served
+from sglang_chunk_cache.api.served import check_rows, check_served, keeps_all_error
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
@@ -236,8 +236,7 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
     if obj.session_params is not None:
         for item in items:
             if item.opts is not None and item.opts.keep_tokens:
-                problem = "a turn of a session needs the keys and values of all tokens"
-                raise request_error(f"{item.opts_path}.keep_tokens", problem, "leave it out, or give 0")
+                raise keeps_all_error("a turn of a session", item.opts_path)
         items = [_as_turn(item, obj.session_params, manager) for item in items]
     for item in items:
         _check_ids(item, manager)

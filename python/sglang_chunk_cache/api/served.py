@@ -28,8 +28,7 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
     if opts is None:
         return
     if opts.keep_tokens and (what := what_keeps_all(manager.server_args, manager.model_config)) is not None:
-        problem = f"{what} needs the keys and values of all tokens"
-        raise request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
+        raise keeps_all_error(what, path)
     if opts.method is None:
         return
     method = opts.method
@@ -73,6 +72,12 @@ def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
     if model_config.sliding_window_size is not None:
         return "attention in a sliding window"
     return None
+
+
+def keeps_all_error(what: str, path: str) -> ChunkCacheRequestError:
+    """Of a request with `keep_tokens`, with which `what` does not work; `path` is where its options stood."""
+    problem = f"{what} needs the keys and values of all tokens"
+    return request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
 
 
 def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) -> None:
