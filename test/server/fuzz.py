@@ -282,6 +282,21 @@ def run(url: str, seed: int, numbers: range, at_once: int) -> tuple[Counter[tupl
     return counts, broken
 
 
+def left_behind(server: Server) -> dict[str, Any]:
+    """What a flushed server still holds, of what should be nothing."""
+    server.flush()
+    rank = server.get("/chunk_cache/stats").json()["ranks"][0]
+    pool = rank["tiers"]["pool"]
+    held = {
+        "variants": rank["index"]["num_variants"],
+        "path tokens": rank["index"]["num_path_tokens"],
+        "waiting requests": rank.get("held_requests", 0),
+        "protected slots": pool["protected_tokens"],
+        "slots": pool["capacity_tokens"] - pool["free_tokens"],
+    }
+    return {name: num for name, num in held.items() if num}
+
+
 def memory(pid: int) -> float:
     """MB of a server's processes."""
     leader = psutil.Process(pid)
@@ -335,8 +350,9 @@ def main() -> int:
             print(f"{numbers.stop} asked, {len(broken)} broken, {memory_mb[-1]:.0f} MB", flush=True)
             for line in wrong[:5]:
                 print(line, flush=True)
-        server.flush()
         server.generate("Still there?", max_new_tokens=2)
+        if held := left_behind(server):
+            broken.append(f"left behind: {held}")
     by_route: dict[str, dict[str, int]] = {}
     for (route, status), num in counts.items():
         by_route.setdefault(route, {})[str(status)] = num
