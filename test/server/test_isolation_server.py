@@ -1,0 +1,117 @@
+"""Between tenants: what one has stored changes nothing that another can read, in replies, headers, counters and errors.
+
+A tenant who sends passages that another has stored is compared with one who sends passages of the same lengths that
+nobody has. How well time tells is measured by `benchmark/isolation/bench_timing.py`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server_fixture import Server
+
+pytestmark = pytest.mark.server
+
+RNG = random.Random("tenants")
+CHUNKS, LENGTH = 3, 24
+
+
+def passages() -> list[list[int]]:
+    """Token ids that nobody has sent before."""
+    return [[RNG.randrange(10, 260) for _ in range(LENGTH)] for _ in range(CHUNKS)]
+
+
+def ask(server: Server, chunks: list[list[int]], tenant: str, **body: Any) -> tuple[Any, Any]:
+    """Reply and headers of a prompt with these chunks behind a head of its own."""
+    head = [RNG.randrange(10, 260) for _ in range(7)]
+    ids, spans = list(head), []
+    for chunk in chunks:
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    sampling = {
+        "max_new_tokens": 1,
+        "temperature": 0,
+        "custom_params": {"chunk_cache": {"spans": spans, "explain": True}},
+    }
+    request = {"input_ids": [*ids, 11, 12, 13], "sampling_params": sampling, "extra_key": tenant, **body}
+    response = server.post("/generate", request)
+    return response.json()["meta_info"], response.headers
+
+
+def counters(server: Server) -> dict[str, float]:
+    """All counters of the chunk cache and of cached tokens that an observer of `/metrics` reads; no times."""
+    found = re.findall(r"^(sglang:(?:chunk_cache|cached_tokens)\S*) (\S+)$", server.get("/metrics").text, re.MULTILINE)
+    return {name: float(value) for name, value in found if "seconds" not in name and "_created" not in name}
+
+
+def told(server: Server, chunks: list[list[int]], tenant: str) -> tuple[Any, ...]:
+    """What a request lets its tenant and an observer know."""
+    before = counters(server)
+    meta, headers = ask(server, chunks, tenant)
+    after = counters(server)
+    reply = meta["chunk_cache"]
+    for chunk in reply["chunks"]:
+        chunk.pop("variant", None)
+    grown = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    return reply, meta["cached_tokens"], headers.get("x-chunk-cache"), sorted(headers), grown
+
+
+def test_replies_headers_and_counters(server: Server):
+    for _ in range(3):
+        stored = passages()
+        told(server, stored, "first tenant")
+        told(server, stored, "first tenant")
+        assert told(server, stored, "second tenant") == told(server, passages(), "third tenant")
+
+
+def test_the_same_tenant_is_told(server: Server):
+    """The comparison would see it."""
+    stored = passages()
+    told(server, stored, "first tenant")
+    assert told(server, stored, "first tenant") != told(server, passages(), "third tenant")
+
+
+@pytest.mark.parametrize("route", ["evict", "pin", "unpin"])
+def test_administration_answers_within_a_partition(server: Server, route: str):
+    stored = passages()
+    told(server, stored, "first tenant")
+
+    def answer(chunks: list[list[int]]) -> Any:
+        body: dict[str, Any] = {"input_ids": chunks, "extra_key": "second tenant"}
+        if route == "pin":
+            body["ttl_s"] = 5
+        response = server.post(f"/chunk_cache/{route}", body, check=False)
+        return response.status_code, hidden(response.text)
+
+    assert answer(stored) == answer(passages())
+
+
+def test_errors(server: Server):
+    stored = passages()
+    told(server, stored, "first tenant")
+    bad: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"method": "no such method"},
+        lambda: {"spans": [[0, 10**6]]},
+        lambda: {"keep_tokens": 1},
+    ]
+    for options in bad:
+        texts = []
+        for chunks in (stored, passages()):
+            ids = [token for chunk in chunks for token in chunk]
+            spans = {"spans": [[0, LENGTH], [LENGTH, 2 * LENGTH]]} | options()
+            sampling = {"max_new_tokens": 1, "custom_params": {"chunk_cache": spans}}
+            request = {"input_ids": ids, "sampling_params": sampling, "extra_key": "second tenant"}
+            response = server.post("/generate", request, check=False)
+            assert response.status_code == 400
+            texts.append(hidden(response.text))
+        assert texts[0] == texts[1]
+
+
+def hidden(text: str) -> str:
+    """The text without what differs by itself: keys, which are made of the ids that were sent, and points in time."""
+    return re.sub(r'"until":[0-9.]+', "UNTIL", re.sub(r"[0-9a-f]{32}", "KEY", text))
