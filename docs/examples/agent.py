@@ -14,29 +14,23 @@ import httpx
 from shared import QUESTIONS, READ, read, tell
 
 
+def complete(server: httpx.Client, messages: list[Any], **asked: Any) -> dict[str, Any]:
+    body = {"model": "default", "messages": messages, "max_tokens": 64, "temperature": 0, **asked}
+    response = server.post("/v1/chat/completions", json=body).raise_for_status()
+    return response.json()["choices"][0]["message"]
+
+
 def answer(server: httpx.Client, question: str) -> str:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Read documents, then answer from them in one sentence."},
-        {"role": "user", "content": question},
-    ]
-    for tool_choice in ("required", "required", "none"):
-        body = {
-            "model": "default",
-            "messages": messages,
-            "tools": [READ],
-            "tool_choice": tool_choice,
-            "parallel_tool_calls": False,
-            "max_tokens": 64,
-            "temperature": 0,
-        }
-        response = server.post("/v1/chat/completions", json=body).raise_for_status()
-        message = response.json()["choices"][0]["message"]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    for _ in range(2):
+        message = complete(server, messages, tools=[READ], tool_choice="required", parallel_tool_calls=False)
         messages.append(message)
         for call in message.get("tool_calls") or ():
             document = json.loads(call["function"]["arguments"])["document"]
             print(f"reads {document}")
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": read(document)})
-    return str(message["content"])
+    messages.append({"role": "user", "content": f"Now answer in plain words: {question}"})
+    return complete(server, messages)["content"]
 
 
 def main(url: str) -> None:

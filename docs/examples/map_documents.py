@@ -13,20 +13,20 @@ from shared import PASSAGES
 
 from sglang_chunk_cache.frontend import chunk
 
-QUESTIONS = ("Which names of people occur?", "Which years occur, and what happened in them?")
+QUESTIONS = ("Which people are named?", "Which years are named?")
 
 
 @sgl.function
 def read_all(s: Any, question: str, documents: dict[str, str]) -> list[dict[str, Any]]:
     """What was reused in each fork."""
-    s += f"{question}\n"
+    s += sgl.system(f"{question} Answer in a few words.")
     readers = s.fork(len(documents))
     for reader, text in zip(readers.states, documents.values(), strict=True):
-        reader += chunk(f"{text}\n\n") + "The document answers, in a few words: "
-        reader += sgl.gen("note", max_tokens=24, temperature=0, stop="\n")
-    for name, reader in zip(documents, readers.states, strict=True):
-        s += f"The document {name} answers: {reader['note']}\n"
-    s += "So the whole answer, in one sentence, is: " + sgl.gen("answer", max_tokens=48, temperature=0, stop="\n")
+        reader += sgl.user(chunk(f"{text}\n\n") + question)
+        reader += sgl.assistant(sgl.gen("note", max_tokens=24, temperature=0, stop="\n"))
+    notes = "".join(f"{reader['note']}\n" for reader in readers.states)
+    s += sgl.user(f"{notes}{question} Make one list of these notes.")
+    s += sgl.assistant(sgl.gen("answer", max_tokens=64, temperature=0))
     return [reader.get_meta_info("note")["chunk_cache"] for reader in readers.states]
 
 

@@ -19,7 +19,7 @@ def answer(s: Any, question: str, passages: dict[str, str]) -> None:
         for text in passages.values():
             s += chunk(f"{text}\n\n")
         s += question
-    s += sgl.assistant(sgl.gen("answer", max_tokens=48, temperature=0))
+    s += sgl.assistant(sgl.gen("answer", max_tokens=48, temperature=0, stop="\n"))
 
 
 def main(url: str) -> None:

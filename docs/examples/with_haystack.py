@@ -22,6 +22,7 @@ generator = OpenAIChatGenerator(
     api_key=Secret.from_token("none"),
     model="default",
     api_base_url=f"{sys.argv[1]}/v1",
+    tools_strict=True,
     generation_kwargs={"max_tokens": 64, "temperature": 0},
     http_client_kwargs={"event_hooks": {"response": [tell]}, "timeout": 300},
 )
@@ -57,11 +58,11 @@ def map_documents(question: str) -> str:
 def agent(question: str) -> str:
     reader = Tool(name="read", description="Returns a document.", parameters=DOCUMENT, function=read)
     messages = [ChatMessage.from_user(question)]
-    for choice in ("required", "required", "none"):
-        message = complete(messages, [reader], tool_choice=choice, parallel_tool_calls=False)
+    for _ in range(2):
+        message = complete(messages, [reader], tool_choice="required", parallel_tool_calls=False)
         results = [ChatMessage.from_tool(reader.invoke(**call.arguments), call) for call in message.tool_calls]
         messages += [message, *results]
-    return message.text
+    return complete([*messages, ChatMessage.from_user(f"Now answer in plain words: {question}")]).text
 
 
 if __name__ == "__main__":

@@ -42,11 +42,12 @@ def map_documents(question: str) -> str:
 
 def agent(question: str) -> str:
     reader = tool("read", description="Returns a document.", args_schema=DOCUMENT)(read)
+    caller = llm.bind_tools([reader], tool_choice="required", parallel_tool_calls=False, strict=True)
     messages: list[BaseMessage] = [HumanMessage(question)]
-    for choice in ("required", "required", "none"):
-        message = llm.bind_tools([reader], tool_choice=choice, parallel_tool_calls=False).invoke(messages)
+    for _ in range(2):
+        message = caller.invoke(messages)
         messages += [message, *(reader.invoke(call) for call in message.tool_calls)]
-    return message.text
+    return llm.invoke([*messages, HumanMessage(f"Now answer in plain words: {question}")]).text
 
 
 if __name__ == "__main__":

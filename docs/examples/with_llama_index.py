@@ -26,6 +26,7 @@ llm = OpenAILike(
     api_key="none",
     is_chat_model=True,
     is_function_calling_model=True,
+    strict=True,
     max_tokens=64,
     temperature=0,
     http_client=httpx.Client(event_hooks={"response": [tell]}, timeout=300),
@@ -63,13 +64,13 @@ def map_documents(question: str) -> str:
 def agent(question: str) -> str:
     reader = FunctionTool.from_defaults(read, description="Returns a document.", fn_schema=Document)
     messages = [ChatMessage(question)]
-    for choice in ("required", "required", "none"):
-        reply = llm.chat_with_tools([reader], chat_history=messages, tool_choice=choice)
+    for _ in range(2):
+        reply = llm.chat_with_tools([reader], chat_history=messages, tool_required=True)
         messages.append(reply.message)
         for call in llm.get_tool_calls_from_response(reply, error_on_no_tool_call=False):
             result = reader(**call.tool_kwargs).content
             messages.append(ChatMessage(result, role="tool", additional_kwargs={"tool_call_id": call.tool_id}))
-    return reply.message.content
+    return chat([*messages, ChatMessage(f"Now answer in plain words: {question}")])
 
 
 if __name__ == "__main__":

@@ -44,13 +44,14 @@ def map_documents(question: str) -> str:
 
 def agent(question: str) -> str:
     messages: list[Any] = [{"role": "user", "content": question}]
-    for choice in ("required", "required", "none"):
-        message = complete(messages, tools=[READ], tool_choice=choice, parallel_tool_calls=False)
+    for _ in range(2):
+        message = complete(messages, tools=[READ], tool_choice="required", parallel_tool_calls=False)
         messages.append(message)
         for call in message.tool_calls or ():
             result = read(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return message.content
+    messages.append({"role": "user", "content": f"Now answer in plain words: {question}"})
+    return complete(messages).content
 
 
 if __name__ == "__main__":
