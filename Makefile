@@ -1,6 +1,7 @@
 # make install   the environment in .venv (uv; nothing outside this folder but the package cache)
 # make demo      install, then the demonstration: speed and quality of reuse side by side (MODEL=FOLDER: of a model of yours)
 # make clients   client libraries (openai, langchain, ...) in .venv-clients, for the tests with them
+# make mooncake   Mooncake's store, master and the system libraries they need (unpacked in .tools), for the tests with them
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
@@ -16,7 +17,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
+.PHONY: help install clients mooncake demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
 	clean distclean
 
 BIN := .venv/bin
@@ -41,6 +42,11 @@ clients: $(CLIENTS_STAMP)
 
 $(CLIENTS_STAMP): pyproject.toml .ci/install
 	.ci/install $(CLIENTS_STAMP) --group clients
+
+mooncake: $(STAMP)
+	.ci/install $(STAMP) --editable '.[dev,bench,mooncake]'
+	$(PY) -c 'import mooncake.store' 2>/dev/null || (mkdir -p .tools/mooncake && cd .tools/mooncake && \
+		apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for file in *.deb; do dpkg-deb -x $$file .; done)
 
 demo: $(STAMP)
 	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(QUESTIONS),--questions $(QUESTIONS))

@@ -35,7 +35,7 @@ class RemoteConfig:
     """A store for several machines."""
 
     url: str
-    """`redis://host:port/db` of a Redis or Valkey server."""
+    """`redis://host:port/db` of a Redis or Valkey server, `mooncake://host:port` of a Mooncake master."""
 
 
 @dataclass(frozen=True, slots=True)

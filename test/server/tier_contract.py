@@ -30,9 +30,10 @@ def tier_flags(**tiers: Any) -> tuple[str, ...]:
     return ("--enable-metrics", "--chunk-cache", "--chunk-cache-config", json.dumps(config))
 
 
-def tier_server(model: Path, *flags: str, **options: Any) -> Server:
-    """Of `flags` that are named twice the last ones count."""
-    return Server(model, *FLAGS, *flags, env=STRICT, request_timeout_s=REQUEST_TIMEOUT_S, **options)
+def tier_server(model: Path, *flags: str, variables: Mapping[str, str] | None = None, **options: Any) -> Server:
+    """Of `flags` that are named twice the last ones count; `variables` are of its environment."""
+    env = {**STRICT, **(variables or {})}
+    return Server(model, *FLAGS, *flags, env=env, request_timeout_s=REQUEST_TIMEOUT_S, **options)
 
 
 def tiers(reply: Mapping[str, Any]) -> list[str | None]:

@@ -8,7 +8,8 @@ A *tier* is a place below the pool as the scheduler sees it; its *medium* moves 
     record        the bytes of an entry's description, shared by the media that leave the process
     host          memory of this process
     disk          one file per variant in a folder, shared by servers; `files` writes them
-    remote        a Redis or Valkey server; `redis_client` talks to it
+    redis_medium  a Redis or Valkey server; `redis_client` talks to it
+    mooncake      Mooncake's distributed store
     throttled     any of these, slowed down
 
     tier          a tier: name, medium, ledger, measured speed; `registry` opens those of the configuration

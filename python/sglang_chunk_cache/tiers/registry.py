@@ -12,7 +12,8 @@ from sglang_chunk_cache.tiers.base import Medium
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.host import HostMedium
-from sglang_chunk_cache.tiers.remote import RemoteMedium
+from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
+from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import HOST, Tier
 
@@ -54,7 +55,8 @@ def _open_disk(disk: DiskConfig, fingerprint: Fingerprint) -> tuple[Medium, int 
 
 
 def _open_remote(remote: RemoteConfig, fingerprint: Fingerprint) -> tuple[Medium, int | None]:
-    return RemoteMedium(remote.url, fingerprint), None
+    medium = MooncakeMedium if remote.url.startswith("mooncake:") else RedisMedium
+    return medium(remote.url, fingerprint), None
 
 
 MEDIA: dict[str, Callable[[Any, Fingerprint], tuple[Medium, int | None]]] = {

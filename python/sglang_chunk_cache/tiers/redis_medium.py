@@ -1,4 +1,4 @@
-"""RemoteMedium: a Redis or Valkey server that many machines share (`pip install 'sglang-chunk-cache[remote]'`).
+"""RedisMedium: a Redis or Valkey server that many machines share (`pip install 'sglang-chunk-cache[remote]'`).
 
     chunk_cache:<fingerprint>:fingerprint            string: what the fingerprint stands for, for people
     chunk_cache:<fingerprint>:<key>                  hash: name of a variant -> its description (`record`)
@@ -54,7 +54,7 @@ BATCH_LEN = 8 << 20
 """Bytes that one round trip moves, and at least a layer: what is in flight beside the tensors themselves."""
 
 
-class RemoteMedium(LayerwiseMedium):
+class RedisMedium(LayerwiseMedium):
     """See the head of this file. Nothing is sent before the first call; after a restart of the server, all works on.
 
     Args:

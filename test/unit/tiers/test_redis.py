@@ -1,4 +1,4 @@
-"""RemoteMedium against a real server, which is killed, frozen, filled up and restarted."""
+"""RedisMedium against a real server, which is killed, frozen, filled up and restarted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 redis = pytest.importorskip("redis", reason="the Redis client is not installed (extra `remote`)")
 
-from sglang_chunk_cache.tiers import remote  # noqa: E402
+from sglang_chunk_cache.tiers import redis_medium  # noqa: E402
 from sglang_chunk_cache.tiers.base import Medium, StoredVariant, TierError  # noqa: E402
-from sglang_chunk_cache.tiers.remote import UNNAMED_S, RemoteMedium  # noqa: E402
+from sglang_chunk_cache.tiers.redis_medium import UNNAMED_S, RedisMedium  # noqa: E402
 from unit.tiers.medium_suite import (  # noqa: E402
     FINGERPRINT,
     KEY,
@@ -51,13 +51,13 @@ def server(running: RedisServer) -> RedisServer:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(redis_medium, "TIMEOUT_S", TIMEOUT_S)
 
 
 class TestRemote(MediumSuite):
     @pytest.fixture
     def open_medium(self, server: RedisServer) -> OpenMedium:
-        return lambda fingerprint: RemoteMedium(server.url, fingerprint)
+        return lambda fingerprint: RedisMedium(server.url, fingerprint)
 
     def test_replaced_and_deleted_payloads_are_freed(self, medium: Medium, server: RedisServer) -> None:
         stored = make_stored()
@@ -112,7 +112,7 @@ class TestRemote(MediumSuite):
     @pytest.mark.usefixtures("impatient")
     def test_a_writer_that_dies_leaves_nothing_for_long(self, server: RedisServer) -> None:
         """The server is frozen in the middle of a write, and the writer gives up."""
-        medium = RemoteMedium(server.url, LARGE)
+        medium = RedisMedium(server.url, LARGE)
         stored = make_stored(LARGE, length=4096)
         freezer = threading.Thread(target=freeze_soon, args=(server,))
         freezer.start()
@@ -143,7 +143,7 @@ class TestRemote(MediumSuite):
 class TestOutage:
     def test_killed_and_started_again(self, server: RedisServer) -> None:
         """Also in the middle of reading layers; the connections of before are not noticed afterwards."""
-        medium, stored = RemoteMedium(server.url, LARGE), make_stored(LARGE, length=4096)
+        medium, stored = RedisMedium(server.url, LARGE), make_stored(LARGE, length=4096)
         medium.write(stored)
         layers = medium.read_layers(stored.info)
         next(layers)
@@ -162,20 +162,20 @@ class TestOutage:
         assert_sound(medium, stored)
 
     def test_frozen(self, server: RedisServer) -> None:
-        medium, stored = RemoteMedium(server.url, FINGERPRINT), make_stored()
+        medium, stored = RedisMedium(server.url, FINGERPRINT), make_stored()
         medium.write(stored)
         server.freeze()
         try:
             for call in calls(medium, stored):
                 assert fails_fast(call) == "timeout"
-            new = RemoteMedium(server.url, FINGERPRINT)
+            new = RedisMedium(server.url, FINGERPRINT)
             assert fails_fast(lambda: new.find(KEY)) == "timeout"
         finally:
             server.go_on()
         assert_sound(medium, stored)
 
     def test_never_there(self) -> None:
-        medium = RemoteMedium("redis://:secret@127.0.0.1:1/3", FINGERPRINT)
+        medium = RedisMedium("redis://:secret@127.0.0.1:1/3", FINGERPRINT)
         with pytest.raises(TierError, match=r"redis://127.0.0.1:1/3: .*; start the server") as caught:
             medium.find(KEY)
         assert caught.value.reason == "unavailable"
@@ -184,16 +184,16 @@ class TestOutage:
     def test_password(self, server: RedisServer) -> None:
         server.client().config_set("requirepass", "open")
         try:
-            assert reason_of(lambda: RemoteMedium(server.url, FINGERPRINT).find(KEY)) == "unreadable"
+            assert reason_of(lambda: RedisMedium(server.url, FINGERPRINT).find(KEY)) == "unreadable"
             url = server.url.replace("//", "//:open@")
-            assert RemoteMedium(url, FINGERPRINT).find(KEY) == []
-            wrong = RemoteMedium(url.replace("open", "guess"), FINGERPRINT)
+            assert RedisMedium(url, FINGERPRINT).find(KEY) == []
+            wrong = RedisMedium(url.replace("open", "guess"), FINGERPRINT)
             assert reason_of(lambda: wrong.find(KEY)) == "unreadable"
         finally:
             redis.Redis(port=server.port, password="open").config_set("requirepass", "")
 
     def test_replica_is_read_only(self, server: RedisServer) -> None:
-        medium, stored = RemoteMedium(server.url, FINGERPRINT), make_stored()
+        medium, stored = RedisMedium(server.url, FINGERPRINT), make_stored()
         medium.write(stored)
         server.client().replicaof("127.0.0.1", 1)
         try:
@@ -204,7 +204,7 @@ class TestOutage:
 
     def test_bad_url(self) -> None:
         with pytest.raises(ValueError, match="scheme"):
-            RemoteMedium("http://localhost", FINGERPRINT)
+            RedisMedium("http://localhost", FINGERPRINT)
 
 
 def calls(medium: Medium, stored: StoredVariant) -> list[Callable[[], Any]]:

@@ -1,0 +1,398 @@
+"""MooncakeMedium: Mooncake's distributed store, memory of many machines (`pip install 'sglang-chunk-cache[mooncake]'`).
+
+    chunk_cache/<fingerprint>/<key>/<slot>           description of a variant (`record`), slot 0 to 31
+    chunk_cache/<fingerprint>/<key>/<name>/<place>   its KV: K of all layers, then V of all layers
+
+The store knows keys and values, no lists and no compare-and-swap, but of two who put one key the first wins. So the
+variants of a chunk lie in numbered slots, and each writer takes the first that is free. The payload is complete before
+a description names it, and lies at a new place each time: who reads while it is replaced finds all of the old one or
+nothing. The store evicts objects one by one; a description without payload is removed when it is met, a payload without
+description goes as the store needs room.
+
+The client moves bytes between the store and registered memory without a copy; that memory is the call's own, since a
+call that does not come back in time is given up and may still use it, and no memory can be registered twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import torch
+
+from chunk_cache.tier_config import parse_bytes, shown_url
+from sglang_chunk_cache.tiers.base import (
+    Layer,
+    LayerwiseMedium,
+    StoredVariant,
+    Target,
+    TierError,
+    VariantInfo,
+    in_order,
+)
+from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.record import (
+    Record,
+    check_layer,
+    check_wanted,
+    checksums_of,
+    corrupt,
+    decode,
+    encode,
+    layer_bytes,
+    missing,
+)
+
+TIMEOUT_S = 5.0
+"""Seconds that one call of the client may take; a call of a master that was stopped never ends."""
+AGAIN_S = 2.0
+"""Seconds between two attempts to reach a store that was not there."""
+NUM_SLOTS = 32
+"""Variants of one chunk that a store holds."""
+LOCAL_BUFFER_LEN = 16 << 20
+"""Bytes of the client's own buffer; only descriptions go through it."""
+BATCH_LEN = 8 << 20
+"""Bytes that one read moves, and at least a layer."""
+DEFAULT_SEGMENT = "4GB"
+
+_OK, _FULL, _OUTSIDE, _NOT_FOUND = 0, -200, -600, -704
+_T = TypeVar("_T")
+
+
+class MooncakeMedium(LayerwiseMedium):
+    """See the head of this file. Nothing is sent before the first call; after a restart of the master, all works on.
+
+    Args:
+        url: `mooncake://master:port?segment=4GB&protocol=tcp&device=&host=&metadata=P2PHANDSHAKE&replicas=1`. `segment`
+            is the memory that this process gives to the store, 0 = none; `host` the address under which others reach
+            it, by default the one that reaches the master.
+
+    Raises:
+        ImportError: the client is not installed, or a library that it needs.
+        ValueError: `url` is not one.
+    """
+
+    name = "remote"
+
+    def __init__(self, url: str, fingerprint: Fingerprint) -> None:
+        super().__init__(fingerprint)
+        _import_client()
+        self._where = shown_url(url)
+        self._address = _Address(url)
+        self._prefix = f"chunk_cache/{fingerprint.digest}/"
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._try_again = 0.0
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        found: dict[str, Record] = {}
+        for slot, raw in self._slots(key).items():
+            where = f"{self._where} {slot}"
+            try:
+                record = decode(raw, self.fingerprint, where)
+                if record.info.key != key:
+                    raise corrupt(where, f"holds the entry {record.info.entry_id}")
+            except TierError as error:
+                self._problems.tell(error)
+                self._remove([slot])
+            else:
+                if found.setdefault(record.info.name, record) is not record:  # two writers at once
+                    self._remove([slot, self._payload_key(record)])
+        exist = self._exist([self._payload_key(record) for record in found.values()])
+        return in_order([record.info for record, there in zip(found.values(), exist, strict=True) if there])
+
+    def write(self, stored: StoredVariant) -> None:
+        stored.check_fits(self.fingerprint)
+        info = stored.info
+        record = Record(info, tuple(checksums_of(stored)), secrets.token_hex(8))
+        raw, payload = encode(self.fingerprint, info, record.checksums, record.place), self._payload_key(record)
+        self._put_payload(payload, stored)
+        try:
+            replaced = self._publish(info, raw)
+        except TierError:
+            with suppress(TierError):
+                self._remove([payload])
+            raise
+        if replaced is not None:
+            self._remove([self._payload_key(replaced)])
+
+    def delete(self, info: VariantInfo) -> bool:
+        of_it = [(slot, record) for slot, record in self._records(info.key) if record.info.name == info.name]
+        self._remove([slot for slot, _ in of_it] + [self._payload_key(record) for _, record in of_it])
+        return bool(of_it)
+
+    def scan(self) -> Iterator[VariantInfo]:
+        """Nothing: the store cannot be listed."""
+        return iter(())
+
+    def read_note(self) -> bytes | None:
+        key = f"{self._prefix}note"
+        return self._get([key]).get(key)
+
+    def write_note(self, note: bytes) -> None:
+        key, config = f"{self._prefix}note", self._address.replication
+        self._check(self._call(lambda store: store.upsert(key, note, config())))
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            with suppress(TierError):
+                self._in_time(store.close)
+
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+        where = f"{self._where} {info.entry_id}"
+        found = next(((s, r) for s, r in self._records(info.key) if r.info.name == info.name), None)
+        if found is None:
+            raise missing(where)
+        slot, record = found
+        payload = self._payload_key(record)
+        try:
+            check_wanted(record.info, info, where)
+            length = len(info.token_ids)
+            k_len, v_len = (part.nbytes for part in self.fingerprint.empty_layer(length))
+            num_layers = self.fingerprint.num_layers
+            step = max(1, BATCH_LEN // (k_len + v_len))
+            for first in range(0, num_layers, step):
+                num = min(step, num_layers - first)
+                ranges = [(first * k_len, num * k_len), (num_layers * k_len + first * v_len, num * v_len)]
+                k_raw, v_raw = self._read_ranges(payload, ranges, where)
+                for i in range(num):
+                    k, v = target(first + i)
+                    layer_bytes(k)[:] = k_raw[i * k_len : (i + 1) * k_len]
+                    layer_bytes(v)[:] = v_raw[i * v_len : (i + 1) * v_len]
+                    check_layer(first + i, k, v, record, where)
+                    yield first + i, k, v
+        except TierError as error:
+            if error.reason in ("corrupt", "missing"):
+                with suppress(TierError):
+                    self._remove([slot, payload])
+            raise
+
+    def _records(self, key: bytes) -> Iterator[tuple[str, Record]]:
+        """Slots with a sound description of this chunk."""
+        for slot, raw in self._slots(key).items():
+            with suppress(TierError):
+                record = decode(raw, self.fingerprint, f"{self._where} {slot}")
+                if record.info.key == key:
+                    yield slot, record
+
+    def _slots(self, key: bytes) -> dict[str, bytes]:
+        return self._get([f"{self._prefix}{key.hex()}/{slot}" for slot in range(NUM_SLOTS)])
+
+    def _publish(self, info: VariantInfo, raw: bytes) -> Record | None:
+        """Puts the description where the variant has one already, whose record is returned, or into a free slot."""
+        taken = self._slots(info.key)
+        config = self._address.replication
+        for slot in (f"{self._prefix}{info.key.hex()}/{number}" for number in range(NUM_SLOTS)):
+            old = taken.get(slot)
+            if old is None and not any(self._names(other, info) for other in taken.values()):
+                self._check(self._call(lambda store, slot=slot: store.put(slot, raw, config())))
+                old = self._get([slot]).get(slot)
+                if old == raw:
+                    return None
+                if old is None:
+                    continue  # evicted at once, or deleted by somebody else
+            if old is not None and self._names(old, info):
+                record = decode(old, self.fingerprint, self._where)
+                self._check(self._call(lambda store, slot=slot: store.upsert(slot, raw, config())))
+                return record
+        remedy = "delete some (`evict`), or keep fewer variants (max_variants_per_chunk)"
+        raise TierError("full", self._where, f"holds {NUM_SLOTS} variants of the chunk", remedy)
+
+    def _payload_key(self, record: Record) -> str:
+        return f"{self._prefix}{record.info.key.hex()}/{record.info.name}/{record.place}"
+
+    def _names(self, raw: bytes, info: VariantInfo) -> bool:
+        with suppress(TierError):
+            return decode(raw, self.fingerprint, self._where).info.entry_id == info.entry_id
+        return False
+
+    def _put_payload(self, key: str, stored: StoredVariant) -> None:
+        staged, config = torch.empty(stored.info.payload_len, dtype=torch.uint8), self._address.replication
+        raw, k_len = layer_bytes(staged), stored.k.nbytes
+        raw[:k_len] = layer_bytes(stored.k)
+        raw[k_len:] = layer_bytes(stored.v)
+
+        def put(store: Any) -> int:
+            with _registered(store, [staged]):
+                return int(store.put_from(key, staged.data_ptr(), staged.nbytes, config()))
+
+        self._check(self._call(put))
+
+    def _read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], where: str) -> list[memoryview]:
+        """The bytes of an object at each (start, length)."""
+        parts = [torch.empty(length, dtype=torch.uint8) for _, length in ranges]
+
+        def get(store: Any) -> list[int]:
+            with _registered(store, parts):
+                starts, lengths = [[[start]] for start, _ in ranges], [[[length]] for _, length in ranges]
+                pointers = [part.data_ptr() for part in parts]
+                found = store.get_into_ranges(pointers, [[key]] * len(ranges), [[[0]]] * len(ranges), starts, lengths)
+                return [int(one[0][0]) for one in found]
+
+        for got, (_, length) in zip(self._call(get), ranges, strict=True):
+            if got == _NOT_FOUND:
+                raise missing(where)
+            if got == _OUTSIDE:
+                raise corrupt(where, "the payload is shorter than its description says")
+            self._check(min(got, _OK))
+            if got != length:
+                raise corrupt(where, f"{got} bytes instead of {length}")
+        return [layer_bytes(part) for part in parts]
+
+    def _get(self, keys: list[str]) -> dict[str, bytes]:
+        """Those that are there."""
+        there = [key for key, exists in zip(keys, self._exist(keys), strict=True) if exists]
+        if not there:
+            return {}
+        buffers = self._call(lambda store: [b and bytes(b) for b in store.batch_get_buffer(there)])
+        return {key: raw for key, raw in zip(there, buffers, strict=True) if raw is not None}
+
+    def _exist(self, keys: list[str]) -> list[bool]:
+        if not keys:
+            return []
+        found = self._call(lambda store: store.batch_is_exist(keys))
+        for one in found:
+            self._check(min(one, _OK))
+        return [one == 1 for one in found]
+
+    def _remove(self, keys: list[str]) -> None:
+        """Also where somebody reads them: what they read is verified."""
+        if keys:
+            for one in self._call(lambda store: store.batch_remove(keys, True)):
+                self._check(one, also=(_NOT_FOUND,))
+
+    def _check(self, code: int, also: Sequence[int] = ()) -> None:
+        if code == _OK or code in also:
+            return
+        if code == _FULL:
+            remedy = "give it more segments, or let it evict earlier (eviction_high_watermark_ratio of the master)"
+            raise TierError("full", self._where, "no segment has room", remedy)
+        raise TierError("unavailable", self._where, f"Mooncake's error {code}", "check the master and its segments")
+
+    def _call(self, function: Callable[[Any], _T]) -> _T:
+        """What `function` of the client returns.
+
+        Raises:
+            TierError: timeout, unavailable.
+        """
+        return self._in_time(lambda: function(self._connected()))
+
+    def _in_time(self, function: Callable[[], _T]) -> _T:
+        box: list[tuple[_T | None, Exception | None]] = []
+
+        def run() -> None:
+            try:
+                box.append((function(), None))
+            except Exception as error:  # noqa: BLE001  # raised below, by the thread that asked
+                box.append((None, error))
+
+        # A thread of its own, which need not end: a process can be left while it waits.
+        thread = threading.Thread(target=run, daemon=True, name="mooncake")
+        thread.start()
+        thread.join(TIMEOUT_S)
+        if not box:
+            raise TierError("timeout", self._where, f"no answer in {TIMEOUT_S} s", "check the master's load")
+        result, error = box[0]
+        if isinstance(error, TierError):
+            raise error
+        if error is not None:
+            raise TierError("unavailable", self._where, str(error), "check the master and its segments") from error
+        return result  # type: ignore[return-value]
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._store is None:
+                if time.monotonic() < self._try_again:
+                    raise self._address.unreachable(self._where)
+                try:
+                    self._store = self._address.connect(self._where)
+                except TierError:
+                    self._try_again = time.monotonic() + AGAIN_S
+                    raise
+            return self._store
+
+
+class _Address:
+    """What the url says.
+
+    Raises:
+        ValueError: it names something else.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        known = {"segment": DEFAULT_SEGMENT, "protocol": "tcp", "device": "", "host": ""}
+        known |= {"metadata": "P2PHANDSHAKE", "replicas": "1"}
+        if unknown := set(options) - set(known):
+            raise ValueError(f"{shown_url(url)}: unknown option {min(unknown)!r}; known: {', '.join(known)}")
+        if not parts.hostname or not parts.port:
+            raise ValueError(f"{shown_url(url)}: no master is named; write mooncake://host:port")
+        self._master = (parts.hostname, parts.port)
+        self._options = {**known, **options}
+        self._segment = parse_bytes(self._options["segment"], "tiers.remote.url: segment")
+        replicas = self._options["replicas"]
+        if not replicas.isdecimal() or int(replicas) < 1:
+            raise ValueError(f"{shown_url(url)}: replicas={replicas} is not an integer of at least 1")
+
+    def replication(self) -> Any:
+        """How often an object is kept."""
+        config = _import_client().ReplicateConfig()
+        config.replica_num = int(self._options["replicas"])
+        return config
+
+    def unreachable(self, where: str, problem: str = "the master is not there") -> TierError:
+        return TierError("unavailable", where, problem, "start mooncake_master, or check the url")
+
+    def connect(self, where: str) -> Any:
+        """A client, with its segment mounted.
+
+        Raises:
+            TierError: unavailable.
+        """
+        try:  # the client itself would try for 90 seconds
+            with socket.create_connection(self._master, timeout=TIMEOUT_S / 2) as probe:
+                own_host = probe.getsockname()[0]
+        except OSError as error:
+            raise self.unreachable(where, str(error)) from error
+        options = self._options
+        store = _import_client().MooncakeDistributedStore()
+        host, port = self._master
+        code = store.setup(
+            *(options["host"] or own_host, options["metadata"], self._segment, LOCAL_BUFFER_LEN),
+            *(options["protocol"], options["device"], f"{host}:{port}"),
+        )
+        if code != _OK:
+            raise self.unreachable(where, f"the client was not set up (error {code})")
+        return store
+
+
+@contextmanager
+def _registered(store: Any, parts: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Memory that the store may read and write."""
+    done = []
+    try:
+        for part in parts:
+            if store.register_buffer(part.data_ptr(), part.nbytes) != _OK:
+                raise RuntimeError(f"{part.nbytes} bytes of memory were not registered")
+            done.append(part.data_ptr())
+        yield
+    finally:
+        for pointer in done:
+            store.unregister_buffer(pointer)
+
+
+def _import_client() -> Any:
+    try:
+        from mooncake import store
+    except ImportError as error:
+        remedy = "pip install 'sglang-chunk-cache[mooncake]', and the system's libibverbs (Debian: libibverbs1)"
+        raise ImportError(f"the remote tier mooncake:// needs Mooncake's client ({error}): {remedy}") from error
+    return store

