@@ -24,6 +24,8 @@ FLAGS = (
     *("--sleep-on-idle", "--enable-cache-report"),  # two servers share two cores; usage names cached tokens
 )
 TRAINED_MODEL = Path(os.environ.get("QUALITY_GATE_MODEL", ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"))
+# With them a tool call of a random model comes to its end, and is found.
+TOOL_FLAGS = ("--tool-call-parser", "pythonic", "--constrained-json-disable-any-whitespace")
 # SGLang's own checks of its KV pool, after every step: leaks and double frees end the server.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
@@ -65,7 +67,7 @@ def _stop_all() -> None:
 @pytest.fixture(scope="module")
 def server(model_dir: Path) -> Server:
     """The chunk cache with its defaults."""
-    return _shared("server", model_dir, *FLAGS, "--enable-metrics", "--chunk-cache", env=STRICT)
+    return _shared("server", model_dir, *FLAGS, *TOOL_FLAGS, "--enable-metrics", "--chunk-cache", env=STRICT)
 
 
 @pytest.fixture(scope="module")

@@ -6,24 +6,21 @@ packages do not fit the versions that SGLang pins; where that is missing, in thi
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmark.common.machine import ROOT
 
+from server.client_libraries import PACKAGES, interpreter
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
 PROGRAMS = ROOT / "docs" / "examples" / "clients"
-CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 CLIENTS = {
     "openai": ("with_breakpoints", "with_chunks", "with_documents", "in_a_completion"),
     "anthropic": ("with_search_results", "with_documents", "with_cache_control", "in_a_stream"),
@@ -41,19 +38,9 @@ print(json.dumps([ask(url, order, question) for order in orders]))
 """
 
 
-@functools.cache
-def interpreter(package: str) -> str:
-    """One that has a package; empty where there is none."""
-    for python in (str(CLIENTS_PYTHON), sys.executable):
-        probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-        if Path(python).exists() and subprocess.run([python, "-c", probe]).returncode == 0:
-            return python
-    return ""
-
-
 def run(server: Server, client: str, name: str, orders: Sequence[Sequence[str]]) -> list[dict[str, int]]:
     """What a program says of prompts with passages in these orders."""
-    python = interpreter({"langchain": "langchain_openai"}.get(client, client))
+    python = interpreter(PACKAGES.get(client, client))
     if not python:
         pytest.skip(f"{client} is not installed: make clients")
     call = json.dumps([[str(PROGRAMS), f"{client}_client"], name, server.url, orders, "Who is it?"])

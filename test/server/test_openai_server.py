@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions on a real server, a frontend program, and the counters at /metrics."""
+"""/v1/completions and /v1/chat/completions on a real server, and the counters at /metrics."""
 
 from __future__ import annotations
 
@@ -259,35 +259,6 @@ def test_case_16_tenants_on_the_openai_routes(server, passages):
             assert statuses(completed(complete(server, prompt, **tenant))) == [status], tenant
         chat = server.chat([{"role": "user", "content": prompt}], **tenant)
         assert statuses(completed(chat)) == ["hit"], tenant
-
-
-# A frontend program.
-
-
-def test_frontend_program(server, passages):
-    import sglang as sgl
-
-    from sglang_chunk_cache.frontend import chunk
-
-    @sgl.function
-    def answer(s: Any, texts: list[str], question: str) -> None:
-        s += "Answer from the passages.\n"
-        for text in texts:
-            s += chunk(text)
-        s += question
-        s += sgl.gen("answer", max_tokens=8)
-
-    a, b, c = passages.several(3)
-    backend = sgl.RuntimeEndpoint(server.url)
-
-    def ask(*texts: str) -> Any:
-        state = answer.run(texts=list(texts), question="Who?", backend=backend, temperature=0)
-        assert state["answer"]
-        return state.get_meta_info("answer")
-
-    for expected, texts in ((["miss", "miss"], (a, b)), (["hit", "miss", "hit"], (b, c, a))):
-        meta = ask(*texts)
-        assert statuses(check_reply(meta["chunk_cache"], meta["prompt_tokens"])) == expected
 
 
 # Counters.
