@@ -46,7 +46,7 @@ def describe_run() -> dict[str, Any]:
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     # Where it lies is left out, also of `jsonl:FILE`.
-    arguments = [re.sub(r"^(\w+:)?/.*/", r"\1.../", arg) for arg in sys.argv[1:]]
+    arguments = [re.sub(r"(^|[\s:=])/\S*/", r"\1.../", arg) for arg in sys.argv[1:]]
     return {
         "command": shlex.join(["python", name, *arguments]),
         "machine": describe_machine(),
