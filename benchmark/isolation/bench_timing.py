@@ -97,7 +97,7 @@ def to_markdown(report: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     leave_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num", type=int, default=150, help="passages of each kind")
+    parser.add_argument("--num", type=int, default=400, help="passages of each kind")
     parser.add_argument("--passage", type=int, default=320, metavar="TOKENS")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "isolation", help="folder of the result files")
     args = parser.parse_args(argv)
