@@ -58,16 +58,20 @@ def took(step: str, start: float, result: str = "made") -> None:
     print(f"{step}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
 
 
+def uv() -> str:
+    """The command that .ci/install uses: its own, where there was none on PATH."""
+    own = ROOT / ".tools" / "uv" / "bin" / "uv"
+    return str(own if own.exists() else "uv")
+
+
 def make_environment(folder: Path, requirements: list[str]) -> bool:
     """Our own requirements, those of `requirements` overridden."""
-    uv = ROOT / ".tools" / "uv" / "bin" / "uv"  # as .ci/install leaves it where there is none on PATH
-    command = str(uv if uv.exists() else "uv")
     overrides = folder.parent / f"{folder.name}.txt"
     overrides.parent.mkdir(exist_ok=True)
     overrides.write_text("\n".join(requirements) + "\n")
     into = ["--python", folder, "--override", overrides]
-    install = [command, "pip", "install", *into, "--editable", ".[dev,bench]"]
-    steps = ([command, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], install)
+    install = [uv(), "pip", "install", *into, "--editable", ".[dev,bench]"]
+    steps = ([uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], install)
     return all(subprocess.run(step, cwd=ROOT).returncode == 0 for step in steps)
 
 

@@ -14,6 +14,8 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE_DIR = ROOT / ".cache" / "bench"
+"""Models, logs, and results that are not to be kept."""
 PACKAGES = ("sglang", "torch", "transformers", "triton", "sglang-chunk-cache")
 
 

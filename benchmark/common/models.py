@@ -1,8 +1,8 @@
 """Random models for measurements, written as Hugging Face folders on the spot.
 
 - `LlamaShape` says how large; `make_llama` writes one and returns its folder, `make_latent` one of the same size with
-  latent attention. The same shape and seed give the same weights, and a folder that already holds them is left as it
-  is.
+  latent attention; `cached_llama` is shared by all measurements of a shape. The same shape and seed give the same
+  weights, and a folder that already holds them is left as it is.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
 The weights have the spread of a fresh initialisation: time and memory do not depend on them, answers mean nothing.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark.common.machine import CACHE_DIR
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     DeepseekV2Config,
@@ -56,6 +57,11 @@ class LlamaShape:
             f"Llama, {self.layers} layers x {self.hidden}, {self.heads} heads of {self.hidden // self.heads}, "
             f"{self.num_parameters / 1e6:.0f} M parameters"
         )
+
+
+def cached_llama(shape: LlamaShape) -> Path:
+    """Folder of the model without a tokenizer that all measurements of this shape share."""
+    return make_llama(CACHE_DIR / f"llama-{shape.layers}x{shape.hidden}", shape)
 
 
 def make_llama(

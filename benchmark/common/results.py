@@ -5,6 +5,7 @@ Results that the documentation cites lie in `benchmark/results/`, each as JSON (
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.common.machine import ROOT, describe_code, describe_machine
+from benchmark.common.machine import CACHE_DIR, ROOT, describe_code, describe_machine
 
 RESULTS_DIR = ROOT / "benchmark" / "results"
 
@@ -45,13 +46,22 @@ def describe_run() -> dict[str, Any]:
     """How, where and with what a measurement runs; call it before, so that the load is not its own."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
-    # Where it lies is left out, also of `jsonl:FILE`.
-    arguments = [re.sub(r"(^|[\s:=])/\S*/", r"\1.../", arg) for arg in sys.argv[1:]]
     return {
-        "command": shlex.join(["python", name, *arguments]),
+        "command": shlex.join(["python", name, *map(without_folders, sys.argv[1:])]),
         "machine": describe_machine(),
         "versions": describe_code(),
     }
+
+
+def without_folders(text: str) -> str:
+    """Arguments of a command without where their files lie, also of `jsonl:FILE` and of flags within a flag."""
+    return re.sub(r"(^|[\s:=])/\S*/", r"\1.../", text)
+
+
+def result_dir(args: argparse.Namespace, name: str) -> Path:
+    """Where results go: what `--out` names, the folder of this name, or with `--quick` one that is not kept."""
+    chosen: Path | None = args.out
+    return chosen or (CACHE_DIR if args.quick else RESULTS_DIR / name)
 
 
 def run_markdown(run: Mapping[str, Any]) -> list[str]:

@@ -23,13 +23,12 @@ from sklearn.metrics import roc_auc_score
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import FIRST_PLAIN_ID, make_llama
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import FIRST_PLAIN_ID, cached_llama
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, leave_on_sigterm, offline_env
 from benchmark.ttft.workload import QUICK
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 PARTITIONS = {"the same": "victim", "another": "attacker"}
 
 
@@ -105,15 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [(name, is_stored) for name in PARTITIONS for is_stored in (True, False)] * args.num
     random.Random(1).shuffle(cases)
     seconds: dict[tuple[str, bool], list[float]] = {case: [] for case in cases}
-    model = make_llama(CACHE_DIR / f"llama-{QUICK.shape.layers}x{QUICK.shape.hidden}", QUICK.shape)
+    model = cached_llama(QUICK.shape)
     flags = ("--chunk-cache", "--skip-tokenizer-init", "--max-total-tokens", "32768")
     with Server(model, *flags, env=offline_env(), log_path=CACHE_DIR / "server-timing.log") as server:
         attack = Attack(server, args.passage)
-        for name, is_stored in [(name, True) for name in PARTITIONS] * 5 + cases:
-            took = attack.seconds(is_stored, PARTITIONS[name])
-            seconds[name, is_stored].append(took)
+        for partition in tuple(PARTITIONS.values()) * 5:  # the server warms up
+            attack.seconds(True, partition)
+        for name, is_stored in cases:
+            seconds[name, is_stored].append(attack.seconds(is_stored, PARTITIONS[name]))
     for name in PARTITIONS:
-        stored, fresh = seconds[name, True][5:], seconds[name, False]  # the first five warm the server up
+        stored, fresh = seconds[name, True], seconds[name, False]
         auc, low, high = judge(stored, fresh)
         spreads = {"stored_s": Spread.of(stored).as_dict(), "fresh_s": Spread.of(fresh).as_dict()}
         report["rows"].append({"partition": name, **spreads, "auc": auc, "low": low, "high": high})

@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
-from benchmark.common.results import RESULTS_DIR, describe_run
+from benchmark.common.results import RESULTS_DIR, describe_run, without_folders
 from benchmark.common.server import ServerError, leave_on_sigterm
 from benchmark.quality.campaign import Plan, ask_models
 from benchmark.quality.checks import check_rows
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "models": ", ".join(f"{name} ({fingerprint(path)})" for name, path in models.items()),
         "tasks": f"{shown_tasks(args.tasks)}; seed {args.held_out_seed}, up to {args.num} prompts per family",
         "prompts": f"{'chat' if args.chat else 'plain text'}, template {args.prompt_template or 'of the task'}",
-        "server flags": f"`{' '.join(plan.flags)}`",
+        "server flags": f"`{without_folders(' '.join(plan.flags))}`",
         "replies": f"{result.num_asked} of this run, {result.num_kept} kept from earlier ones",
         "KL": f"over the {args.top_logprobs} likeliest first tokens of the full prefill and one bucket for the rest",
     }

@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape, make_llama
-from benchmark.common.results import RESULTS_DIR, describe_run, write_result
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import LlamaShape, cached_llama
+from benchmark.common.results import describe_run, result_dir, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.tiers import loading
 from benchmark.tiers.loading import LOADED, MODES, QUEUED, Bench, Tick
@@ -34,7 +34,6 @@ from benchmark.tiers.prompts import Corpus, Size
 from benchmark.tiers.report import idle_rows, loading_markdown, other_row, queued_row
 from rich.console import Console
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 FULL = Size(LlamaShape(12, 768, 12, 12, 2048, 2048), system_len=64, chunk_len=512, num_chunks=8, question_len=32)
 QUICK = Size(LlamaShape(4, 256, 4, 4, 704, 2048), system_len=64, chunk_len=64, num_chunks=8, question_len=32)
 WAITS = (0.5, 1.5, 3.0)  # seconds in the queue over seconds of loading
@@ -51,13 +50,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the result files")
     args = parser.parse_args()
     args.repeats = args.repeats or (2 if args.quick else 4)
-    args.out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "tiers")
+    args.out = result_dir(args, "tiers")
     return args
 
 
 def run(args: argparse.Namespace, size: Size, folder: Path, tick: Tick) -> dict[str, Any]:
     """All measurements, as one report."""
-    model_dir = make_llama(CACHE_DIR / f"llama-{size.shape.layers}x{size.shape.hidden}", size.shape)
+    model_dir = cached_llama(size.shape)
     corpus = Corpus(size, max(sum(LOADED), size.num_chunks + QUEUED * len(WAITS)), args.seed)
     report: dict[str, Any] = {
         **describe_run(),

@@ -13,7 +13,6 @@ import contextlib
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test"))
 import torch
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
 
-from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
+from sglang_chunk_cache.tiers.base import Fingerprint, Medium
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
+from unit.tiers.medium_suite import make_stored
 from unit.tiers.mooncake_master import MooncakeMaster, is_there
 from unit.tiers.redis_server import RedisServer, find_binary
 
 FINGERPRINT = Fingerprint("bench", "bfloat16", num_layers=32, kv_heads=8, head_dim=128, v_head_dim=128, rotary="bench")
 LENGTHS = (64, 512)
-
-
-def variant(length: int, number: int) -> StoredVariant:
-    """Of random bits."""
-    k, v = FINGERPRINT.empty(length)
-    for part in (k, v):
-        part.view(torch.int16).random_()
-    info = VariantInfo(
-        key=number.to_bytes(16, "little"),
-        token_ids=array("q", range(length)),
-        start=0,
-        generation=0,
-        context=(),
-        statistics=None,
-        payload_len=FINGERPRINT.payload_len(length),
-    )
-    return StoredVariant(info, k, v)
 
 
 @contextlib.contextmanager
@@ -85,7 +68,7 @@ def measure(opened: dict[str, Medium], length: int, repeats: int) -> list[dict[s
     seconds: dict[str, dict[str, list[float]]] = {name: {"write": [], "find": [], "read": []} for name in opened}
     num_bytes = FINGERPRINT.payload_len(length)
     for number in range(repeats + 1):
-        stored = variant(length, number)
+        stored = make_stored(FINGERPRINT, key=number.to_bytes(16, "little"), length=length, seed=number)
         for name, medium in opened.items():
             marks = [time.perf_counter()]
             medium.write(stored)

@@ -24,7 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
+from benchmark.common.machine import CACHE_DIR
 from benchmark.common.models import LlamaShape, make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
@@ -35,7 +35,6 @@ from benchmark.tiers.soak_report import soak_markdown, summarize
 from benchmark.tiers.traffic import Traffic
 from rich.console import Console
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 SIZE = Size(LlamaShape(4, 128, 4, 2, 256, 2048), system_len=32, chunk_len=96, num_chunks=6, question_len=16)
 POOL_TOKENS, HOST_BYTES, DISK_BYTES = 8192, 100_000_000, 800_000_000
 EXPONENT = 0.9

@@ -19,14 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import make_llama
-from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import cached_llama
+from benchmark.common.results import Spread, describe_run, markdown_table, result_dir, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, Timed, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import STOCK, System, prime
 from benchmark.ttft.workload import FULL, QUICK, Prompt, Size, Workload
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 METHOD = {"method": "a3", "ratio": 0.15}
 
 
@@ -34,7 +33,7 @@ def measure(size: Size, systems: Sequence[System], at_once: int, answer: int, re
     """One row per system; so many requests begin together, each with an answer of so many tokens."""
     tokens = (size.prompt_len + answer) * 2 * at_once + size.num_chunks * size.prefix_len
     flags = ["--chunk-cache", "--skip-tokenizer-init", "--max-total-tokens", str(-(-tokens // 1024) * 1024)]
-    folder = make_llama(CACHE_DIR / f"llama-{size.shape.layers}x{size.shape.hidden}", size.shape)
+    folder = cached_llama(size.shape)
     first_s: dict[str, list[float]] = {system.name: [] for system in systems}
     token_s: dict[str, list[float]] = {system.name: [] for system in systems}
     order, draw = list(systems), random.Random(1)
@@ -117,7 +116,7 @@ def main() -> int:
     for at_once in args.at_once:
         report["rows"] += measure(size, systems, at_once, answer, args.repeats)
         print(f"{at_once} at once: measured", flush=True)
-    out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft")
+    out = result_dir(args, "ttft")
     for path in write_result(out, "kept", report, to_markdown(report)):
         print(path)
     return 0

@@ -19,14 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
+from benchmark.common.machine import CACHE_DIR
 from benchmark.common.models import LATENT_RANK, LATENT_ROTATED, make_latent, make_llama
-from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.results import describe_run, markdown_table, result_dir, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import METHODS, SYSTEMS, time_reuse
 from benchmark.ttft.workload import FULL, QUICK, Size, Workload
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 SIDES = ("grouped", "latent")
 
 
@@ -99,7 +98,7 @@ def main() -> int:
     report["latent"]["model"] = (
         f"DeepSeek-V2's class without experts, rows of {LATENT_RANK} and {LATENT_ROTATED} rotated"
     )
-    for path in write_result(args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft"), "latent", report,
+    for path in write_result(result_dir(args, "ttft"), "latent", report,
                              to_markdown(report)):  # fmt: skip
         print(path)
     return 0

@@ -24,14 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape, make_llama
-from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import LlamaShape, cached_llama
+from benchmark.common.results import Spread, describe_run, markdown_table, result_dir, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import METHODS, STOCK, SYSTEMS, System, prime
 from benchmark.ttft.workload import FULL, QUICK, Prompt, Size, Workload
 
-CACHE_DIR = ROOT / ".cache" / "bench"
 MEASURED = (STOCK, SYSTEMS[1], *(system for system in METHODS if "options" not in system.options and system != STOCK))
 """Stock, full reuse, and every method at one ratio."""
 SMALL = LlamaShape(6, 512, 8, 8, 1408, 2048)
@@ -62,7 +61,7 @@ def measure(point: Point, repeats: int) -> list[dict[str, Any]]:
     size = point.size
     tokens = -(-size.prompt_len * (size.num_chunks**2 + 2 * point.at_once) // 1024) * 1024
     flags = ["--chunk-cache", "--skip-tokenizer-init", "--max-total-tokens", str(tokens)]
-    folder = make_llama(CACHE_DIR / f"llama-{size.shape.layers}x{size.shape.hidden}", size.shape)
+    folder = cached_llama(size.shape)
     seconds: dict[str, list[float]] = {system.name: [] for system in MEASURED}
     order, draw = list(MEASURED), random.Random(1)
     log = CACHE_DIR / f"server-shapes-{point.sweep}.log"
@@ -158,7 +157,7 @@ def main() -> int:
         if point.sweep in args.sweeps:
             report["rows"] += measure(point, args.repeats)
             print(f"{point.sweep} {point.value}: measured", flush=True)
-    out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft")
+    out = result_dir(args, "ttft")
     for path in write_result(out, "shapes", report, to_markdown(report)):
         print(path)
     return 0

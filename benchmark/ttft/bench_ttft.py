@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
-from benchmark.common.models import make_llama
-from benchmark.common.results import RESULTS_DIR, describe_run, write_result
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import cached_llama
+from benchmark.common.results import describe_run, result_dir, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.ttft.measure import (
     METHODS,
@@ -43,7 +43,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 PARTS = ("ttft", "methods", "statistics", "plain", "memory")
-CACHE_DIR = ROOT / ".cache" / "bench"
 
 
 def parse_args() -> argparse.Namespace:
@@ -60,7 +59,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     args.repeats = args.repeats or (3 if args.quick else 7)
     args.plain_repeats = 5 if args.quick else 25
-    args.out = args.out or (CACHE_DIR if args.quick else RESULTS_DIR / "ttft")
+    args.out = result_dir(args, "ttft")
     return args
 
 
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
         "repeats": args.repeats,
         "flags": flags(args, size),
     }
-    model_dir = make_llama(CACHE_DIR / f"llama-{size.shape.layers}x{size.shape.hidden}", size.shape)
+    model_dir = cached_llama(size.shape)
     with ticking(args, size, console) as tick:
         with Server(model_dir, "--chunk-cache", *flags(args, size), **server_options("chunk-cache")) as server:
             tick(f"server started in {server.start_s:.0f} s")

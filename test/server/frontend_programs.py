@@ -1,24 +1,21 @@
 """Frontend programs with chunks, run over a server and over an engine in the same way: `run_all`.
 
-Run as a process of its own by `test_frontend_server.py`, since an engine owns the process that it runs in: reads the
-model's folder and the texts as one JSON object from standard input, prints what `run_all` says at the end.
+As a process of its own it is asked by `test_frontend_server.py` with a model's folder and the texts, over an engine.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import sglang as sgl
 
+from server.own_process import answer as answer_task
 from sglang_chunk_cache.engine_backend import EngineBackend
 from sglang_chunk_cache.frontend import chunk
 from sglang_chunk_cache.plugin import engine
 
 HEAD = "Answer from the passages, one of which is always the right one to answer from.\n"
-MARK = "frontend result: "
 CHOICES = ("the rose", "a stone")
 
 
@@ -104,4 +101,4 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(main(json.load(sys.stdin))), flush=True)
+    answer_task(main)

@@ -1,17 +1,11 @@
-"""A user's script: `engine` without a server. Reads one JSON object from standard input, prints one at the end.
-
-Run as a process of its own by `test_parallel_server.py`; `sglang.Engine` owns the process that it runs in.
-"""
+"""A user's script: `engine` without a server. Asked by `test_parallel_server.py`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+from server.own_process import answer
 from sglang_chunk_cache.plugin import engine
-
-MARK = "offline result: "
 
 
 def options(chunk_cache: dict[str, Any], **params: Any) -> dict[str, Any]:
@@ -64,4 +58,4 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(main(json.load(sys.stdin))), flush=True)
+    answer(main)

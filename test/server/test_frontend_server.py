@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +9,11 @@ import pytest
 import sglang as sgl
 
 from server.contract import Passages, check_reply, marked, statuses
-from server.frontend_programs import CHOICES, HEAD, MARK, run_all
+from server.frontend_programs import CHOICES, HEAD, run_all
+from server.own_process import ask
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
-TEST_DIR = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +25,13 @@ def texts() -> list[str]:
 def found(request: pytest.FixtureRequest, model_dir: Path, texts: list[str]) -> dict[str, Any]:
     """What `run_all` says of the backend."""
     if request.param == "engine":
-        return by_engine({"model": str(model_dir), "texts": texts})
+        return by_engine(model_dir, texts)
     server = request.getfixturevalue("server")
     return run_all(sgl.RuntimeEndpoint(server.url), texts)
 
 
-def by_engine(task: dict[str, Any]) -> dict[str, Any]:
-    path = os.pathsep.join([str(TEST_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(TEST_DIR / "server" / "frontend_programs.py")],
-        input=json.dumps(task),
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(lines[0].removeprefix(MARK))
+def by_engine(model_dir: Path, texts: list[str]) -> dict[str, Any]:
+    result = ask("frontend_programs", {"model": str(model_dir), "texts": texts})
     assert result["after"], "the engine answers again once the backend is closed"
     return result
 

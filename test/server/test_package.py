@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,13 +16,13 @@ from benchmark.common.machine import ROOT
 from benchmark.common.server import offline_env
 
 import sglang_chunk_cache
+from check_sglang import uv
 from server_fixture import Server
 from unit.tiers.redis_server import RedisServer, find_binary
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
 
 COMMANDS = ("doctor", "explain", "selector", "verify", "warm")
-UV = shutil.which("uv") or str(ROOT / ".tools" / "uv" / "bin" / "uv")
 
 
 def run(*command: str | Path, ok: int = 0, **options) -> str:
@@ -40,7 +39,7 @@ def run(*command: str | Path, ok: int = 0, **options) -> str:
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist of this tree, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    run(UV, "build", "--out-dir", folder, ROOT)
+    run(uv(), "build", "--out-dir", folder, ROOT)
     return folder
 
 
@@ -55,9 +54,9 @@ def install(wheel: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def make(extra: str = "") -> Path:
         folder = tmp_path_factory.mktemp(f"env-{extra or 'bare'}")
-        run(UV, "venv", "--quiet", "--python", sys.executable, folder / "env")
+        run(uv(), "venv", "--quiet", "--python", sys.executable, folder / "env")
         what = f"sglang-chunk-cache[{extra}] @ {wheel.as_uri()}" if extra else str(wheel)
-        run(UV, "pip", "install", "--quiet", "--python", folder / "env" / "bin" / "python", what)
+        run(uv(), "pip", "install", "--quiet", "--python", folder / "env" / "bin" / "python", what)
         return folder / "env" / "bin"
 
     return make

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,10 @@ import pytest
 
 from server.conftest import FLAGS, STRICT
 from server.contract import SEP, check_reply, completed, generated, marked, same_logprobs, statuses
-from server.offline import MARK
+from server.own_process import ask
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
-
-TEST_DIR = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +36,7 @@ def offline(model_dir: Path, tokenizer: Any, offline_chunks: list[str]) -> dict[
         "spans": prompt.spans(tokenizer),
         "lone": f"a{SEP}b",
     }
-    path = os.pathsep.join([str(TEST_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(TEST_DIR / "server" / "offline.py")],
-        input=json.dumps(task),
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert lines, done.stderr[-4000:]
-    return {**json.loads(lines[0].removeprefix(MARK)), "task": task}
+    return {**ask("offline", task), "task": task}
 
 
 def test_case_09_offline_with_two_ranks_equals_stock(offline, stock):

@@ -5,8 +5,6 @@ In every case the answer is that without reuse; what was not stored, or is gone,
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.contract import Marked, Passages, marked, prime, reasons, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     assert_right,
+    kill_while_writing,
     metric,
     reuse,
+    store_on,
     tier_flags,
     tier_server,
     tiers,
@@ -72,17 +71,9 @@ def _store(name: str, folder: Path) -> tuple[Any, str]:
     return RedisServer(binary, folder), ""
 
 
-def store_on(server: Server, chunks: list[str]) -> None:
-    """Computes them, and returns when they are in the store."""
-    before = metric(server, "writes_total", tier="remote", outcome="ok")
-    prime(server, chunks)
-    done = before + len(chunks)
-    wait_until(lambda: metric(server, "writes_total", tier="remote", outcome="ok") >= done, "not written")
-
-
 def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: Any):
     chunks = passages.several(3)
-    store_on(fleet.first, chunks)
+    store_on(fleet.first, "remote", chunks)
     for server in (fleet.second, fleet.first):
         server.flush()
         prompt = marked(chunks[::-1], head=f"Read {server.port}. ")
@@ -105,7 +96,7 @@ def test_both_write_the_same_at_once(fleet: Fleet, passages: Passages, tokenizer
 
 def test_partitions_do_not_meet(fleet: Fleet, passages: Passages, tokenizer: Any):
     chunks = passages.several(2)
-    store_on(fleet.first, chunks)
+    store_on(fleet.first, "remote", chunks)
     prompt = marked(chunks, head="Apart. ")
     out, reply = reuse(fleet.second, prompt, tokenizer, extra_key="another tenant")
     assert (statuses(reply), reasons(reply)) == (["miss"] * 2, ["not_stored"] * 2)
@@ -114,7 +105,7 @@ def test_partitions_do_not_meet(fleet: Fleet, passages: Passages, tokenizer: Any
 
 def test_the_store_is_killed_and_comes_back(fleet: Fleet, passages: Passages, tokenizer: Any):
     chunks = passages.several(2)
-    store_on(fleet.first, chunks)
+    store_on(fleet.first, "remote", chunks)
     fleet.store.kill()
     for server in (fleet.first, fleet.second):
         server.flush()
@@ -148,17 +139,11 @@ def test_a_replica_is_killed_while_it_writes(fleet: Fleet, passages: Passages, t
     prompts = [marked(chunks[i : i + 3], head=f"{i} ") for i in range(0, len(chunks), 3)]
     before = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
 
-    def ask(text: str) -> None:
-        body = {"text": text, "sampling_params": {"max_new_tokens": 1}}
-        with suppress(httpx.TransportError):  # killed
-            httpx.post(f"{fleet.first.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
-
-    with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(ask, prompt.text) for prompt in prompts]
-        wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= before + 15, "no writes")
-        os.killpg(fleet.first.pid, signal.SIGKILL)
-        for one in running:
-            one.result(timeout=REQUEST_TIMEOUT_S)
+    kill_while_writing(
+        fleet.first,
+        prompts,
+        lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= before + 15,
+    )
     fleet.second.flush()
     hits = 0
     for prompt in prompts:
@@ -168,6 +153,6 @@ def test_a_replica_is_killed_while_it_writes(fleet: Fleet, passages: Passages, t
     if isinstance(fleet.store, RedisServer):  # Mooncake's memory is the replicas' own
         assert hits >= 15
     more = passages.several(2)
-    store_on(fleet.second, more)
+    store_on(fleet.second, "remote", more)
     fleet.second.flush()
     assert tiers(reuse(fleet.second, marked(more, head="After. "), tokenizer)[1]) == ["remote"] * 2

@@ -7,16 +7,14 @@ In every case the answer is that without reuse, reply and metrics and log name t
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.contract import Passages, marked, prime, reasons, statuses
@@ -25,8 +23,10 @@ from server.tier_contract import (
     Folder,
     assert_right,
     flip_a_byte,
+    kill_while_writing,
     metric,
     reuse,
+    store_on,
     tier_flags,
     tier_server,
     tiers,
@@ -290,18 +290,8 @@ def killed(disk: Server, folder: Folder, tokenizer: Any) -> list[str]:
     chunks = passages.several(60, num_words=20)
     before = len(folder.files())
 
-    def ask(i: int) -> None:
-        body = {"text": marked(chunks[3 * i : 3 * i + 3], head=f"{i} ").text, "sampling_params": {"max_new_tokens": 1}}
-        with suppress(httpx.TransportError):  # killed
-            httpx.post(f"{disk.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
-
-    with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(ask, i) for i in range(len(chunks) // 3)]
-        wait_until(lambda: len(folder.files()) >= before + 15, "nothing is written")
-        assert disk._process is not None
-        os.killpg(disk._process.pid, signal.SIGKILL)
-        for one in running:
-            one.result(timeout=REQUEST_TIMEOUT_S)
+    prompts = [marked(chunks[i : i + 3], head=f"{i // 3} ") for i in range(0, len(chunks), 3)]
+    kill_while_writing(disk, prompts, lambda: len(folder.files()) >= before + 15)
     return chunks
 
 
@@ -341,17 +331,13 @@ def remote(redis_server: Any, again: Server) -> Any:
 
 def only_remote(server: Server, folder: Folder, chunks: list[str]) -> Callable[[], None]:
     """Stores chunks so that the remote tier alone has them; returns what does it once more."""
-    before = metric(server, "writes_total", tier="remote", outcome="ok")
-    prime(server, chunks)
+    store_on(server, "remote", chunks)
 
     def drop() -> None:
         for path in folder.wait_for(*chunks):
             path.unlink()
         server.flush()
 
-    wait_until(
-        lambda: metric(server, "writes_total", tier="remote", outcome="ok") >= before + len(chunks), "not written"
-    )
     drop()
     return drop
 

@@ -2,22 +2,29 @@
 
 - `tier_flags` is the configuration as flags, `tier_server` a server with it, `Folder` a disk tier as the tests see it.
 - `tiers` reads a reply, `metric` one value of `/metrics`, `wait_until` waits for what happens on its own.
+- `store_on` puts chunks into a tier, `kill_while_writing` ends a server that does.
 - `fill_pool` makes every chunk leave the KV pool.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from chunk_cache.keys import Partition, chunk_key
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
-from server.contract import FULL, Marked, encode, generated, same_logprobs
+from server.contract import FULL, Marked, encode, generated, prime, same_logprobs
 from server_fixture import Server
 
 REQUEST_TIMEOUT_S = 90.0
@@ -48,6 +55,29 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
         assert time.monotonic() < deadline, f"after {timeout_s:g} s: {what}"
         time.sleep(0.02)
     return value
+
+
+def store_on(server: Server, tier: str, chunks: list[str]) -> None:
+    """Computes chunks, and returns when the tier has them."""
+    done = metric(server, "writes_total", tier=tier, outcome="ok") + len(chunks)
+    prime(server, chunks)
+    wait_until(lambda: metric(server, "writes_total", tier=tier, outcome="ok") >= done, "not written")
+
+
+def kill_while_writing(server: Server, prompts: Sequence[Marked], is_time: Callable[[], bool]) -> None:
+    """SIGKILL to all processes of a server that computes the prompts' chunks, once it is time."""
+
+    def ask(prompt: Marked) -> None:
+        body = {"text": prompt.text, "sampling_params": {"max_new_tokens": 1}}
+        with suppress(httpx.TransportError):  # killed
+            httpx.post(f"{server.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(ask, prompt) for prompt in prompts]
+        wait_until(is_time, "nothing is written")
+        os.killpg(server.pid, signal.SIGKILL)
+        for one in running:
+            one.result(timeout=REQUEST_TIMEOUT_S)
 
 
 class Folder:

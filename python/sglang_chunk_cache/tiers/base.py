@@ -210,6 +210,10 @@ Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Tensors that K and V of a layer are put into."""
 
 
+BATCH_LEN = 8 << 20
+"""Bytes that one round trip to a store moves, and at least a layer: what is in flight beside the tensors themselves."""
+
+
 class LayerwiseMedium(ABC):
     """A medium that fetches layer after layer, for one fingerprint."""
 
@@ -227,6 +231,12 @@ class LayerwiseMedium(ABC):
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
         return self._layers(info, lambda _: self.fingerprint.empty_layer(len(info.token_ids)))
+
+    def batches(self, info: VariantInfo) -> list[range]:
+        """Layers of a variant that go in one round trip each, in order."""
+        num_layers = self.fingerprint.num_layers
+        step = max(1, BATCH_LEN * num_layers // info.payload_len)
+        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
 
     @abstractmethod
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:

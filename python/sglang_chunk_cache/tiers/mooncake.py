@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -39,12 +40,12 @@ from sglang_chunk_cache.tiers.base import (
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.record import (
     Record,
-    check_layer,
     check_wanted,
     checksums_of,
     corrupt,
     decode,
     encode,
+    fill_layer,
     layer_bytes,
     missing,
 )
@@ -57,12 +58,23 @@ NUM_SLOTS = 32
 """Variants of one chunk that a store holds."""
 LOCAL_BUFFER_LEN = 16 << 20
 """Bytes of the client's own buffer; only descriptions go through it."""
-BATCH_LEN = 8 << 20
-"""Bytes that one read moves, and at least a layer."""
 DEFAULT_SEGMENT = "4GB"
 
-_OK, _FULL, _OUTSIDE, _NOT_FOUND = 0, -200, -600, -704
+_FULL, _OUTSIDE = -200, -600
+_ABSENT = (-704, -703)  # not found; still being written by somebody
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A variant that the store describes."""
+
+    slot: str
+    raw: bytes
+    """The description as it is in the slot."""
+    record: Record
+    payload: str
+    """Where its KV is, if it was not evicted."""
 
 
 class MooncakeMedium(LayerwiseMedium):
@@ -85,33 +97,30 @@ class MooncakeMedium(LayerwiseMedium):
         _import_client()
         self._where = shown_url(url)
         self._address = _Address(url)
+        self._replication = self._address.replication()
         self._prefix = f"chunk_cache/{fingerprint.digest}/"
         self._lock = threading.Lock()
         self._store: Any = None
         self._try_again = 0.0
 
     def find(self, key: bytes) -> list[VariantInfo]:
-        found: dict[str, Record] = {}
-        for slot, raw in self._slots(key).items():
-            where = f"{self._where} {slot}"
-            try:
-                record = decode(raw, self.fingerprint, where)
-                if record.info.key != key:
-                    raise corrupt(where, f"holds the entry {record.info.entry_id}")
-            except TierError as error:
-                self._problems.tell(error)
-                self._remove([slot])
-            else:
-                if found.setdefault(record.info.name, record) is not record:  # two writers at once
-                    self._remove([slot, self._payload_key(record)])
-        exist = self._exist([self._payload_key(record) for record in found.values()])
-        return in_order([record.info for record, there in zip(found.values(), exist, strict=True) if there])
+        found: dict[str, _Entry] = {}
+        for entry in self._entries(key):
+            if found.setdefault(entry.record.info.name, entry) is not entry:  # two writers at once
+                self._forget(entry)
+        exist = self._exist([entry.payload for entry in found.values()])
+        infos = []
+        for entry, is_there in zip(found.values(), exist, strict=True):
+            if is_there:
+                infos.append(entry.record.info)
+            else:  # evicted by the store
+                self._forget(entry)
+        return in_order(infos)
 
     def write(self, stored: StoredVariant) -> None:
         stored.check_fits(self.fingerprint)
-        info = stored.info
-        record = Record(info, tuple(checksums_of(stored)), secrets.token_hex(8))
-        raw, payload = encode(self.fingerprint, info, record.checksums, record.place), self._payload_key(record)
+        info, place = stored.info, secrets.token_hex(8)
+        raw, payload = encode(self.fingerprint, info, checksums_of(stored), place), self._payload_key(info, place)
         self._put_payload(payload, stored)
         try:
             replaced = self._publish(info, raw)
@@ -120,11 +129,11 @@ class MooncakeMedium(LayerwiseMedium):
                 self._remove([payload])
             raise
         if replaced is not None:
-            self._remove([self._payload_key(replaced)])
+            self._remove([replaced])
 
     def delete(self, info: VariantInfo) -> bool:
-        of_it = [(slot, record) for slot, record in self._records(info.key) if record.info.name == info.name]
-        self._remove([slot for slot, _ in of_it] + [self._payload_key(record) for _, record in of_it])
+        of_it = [entry for entry in self._entries(info.key) if entry.record.info.name == info.name]
+        self._remove([key for entry in of_it for key in (entry.slot, entry.payload)])
         return bool(of_it)
 
     def scan(self) -> Iterator[VariantInfo]:
@@ -136,8 +145,7 @@ class MooncakeMedium(LayerwiseMedium):
         return self._get([key]).get(key)
 
     def write_note(self, note: bytes) -> None:
-        key, config = f"{self._prefix}note", self._address.replication
-        self._check(self._call(lambda store: store.upsert(key, note, config())))
+        self._check(self._call(lambda store: store.upsert(f"{self._prefix}note", note, self._replication)))
 
     def close(self) -> None:
         store, self._store = self._store, None
@@ -147,81 +155,84 @@ class MooncakeMedium(LayerwiseMedium):
 
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
         where = f"{self._where} {info.entry_id}"
-        found = next(((s, r) for s, r in self._records(info.key) if r.info.name == info.name), None)
-        if found is None:
+        entry = self._entry_of(info)
+        if entry is None:
             raise missing(where)
-        slot, record = found
-        payload = self._payload_key(record)
         try:
-            check_wanted(record.info, info, where)
-            length = len(info.token_ids)
-            k_len, v_len = (part.nbytes for part in self.fingerprint.empty_layer(length))
-            num_layers = self.fingerprint.num_layers
-            step = max(1, BATCH_LEN // (k_len + v_len))
-            for first in range(0, num_layers, step):
-                num = min(step, num_layers - first)
-                ranges = [(first * k_len, num * k_len), (num_layers * k_len + first * v_len, num * v_len)]
-                k_raw, v_raw = self._read_ranges(payload, ranges, where)
-                for i in range(num):
-                    k, v = target(first + i)
-                    layer_bytes(k)[:] = k_raw[i * k_len : (i + 1) * k_len]
-                    layer_bytes(v)[:] = v_raw[i * v_len : (i + 1) * v_len]
-                    check_layer(first + i, k, v, record, where)
-                    yield first + i, k, v
+            check_wanted(entry.record.info, info, where)
+            k_len, v_len = (part.nbytes for part in self.fingerprint.empty_layer(len(info.token_ids)))
+            v_start = self.fingerprint.num_layers * k_len
+            for layers in self.batches(info):
+                first, num = layers.start, len(layers)
+                ranges = [(first * k_len, num * k_len), (v_start + first * v_len, num * v_len)]
+                k_raw, v_raw = self._read_ranges(entry.payload, ranges, where)
+                for i, layer in enumerate(layers):
+                    raws = k_raw[i * k_len : (i + 1) * k_len], v_raw[i * v_len : (i + 1) * v_len]
+                    yield fill_layer(layer, target(layer), raws, entry.record, where)
         except TierError as error:
             if error.reason in ("corrupt", "missing"):
                 with suppress(TierError):
-                    self._remove([slot, payload])
+                    self._forget(entry)
             raise
 
-    def _records(self, key: bytes) -> Iterator[tuple[str, Record]]:
-        """Slots with a sound description of this chunk."""
-        for slot, raw in self._slots(key).items():
-            with suppress(TierError):
-                record = decode(raw, self.fingerprint, f"{self._where} {slot}")
-                if record.info.key == key:
-                    yield slot, record
+    def _entries(self, key: bytes) -> list[_Entry]:
+        """What sound descriptions of the chunk's variants say; others are told, and removed."""
+        entries = []
+        for slot, raw in self._get(self._slots(key)).items():
+            where = f"{self._where} {slot}"
+            try:
+                record = decode(raw, self.fingerprint, where)
+                if record.info.key != key:
+                    raise corrupt(where, f"holds the entry {record.info.entry_id}")
+            except TierError as error:
+                self._problems.tell(error)
+                self._remove([slot])
+            else:
+                entries.append(_Entry(slot, raw, record, self._payload_key(record.info, record.place)))
+        return entries
 
-    def _slots(self, key: bytes) -> dict[str, bytes]:
-        return self._get([f"{self._prefix}{key.hex()}/{slot}" for slot in range(NUM_SLOTS)])
+    def _entry_of(self, info: VariantInfo) -> _Entry | None:
+        return next((entry for entry in self._entries(info.key) if entry.record.info.name == info.name), None)
 
-    def _publish(self, info: VariantInfo, raw: bytes) -> Record | None:
-        """Puts the description where the variant has one already, whose record is returned, or into a free slot."""
-        taken = self._slots(info.key)
-        config = self._address.replication
-        for slot in (f"{self._prefix}{info.key.hex()}/{number}" for number in range(NUM_SLOTS)):
-            old = taken.get(slot)
-            if old is None and not any(self._names(other, info) for other in taken.values()):
-                self._check(self._call(lambda store, slot=slot: store.put(slot, raw, config())))
-                old = self._get([slot]).get(slot)
-                if old == raw:
+    def _slots(self, key: bytes) -> list[str]:
+        return [f"{self._prefix}{key.hex()}/{number}" for number in range(NUM_SLOTS)]
+
+    def _payload_key(self, info: VariantInfo, place: str) -> str:
+        return f"{self._prefix}{info.key.hex()}/{info.name}/{place}"
+
+    def _publish(self, info: VariantInfo, raw: bytes) -> str | None:
+        """Puts the description where the variant has one, whose payload is returned, or into a free slot."""
+        entries = {entry.slot: entry for entry in self._entries(info.key)}
+        old = next((entry for entry in entries.values() if entry.record.info.name == info.name), None)
+        for slot in self._slots(info.key):
+            if old is not None:
+                break
+            if slot not in entries:
+                self._check(self._call(lambda store, slot=slot: store.put(slot, raw, self._replication)))
+                if self._get([slot]).get(slot) == raw:
                     return None
-                if old is None:
-                    continue  # evicted at once, or deleted by somebody else
-            if old is not None and self._names(old, info):
-                record = decode(old, self.fingerprint, self._where)
-                self._check(self._call(lambda store, slot=slot: store.upsert(slot, raw, config())))
-                return record
-        remedy = "delete some (`evict`), or keep fewer variants (max_variants_per_chunk)"
-        raise TierError("full", self._where, f"holds {NUM_SLOTS} variants of the chunk", remedy)
+                old = self._entry_of(info)  # another writer was faster, perhaps with this very variant
+        if old is None:
+            remedy = "delete some (`evict`), or keep fewer variants (max_variants_per_chunk)"
+            raise TierError("full", self._where, f"holds {NUM_SLOTS} variants of the chunk", remedy)
+        slot = old.slot
+        self._check(self._call(lambda store: store.upsert(slot, raw, self._replication)))
+        return old.payload
 
-    def _payload_key(self, record: Record) -> str:
-        return f"{self._prefix}{record.info.key.hex()}/{record.info.name}/{record.place}"
-
-    def _names(self, raw: bytes, info: VariantInfo) -> bool:
-        with suppress(TierError):
-            return decode(raw, self.fingerprint, self._where).info.entry_id == info.entry_id
-        return False
+    def _forget(self, entry: _Entry) -> None:
+        """Removes an entry, unless its slot has another description by now."""
+        if self._get([entry.slot]).get(entry.slot) == entry.raw:
+            self._remove([entry.slot, entry.payload])
 
     def _put_payload(self, key: str, stored: StoredVariant) -> None:
-        staged, config = torch.empty(stored.info.payload_len, dtype=torch.uint8), self._address.replication
+        staged = torch.empty(stored.info.payload_len, dtype=torch.uint8)
         raw, k_len = layer_bytes(staged), stored.k.nbytes
         raw[:k_len] = layer_bytes(stored.k)
         raw[k_len:] = layer_bytes(stored.v)
 
         def put(store: Any) -> int:
             with _registered(store, [staged]):
-                return int(store.put_from(key, staged.data_ptr(), staged.nbytes, config()))
+                return int(store.put_from(key, staged.data_ptr(), staged.nbytes, self._replication))
 
         self._check(self._call(put))
 
@@ -237,11 +248,11 @@ class MooncakeMedium(LayerwiseMedium):
                 return [int(one[0][0]) for one in found]
 
         for got, (_, length) in zip(self._call(get), ranges, strict=True):
-            if got == _NOT_FOUND:
+            if got in _ABSENT:
                 raise missing(where)
             if got == _OUTSIDE:
                 raise corrupt(where, "the payload is shorter than its description says")
-            self._check(min(got, _OK))
+            self._check(got)
             if got != length:
                 raise corrupt(where, f"{got} bytes instead of {length}")
         return [layer_bytes(part) for part in parts]
@@ -259,17 +270,19 @@ class MooncakeMedium(LayerwiseMedium):
             return []
         found = self._call(lambda store: store.batch_is_exist(keys))
         for one in found:
-            self._check(min(one, _OK))
+            self._check(one)
         return [one == 1 for one in found]
 
     def _remove(self, keys: list[str]) -> None:
         """Also where somebody reads them: what they read is verified."""
         if keys:
-            for one in self._call(lambda store: store.batch_remove(keys, True)):
-                self._check(one, also=(_NOT_FOUND,))
+            for code in self._call(lambda store: store.batch_remove(keys, True)):
+                if code not in _ABSENT:
+                    self._check(code)
 
-    def _check(self, code: int, also: Sequence[int] = ()) -> None:
-        if code == _OK or code in also:
+    def _check(self, code: int) -> None:
+        """Whether a call went well: those that fail return a negative number."""
+        if code >= 0:
             return
         if code == _FULL:
             remedy = "give it more segments, or let it evict earlier (eviction_high_watermark_ratio of the master)"
@@ -369,7 +382,7 @@ class _Address:
             *(options["host"] or own_host, options["metadata"], self._segment, LOCAL_BUFFER_LEN),
             *(options["protocol"], options["device"], f"{host}:{port}"),
         )
-        if code != _OK:
+        if code != 0:
             raise self.unreachable(where, f"the client was not set up (error {code})")
         return store
 
@@ -380,7 +393,7 @@ def _registered(store: Any, parts: Sequence[torch.Tensor]) -> Iterator[None]:
     done = []
     try:
         for part in parts:
-            if store.register_buffer(part.data_ptr(), part.nbytes) != _OK:
+            if store.register_buffer(part.data_ptr(), part.nbytes) != 0:
                 raise RuntimeError(f"{part.nbytes} bytes of memory were not registered")
             done.append(part.data_ptr())
         yield

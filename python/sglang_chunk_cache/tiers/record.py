@@ -3,6 +3,7 @@
     encode        description and checksums to bytes
     decode        back, or a `TierError`: the bytes are not trusted
     layer_bytes   K or V of a layer as bytes, without a copy
+    fill_layer    bytes to K and V of a layer, verified
     checksum      of one layer, K then V
 
     magic 8 | version 4 | length of the JSON 4 | CRC-32 of version, length and JSON 4 | JSON, padded with spaces
@@ -30,7 +31,7 @@ import torch
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import KEY_LEN
 from chunk_cache.system_prompt import num_pieces
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
 
 MAGIC = b"ChunkKV\n"
@@ -149,6 +150,26 @@ def check_layer(layer: int, k: torch.Tensor, v: torch.Tensor, record: Record, wh
     """
     if checksum(k, v) != record.checksums[layer]:
         raise corrupt(where, f"wrong checksum of layer {layer}")
+
+
+def fill_layer(
+    layer: int,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    raws: tuple[bytes | memoryview, bytes | memoryview],
+    record: Record,
+    where: str,
+) -> Layer:
+    """Copies the bytes of K and V of a layer into tensors, and verifies them.
+
+    Raises:
+        TierError: corrupt.
+    """
+    if [len(raw) for raw in raws] != [part.nbytes for part in parts]:
+        raise corrupt(where, f"layer {layer} of {len(raws[0])} and {len(raws[1])} bytes")
+    for part, raw in zip(parts, raws, strict=True):
+        layer_bytes(part)[:] = raw
+    check_layer(layer, *parts, record, where)
+    return layer, *parts
 
 
 def mismatch(where: str, problem: str) -> TierError:

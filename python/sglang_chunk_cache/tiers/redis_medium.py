@@ -35,12 +35,12 @@ from sglang_chunk_cache.tiers.base import (
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.record import (
     Record,
-    check_layer,
     check_wanted,
     checksums_of,
     corrupt,
     decode,
     encode,
+    fill_layer,
     layer_bytes,
     missing,
 )
@@ -50,8 +50,6 @@ TIMEOUT_S = 5.0
 """Seconds for connecting, and for waiting for the next bytes; the worst case of a call is a small multiple."""
 UNNAMED_S = 600
 """A payload that no description names is kept for so long; a write may not take longer."""
-BATCH_LEN = 8 << 20
-"""Bytes that one round trip moves, and at least a layer: what is in flight beside the tensors themselves."""
 
 
 class RedisMedium(LayerwiseMedium):
@@ -90,7 +88,7 @@ class RedisMedium(LayerwiseMedium):
                 pipe.expire(payload, UNNAMED_S)
                 pipe.hget(self._key(info), info.name)
                 before = pipe.execute()[-1]
-            for layers in self._batches(info):
+            for layers in self.batches(info):
                 with self._client.pipeline(transaction=False) as pipe:
                     for layer in layers:
                         pipe.hset(payload, f"k{layer}", layer_bytes(stored.k[layer]))
@@ -130,15 +128,9 @@ class RedisMedium(LayerwiseMedium):
         try:
             record = decode(raw, self.fingerprint, where)
             check_wanted(record.info, info, where)
-            for layers in self._batches(info):
-                for layer, (k_raw, v_raw) in zip(layers, self._fetch(record, layers, where), strict=True):
-                    k, v = target(layer)
-                    if (len(k_raw), len(v_raw)) != (k.nbytes, v.nbytes):
-                        raise corrupt(where, f"layer {layer} of {len(k_raw)} and {len(v_raw)} bytes")
-                    layer_bytes(k)[:] = k_raw
-                    layer_bytes(v)[:] = v_raw
-                    check_layer(layer, k, v, record, where)
-                    yield layer, k, v
+            for layers in self.batches(info):
+                for layer, raws in zip(layers, self._fetch(record, layers, where), strict=True):
+                    yield fill_layer(layer, target(layer), raws, record, where)
         except TierError as error:
             if error.reason in ("corrupt", "missing"):
                 with suppress(TierError), self._told():
@@ -228,11 +220,6 @@ class RedisMedium(LayerwiseMedium):
         if None in values:
             raise missing(where)
         return list(zip(values[::2], values[1::2], strict=True))
-
-    def _batches(self, info: VariantInfo) -> list[range]:
-        num_layers = self.fingerprint.num_layers
-        step = max(1, BATCH_LEN * num_layers // info.payload_len)
-        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
 
     def _key(self, info: VariantInfo) -> str:
         return self._prefix + info.key.hex()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import time
 from pathlib import Path
 
 import redis
+from benchmark.common.server import free_port
+
+from unit.tiers.store_process import StoreProcess
 
 
 def find_binary() -> str | None:
@@ -26,61 +24,25 @@ def find_binary() -> str | None:
     )
 
 
-class RedisServer:
-    """Keeps its port over restarts, and nothing else."""
+class RedisServer(StoreProcess):
+    """See `StoreProcess`."""
 
     def __init__(self, binary: str, folder: Path) -> None:
+        super().__init__()
         self._binary = binary
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
     def start(self, *options: str) -> None:
-        self._process = subprocess.Popen(
-            [
-                self._binary,
-                "--port",
-                str(self.port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--dir",
-                str(self._folder),
-                *options,
-            ],
-            stdout=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                self.client().ping()
-                return
-            except (redis.ConnectionError, redis.TimeoutError):
-                assert self._process.poll() is None, "the server ended at once"
-                assert time.monotonic() < deadline, "the server does not answer"
-                time.sleep(0.02)
+        where = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder))
+        self.run([self._binary, *where, "--save", "", *options])
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.client().ping())
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, socket_timeout=5)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self.go_on()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def freeze(self) -> None:
-        """It accepts connections and answers nothing."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)

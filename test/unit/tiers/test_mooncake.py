@@ -84,7 +84,7 @@ class TestMooncake(MediumSuite):
         stored, sound = make_stored(), make_stored(start=1)
         medium.write(sound)
         medium.write(stored)
-        (slot,) = (slot for slot, record in medium._records(KEY) if record.info == stored.info)
+        (slot,) = (entry.slot for entry in medium._entries(KEY) if entry.record.info == stored.info)
         for damage in (b"\x80\x04K\x01.", b"{}", b"ChunkKV\n" + b"\xff" * 100):
             assert medium._call(lambda store, damage=damage: store.upsert(slot, damage)) == 0
             MediumSuite.assert_fails(medium, stored.info, "missing")
@@ -99,6 +99,14 @@ class TestMooncake(MediumSuite):
         medium._remove([payload])
         MediumSuite.assert_fails(medium, stored.info, "missing")
         assert_sound(medium, other)
+
+    def test_what_was_evicted_frees_its_slot(self, medium: MooncakeMedium, running: MooncakeMaster) -> None:
+        stored, other = make_stored(), make_stored(start=1)
+        for one in (stored, other):
+            medium.write(one)
+        medium._remove([key for key in running.held() if stored.info.name in key])
+        assert medium.find(KEY) == [other.info]
+        assert len(running.held()) == 2, "description and payload of the other"
 
     def test_more_variants_than_slots(self, medium: Medium) -> None:
         written = [make_stored(start=start) for start in range(NUM_SLOTS)]
@@ -137,6 +145,7 @@ class TestMooncake(MediumSuite):
                 mine.close()
             else:
                 until(lambda mine=mine: mine.find(KEY) == [])
+                until(lambda mine=mine: problem_of(lambda: mine.write(stored)) == "full")  # its memory is given up
 
     def test_killed_and_restarted(self, opened: OpenMedium, running: MooncakeMaster) -> None:
         medium, stored = opened(), make_stored()
@@ -155,7 +164,7 @@ class TestMooncake(MediumSuite):
         assert time.monotonic() - began < 2 * mooncake.TIMEOUT_S
         master.start()
         try:
-            until(lambda: written(medium, make_stored()))
+            until(lambda: not problem_of(lambda: medium.write(make_stored())))
         finally:
             medium.close()
             master.kill()
@@ -193,23 +202,20 @@ def reason_of(call: Callable[[], Any]) -> str:
     return caught.value.reason
 
 
-def written(medium: Medium, stored: Any) -> bool:
+def problem_of(call: Callable[[], Any]) -> str:
+    """Why it fails; empty where it does not."""
     try:
-        medium.write(stored)
-    except TierError:
-        return False
-    return True
+        call()
+    except TierError as error:
+        return error.reason
+    return ""
 
 
 def comes_back(medium: Medium, stored: Any) -> bool:
     """A restarted master learns of its segments one by one; until then a transfer may fail."""
-    if not written(medium, stored):
+    if problem_of(lambda: medium.write(stored)) or problem_of(lambda: medium.read(stored.info)):
         return False
-    try:
-        found = medium.read(stored.info)
-    except TierError:
-        return False
-    assert_same(found, stored)
+    assert_same(medium.read(stored.info), stored)
     return True
 
 
