@@ -30,6 +30,7 @@ class Config:
     max_variants: int = 200_000
     """Variants of all chunks together."""
     max_variants_per_chunk: int = 8
+    """Variants of one chunk."""
     max_path_tokens: int = 64_000_000
     """Tokens of remembered prompts, 8 bytes each."""
     max_generation: int = 8

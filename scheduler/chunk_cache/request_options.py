@@ -31,11 +31,16 @@ class RequestOptions:
     spans: tuple[Span, ...] = ()
     """Half-open ranges of prompt positions, ascending, disjoint, not empty."""
     mode: str = "auto"
+    """One of `MODES`. `exact`: only exact prefixes are reused; `off`: chunks are neither looked up nor remembered;
+    `prepare`: the last chunk is computed behind the others, and kept."""
     method: str | None = None
+    """How the tokens of reused chunks that are computed again are chosen."""
     ratio: float | None = None
+    """The share of them, 0 to 1."""
     options: Options = ()
     """The method's own parameters as (name, value), sorted by name."""
     explain: bool = False
+    """The reply says of every token what became of it."""
     answer_tokens: int = 0
     """Tokens at the end of the prompt that begin the answer: computed, and not looked at as the question."""
     keep_tokens: int | None = None

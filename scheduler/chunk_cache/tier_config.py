@@ -169,7 +169,10 @@ class TierConfig:
     host_bytes: int = field(default=0, metadata={"parse": parse_bytes, "tier": "host"})
     """Memory of each scheduler process for chunks; 0 = none are kept there."""
     disk: DiskConfig | None = field(default=None, metadata={"parse": _parse_disk, "tier": "disk"})
+    """Folder with one file per variant: its path, or `{"path": ..., "max_bytes": "200GB"}`."""
     remote: RemoteConfig | None = field(default=None, metadata={"parse": _parse_remote, "tier": "remote"})
+    """Store for several machines: `redis://host:port/db` of a Redis or Valkey server, `mooncake://host:port` of a
+    Mooncake master."""
     write: str = field(default="through", metadata={"parse": _one_of(WRITES)})
     """When a chunk is written down: one of `WRITES`, as soon as it is computed or before it is evicted."""
     loading: str = field(default="prefetch", metadata={"parse": _one_of(LOADINGS)})

@@ -57,6 +57,10 @@ class LegoLink(Method):
         return rows
 
 
+SEED = IntOption("seed", default=0, minimum=0, maximum=2**63 - 1)
+"""Another seed draws other tokens."""
+
+
 class Random(Method):
     """Baseline: ceil(ratio n) tokens drawn without replacement, from (seed, chunk key, n) alone.
 
@@ -64,7 +68,7 @@ class Random(Method):
     """
 
     name = "random"
-    own_options = (IntOption("seed", default=0, minimum=0, maximum=2**63 - 1), ALPHA)
+    own_options = (SEED, ALPHA)
 
     def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
         message = seed.to_bytes(8, "little") + num_reused.to_bytes(8, "little") + chunk_key

@@ -27,6 +27,14 @@ from chunk_cache.methods.options import (
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
 """The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
 
+LAYERS = LayersOption("layers")
+"""Layers at which the question's attention is summed up."""
+FIRST_RATIO = FloatOption("first_ratio", default=1.3, minimum=0.0, maximum=100.0)
+"""Share of rows behind the check layer, in units of the ratio."""
+LAST_RATIO = FloatOption("last_ratio", default=0.94, minimum=0.01, maximum=100.0)
+"""Share of rows at the last layers, in units of the ratio."""
+FILTER_SHARE = FloatOption("filter_share", default=1 / 3, minimum=0.0, maximum=1.0)
+"""Share of the layers over which rows leave."""
 DEVIATION = ChoiceOption("deviation", ("kv", "v"))
 """What of a token is compared: K and V, or V alone."""
 
@@ -72,7 +80,7 @@ class QuestionMethod(Method):
     """
 
     stage = Stage.QUESTION
-    own_options: ClassVar[tuple[Option, ...]] = (LayersOption("layers"), TOP_K)
+    own_options: ClassVar[tuple[Option, ...]] = (LAYERS, TOP_K)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -104,7 +112,7 @@ class QuestionDrift(QuestionMethod):
     Half, because all of it harms some answers. docs/quality.md has the experiments.
     """
 
-    own_options = (LayersOption("layers", default="all"), TOP_K, replace(DRIFT, default=0.5))
+    own_options = (replace(LAYERS, default="all"), TOP_K, replace(DRIFT, default=0.5))
 
 
 class CacheBlend(LayerMethod):
@@ -118,9 +126,9 @@ class CacheBlend(LayerMethod):
         CHECK_LAYER,
         TOP_K,
         DEVIATION,
-        FloatOption("first_ratio", default=1.3, minimum=0.0, maximum=100.0),
-        FloatOption("last_ratio", default=0.94, minimum=0.01, maximum=100.0),
-        FloatOption("filter_share", default=1 / 3, minimum=0.0, maximum=1.0),
+        FIRST_RATIO,
+        LAST_RATIO,
+        FILTER_SHARE,
     )
 
     def check_options(self, options: Mapping[str, object], path: str) -> Options:

@@ -1,0 +1,170 @@
+"""Reference: docs/reference.md, everything with a name, as the code has it.
+
+Verbs: `page` (the whole of it), `metrics` (what Prometheus scrapes). `python docs/reference.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from chunk_cache.config import Config
+from chunk_cache.gate.target import Target
+from chunk_cache.methods import METHODS, options
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.selector_config import SelectorConfig
+from chunk_cache.tier_config import TierConfig
+from chunk_cache.types import REASONS, Status
+from sglang_chunk_cache.admin.routes import ROUTES
+from sglang_chunk_cache.doctor.advice import ADVICE
+from sglang_chunk_cache.gate.metrics import GateMetrics
+from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.selector.metrics import SelectorMetrics
+from sglang_chunk_cache.server_args import add_flags
+from sglang_chunk_cache.tiers.metrics import TierMetrics
+
+FILE = Path(__file__).with_suffix(".md")
+HEAD = """\
+# Reference
+
+Everything with a name, made from the code by `python docs/reference.py`.
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    sections = {
+        "Flags of the server": _table(("flag", "meaning"), _flags()),
+        "Keys of `--chunk-cache-config`": _table(("key", "default", "meaning"), _fields(Config)),
+        "Keys of `tiers`": _table(("key", "default", "meaning"), _fields(TierConfig)),
+        "Keys of `selector`": _table(("key", "default", "meaning"), _fields(SelectorConfig)),
+        "Keys of `--chunk-cache-target`": _table(("key", "default", "meaning"), _fields(Target)),
+        "Options of a request": _table(("option", "default", "meaning"), _fields(RequestOptions, ("turn_tokens",))),
+        "Options of methods": _table(("option", "methods", "default", "meaning"), _method_options()),
+        "What becomes of a chunk": _table(("status", "meaning"), _statuses()),
+        "Reasons": _table(("reason", "meaning", "what to do"), _reasons()),
+        "Routes of administration": _table(("route", "meaning"), _routes()),
+        "Metrics": _table(("metric", "type", "labels", "meaning"), _metrics()),
+    }
+    return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(table) + "\n" for title, table in sections.items())
+
+
+def metrics() -> list[Any]:
+    """All collectors that the chunk cache has, known to nobody afterwards."""
+    before = set(REGISTRY._collector_to_names)
+    ChunkMetrics(enabled=True)
+    TierMetrics(enabled=True)
+    SelectorMetrics(enabled=True)
+    GateMetrics(enabled=True, model="m")
+    ours = [one for one in REGISTRY._collector_to_names if one not in before]
+    for one in ours:
+        REGISTRY.unregister(one)
+    return ours
+
+
+def _flags() -> Iterator[Sequence[str]]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    for action in parser._actions:
+        yield f"`{action.option_strings[0]}{' ' + str(action.metavar) if action.metavar else ''}`", action.help or ""
+
+
+def _fields(owner: type, left_out: Sequence[str] = ()) -> Iterator[Sequence[str]]:
+    meanings = _attribute_docs(owner)
+    for one in fields(owner):
+        if one.name in left_out:
+            continue
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        shown = "" if default is MISSING else f"`{_shown(default)}`"
+        yield f"`{one.name}`", shown, meanings.get(one.name, "")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value == () or isinstance(value, SelectorConfig):
+        return "{}"
+    return str(value)
+
+
+def _attribute_docs(owner: type | Any) -> dict[str, str]:
+    """Name -> the text that stands below its definition, in a class or a module."""
+    tree: Any = ast.parse(inspect.getsource(owner))
+    body = tree.body[0].body if isinstance(owner, type) else tree.body
+    docs: dict[str, str] = {}
+    for one, below in pairwise(body):
+        target = getattr(one, "target", None) or next(iter(getattr(one, "targets", ())), None)
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(target, ast.Name) and is_text:
+            docs[target.id] = _with_choices(" ".join(str(below.value.value).split()), owner)
+    return docs
+
+
+def _with_choices(text: str, owner: type | Any) -> str:
+    """What "one of `NAMES`" means, in the place of the name."""
+    module = inspect.getmodule(owner)
+
+    def choices(found: re.Match[str]) -> str:
+        value = getattr(module, found[2].rpartition(".")[2])
+        return found[1] + ", ".join(f"`{one}`" for one in value)
+
+    return re.sub(r"([Oo]ne of )`([a-z_.]*[A-Z_]+)`", choices, text)
+
+
+def _method_options() -> Iterator[Sequence[str]]:
+    known: dict[tuple[str, str], list[str]] = {}
+    texts: dict[str, str] = {}
+    for module in (options, *_modules_of_methods()):
+        docs = _attribute_docs(module)
+        texts |= {one.name: docs[name] for name, one in vars(module).items() if name in docs and hasattr(one, "check")}
+    for method in METHODS.values():
+        for option in method.options_schema:
+            known.setdefault((option.name, _shown(option.default)), []).append(method.name)
+    for (name, default), methods in sorted(known.items()):
+        shown = "all" if len(methods) == len(METHODS) else ", ".join(f"`{method}`" for method in methods)
+        yield f"`{name}`", shown, f"`{default}`", texts.get(name, "")
+
+
+def _modules_of_methods() -> set[Any]:
+    classes = {cls for method in METHODS.values() for cls in type(method).__mro__}
+    return {inspect.getmodule(cls) for cls in classes if cls.__module__.startswith("chunk_cache.")}
+
+
+def _statuses() -> Iterator[Sequence[str]]:
+    docs = _attribute_docs(Status)
+    for status in Status:
+        yield f"`{status.value}`", docs[status.name]
+
+
+def _reasons() -> Iterator[Sequence[str]]:
+    for name, meaning in REASONS.items():
+        yield f"`{name}`", meaning, ADVICE[name][1]
+
+
+def _routes() -> Iterator[Sequence[str]]:
+    for method, path, answer in ROUTES:
+        yield f"`{method} {path}`", inspect.getdoc(answer) or ""
+
+
+def _metrics() -> Iterator[Sequence[str]]:
+    for one in sorted(metrics(), key=lambda one: str(one._name)):
+        name = one._name + ("_total" if one._type == "counter" else "")
+        yield f"`{name}`", one._type, ", ".join(f"`{label}`" for label in one._labelnames), one._documentation
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(), encoding="utf-8")
