@@ -1,7 +1,8 @@
-"""ChunkMetrics: Prometheus counters of the chunk cache, next to SGLang's own on `/metrics`.
+"""ChunkMetrics: Prometheus counters and histograms of the chunk cache, next to SGLang's own on `/metrics`.
 
 Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept),
-`count_maintenance` (a variant was promoted or refreshed), `count_fused_batch` (a forward brought chunks in).
+`count_maintenance` (a variant was promoted or refreshed), `count_fused_batch` (a forward brought chunks in),
+`observe_stage` (of serving a request), `observe_saved` (a request has ended).
 
 Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
 counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
@@ -12,21 +13,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
+    from prometheus_client import Counter, Histogram
 
     from chunk_cache.plan import RecomputePlan
 
 
+STAGES = {
+    "planning": "Seconds in which it was decided what happens to every token of a request.",
+    "loading": "Seconds that requests were held in the queue until their chunks, or the selector's scores, were there.",
+    "assembling": "Seconds of the host in which KV of chunks was copied to its new place, per batch.",
+}
+_SECONDS = [m * 10**e for e in range(-5, 2) for m in (1, 2, 5)]
+
+
 class ChunkMetrics:
-    """Counters of one scheduler process."""
+    """Numbers of one scheduler process."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._counters: dict[str, Counter] = {}
+        self._seconds: dict[str, Histogram] = {}
         if not enabled:
             return
         # Imported here: the client reads its multi-process folder, which SGLang sets, when it is first imported.
-        from prometheus_client import Counter
+        from prometheus_client import Counter, Histogram
 
+        seconds = {**STAGES, "saved": "Seconds of prefill that reuse was estimated to spare a request with marks."}
+        self._seconds = {
+            name: Histogram(f"sglang:chunk_cache_{name}_seconds", text, buckets=_SECONDS)
+            for name, text in seconds.items()
+        }
         self._counters = {
             "chunks": Counter(
                 "sglang:chunk_cache_chunks_total",
@@ -88,6 +103,16 @@ class ChunkMetrics:
         """Counts one variant that was ``promoted`` or ``refreshed``."""
         if self._counters:
             self._counters["maintenance"].labels(kind).inc()
+
+    def observe_stage(self, name: str, seconds: float) -> None:
+        """One of `STAGES` took so long."""
+        if self._seconds:
+            self._seconds[name].observe(seconds)
+
+    def observe_saved(self, seconds: float) -> None:
+        """What reuse spared one request."""
+        if self._seconds:
+            self._seconds["saved"].observe(seconds)
 
     def count_fused_batch(self, kernel: str) -> None:
         """Counts one forward that was served by these kernels, ``torch``, ``triton`` or ``flashinfer``."""

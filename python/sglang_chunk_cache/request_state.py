@@ -71,6 +71,7 @@ class DocChunkRequest:
         chosen: int64 `[num_layers, num_kv_heads, kept.room]`, ascending positions, from the prompt's last forward
             on until it is packed.
         is_prefilled: the prompt was computed and checkpointed, so that it may be packed.
+        held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not.
         is_packed: its row of slots holds what is kept, and no more the KV of its prompt token by token.
     """
 
@@ -95,6 +96,7 @@ class DocChunkRequest:
     chosen: torch.Tensor | None = None
     is_prefilled: bool = False
     is_packed: bool = False
+    held_since: int | None = None
 
     @property
     def options(self) -> RequestOptions:

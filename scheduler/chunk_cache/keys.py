@@ -1,7 +1,8 @@
 """Chunk keys: equal keys mean equal tokens in the same partition.
 
-`chunk_key` names one chunk, `chunk_keys` those of a prompt. A key is content only: where the chunk stands, and what it
-was computed behind, belongs to the variant. Tenants never share a key, because the partition is hashed in front.
+`chunk_key` names one chunk, `chunk_keys` those of a prompt, `partition_name` a tenant. A key is content only: where
+the chunk stands, and what it was computed behind, belongs to the variant. Tenants never share a key, because the
+partition is hashed in front.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Partition:
 
     extra_key: str | None = None
     cache_salt: str | None = None
+
+
+def partition_name(partition: Partition) -> str:
+    """`default`, or a digest: for eyes that must not see a client's salt."""
+    return "default" if partition == Partition() else chunk_key(partition, ()).hex()[:12]
 
 
 def chunk_key(partition: Partition, token_ids: TokenIds) -> bytes:

@@ -124,6 +124,16 @@ class RecomputePlan:
         """Rows of the whole prefill, at the layer that computes most: what it must have room for."""
         return self.num_load_rows + self.prompt_len - self.load_end
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of tokens, by the names that they have in the reply."""
+        return {
+            "prefix_tokens": self.prefix_len,
+            "reused_tokens": self.num_reused,
+            "computed_tokens": self.num_computed,
+            "recomputed_tokens": self.num_recomputed,
+        }
+
     def reply(self, *, explain: bool = False) -> Reply:
         """The reply object of the contract, of plain JSON values.
 
@@ -133,10 +143,7 @@ class RecomputePlan:
             explain: add the plan as text, and per chunk what was brought in.
         """
         reply: Reply = {
-            "prefix_tokens": self.prefix_len,
-            "reused_tokens": self.num_reused,
-            "computed_tokens": self.num_computed,
-            "recomputed_tokens": self.num_recomputed,
+            **self.counts,
             "method": self.method,
             "ratio": self.ratio,
             "fallback_reason": self.fallback_reason,
@@ -166,11 +173,11 @@ class RecomputePlan:
                 "generation": chunk.generation,
                 "reused_tokens": chunk.num_reused,
                 "shift": chunk.shift,
-                "recomputed_positions": self._recomputed_in(chunk).tolist(),
+                "recomputed_positions": self.recomputed_in(chunk).tolist(),
             }
         return reply
 
-    def _recomputed_in(self, chunk: ChunkPlan) -> Rows:
+    def recomputed_in(self, chunk: ChunkPlan) -> Rows:
         """Positions of the chunk that are known to be recomputed before the forward; none where it chooses itself."""
         if self.selection is not None and self.selection.stage is not Stage.BEFORE:
             return self.row_positions[:0]

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from browser import messages, open_browser
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import encode, generated, marked, prime, statuses
 from server_fixture import Server
@@ -92,7 +93,7 @@ def fill(server: Server, num_tokens: int, passages: Any) -> None:
 # Who may ask, and what is wrong.
 
 
-@pytest.mark.parametrize("route", ["stats", "variants"])
+@pytest.mark.parametrize("route", ["stats", "requests", "variants"])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer no"}])
 def test_get_without_the_key_is_a_401(admin, route, headers):
     assert httpx.get(f"{admin.url}/chunk_cache/{route}", headers=headers, trust_env=False).status_code == 401
@@ -536,3 +537,100 @@ def test_two_ranks_do_the_same(model_dir, passages):
         assert server.ask("evict", texts=chunks)["evicted"]
         assert server.ask("flush") == {"flushed": True}
         assert server.alive()
+
+
+# The page.
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as driver:
+        driver.implicitly_wait(5)
+        yield driver
+
+
+@pytest.fixture
+def page(admin: AdminServer, browser: Any) -> Any:
+    """The page, and the key given."""
+    browser.get(f"{admin.url}/chunk_cache")
+    browser.execute_script("sessionStorage.clear()")
+    browser.refresh()
+    browser.find_element("id", "key").send_keys(KEY)
+    browser.find_element("css selector", "#ask button").click()
+    wait_for(lambda: browser.find_element("id", "all").is_displayed())
+    return browser
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.1)
+
+
+def texts_of(page: Any, selector: str) -> list[str]:
+    return [one.text for one in page.find_elements("css selector", selector)]
+
+
+def update(page: Any) -> None:
+    page.execute_async_script("update().then(arguments[0])")
+
+
+def test_the_page_shows_nothing_without_the_key(admin, browser):
+    browser.get(f"{admin.url}/chunk_cache")
+    wait_for(lambda: browser.find_element("id", "ask").is_displayed())
+    assert not browser.find_element("id", "all").is_displayed()
+    browser.find_element("id", "key").send_keys("no")
+    browser.find_element("css selector", "#ask button").click()
+    wait_for(lambda: "does not take this key" in browser.find_element("id", "problem").text)
+    assert not browser.find_element("id", "all").is_displayed()
+
+
+def test_the_page_shows_what_the_server_has_done(empty, page, passages):
+    prompt = marked(passages.several(3, 40))
+    empty.generate(prompt.text, max_new_tokens=1)
+    empty.generate(marked(list(reversed(prompt.chunks))).text, max_new_tokens=1)
+    update(page)
+    journal = empty.get("/chunk_cache/requests").json()
+    reply = journal["requests"][0]
+    assert reply["reused_tokens"] > 0
+    assert page.find_element("css selector", "#requests tr").text.startswith(
+        time.strftime("%-I:%M:%S", time.localtime(reply["at"]))
+    )
+    tiles = dict(zip(texts_of(page, "#tiles dt"), texts_of(page, "#tiles dd"), strict=True))
+    totals = journal["totals"]
+    tokens = sum(totals[kind] for kind in ("prefix", "reused", "recomputed", "computed"))
+    share = (totals["reused"] + totals["recomputed"]) / tokens
+    assert abs(float(tiles["From chunks"].split()[0]) - 100 * share) <= 0.51
+    assert tiles["Requests"].startswith(f"{totals['requests']:,}")
+    keys = {chunk["key"][:12] for chunk in reply["chunks"]}
+    assert keys <= set(texts_of(page, "#chunks tr td:first-child"))
+    assert page.find_elements("css selector", "#shares rect"), "the minute of now"
+    assert messages(page) == []
+
+
+def test_a_chosen_request_shows_its_tokens_and_its_reasons(empty, page, passages):
+    known, new = passages(40), passages(40)
+    empty.generate(marked([known]).text, max_new_tokens=1)
+    empty.generate(marked([new, known]).text, max_new_tokens=1)
+    update(page)
+    page.find_element("css selector", "#requests tr").click()
+    assert [row.split()[4] for row in texts_of(page, "#one tbody tr")] == ["hit", "miss"][::-1]
+    assert "not_stored: No variant of the chunk" in page.find_element("id", "one").text
+    reply = empty.get("/chunk_cache/requests").json()["requests"][0]
+    drawn = [one.get_attribute("fill") for one in page.find_elements("css selector", "#one rect")]
+    held = [kind for column in reply["picture"] for kind, count in enumerate(column) if count]
+    colours = ["#009E73", "#56B4E9", "#D55E00", "#CC79A7"]
+    assert drawn == [colours[kind] for kind in held]
+
+
+def test_what_a_client_writes_is_text_on_the_page(empty, page, passages):
+    name = "<img src=x onerror=\"document.title='taken'\">"
+    empty.post(
+        "/generate", {"text": marked(passages.several(2)).text, "rid": name, "sampling_params": {"max_new_tokens": 1}}
+    )
+    update(page)
+    page.find_element("css selector", "#requests tr").click()
+    assert name in page.find_element("id", "one").text
+    assert page.title == "Chunk cache"
+    assert messages(page) == []

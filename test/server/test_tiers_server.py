@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from server.tier_contract import (
 )
 from server_fixture import OneAtATime, Server, output_logprobs
 from tiny_models import make_model
+from trace_collector import TraceCollector, attributes, seconds
 
 pytestmark = pytest.mark.server
 
@@ -64,10 +66,20 @@ def evicting(beside: OneAtATime, model_dir: Path, folder: Folder) -> Server:
     return beside.use("evicting", lambda: tier_server(model_dir, *flags, "--page-size", "16"))
 
 
+@pytest.fixture(scope="module")
+def collector() -> Iterator[TraceCollector]:
+    """Gets the traces of `slow`."""
+    with closing(TraceCollector()) as one:
+        yield one
+
+
 @pytest.fixture
-def slow(beside: OneAtATime, model_dir: Path, folder: Folder) -> Server:
-    """Reads the folder as if it were far away."""
-    flags = tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S)
+def slow(beside: OneAtATime, model_dir: Path, folder: Folder, collector: TraceCollector) -> Server:
+    """Reads the folder as if it were far away, and traces."""
+    flags = (
+        *tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S),
+        *("--enable-trace", "--otlp-traces-endpoint", collector.endpoint),
+    )
     return beside.use("slow", lambda: tier_server(model_dir, *flags))
 
 
@@ -276,6 +288,38 @@ def test_the_first_request_of_a_new_server_is_served_from_the_folder(slow, stock
     out, reply = reuse(slow, prompt, tokenizer)
     assert tiers(reply) == ["disk"]
     same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
+
+
+def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, stored):
+    (a,), b = passages.several(1), passages()
+    stored(a)
+    slow.generate(marked([b]).text, max_new_tokens=1)
+    before = [stage_seconds(slow, name) for name in ("planning", "loading", "assembling", "saved")]
+    prompt = marked([b, a], head="Traced. ")
+    reply = slow.generate(prompt.text, rid="traced", max_new_tokens=1)["meta_info"]["chunk_cache"]
+    assert statuses(reply) == ["hit", "hit"]
+    spans = collector.spans_of("traced")
+    planning, loading, assembling = (spans[f"chunk_cache_{name}"] for name in ("planning", "loading", "assembling"))
+    assert SLOW["latency_s"] <= seconds(loading) < TIMEOUT_S
+    assert seconds(planning) < 0.1 > seconds(assembling)
+    assert loading.end_time_unix_nano <= assembling.start_time_unix_nano
+    counted = attributes(planning)
+    assert {name: counted[name] for name in reply if name.endswith("_tokens") and name in counted} == {
+        name: value for name, value in reply.items() if name.endswith("_tokens")
+    }
+    planned, loaded, assembled, saved = (
+        stage_seconds(slow, name) - then
+        for name, then in zip(("planning", "loading", "assembling", "saved"), before, strict=True)
+    )
+    assert loaded == pytest.approx(seconds(loading), abs=1e-6)
+    assert assembled == pytest.approx(seconds(assembling), abs=1e-6)
+    assert planned >= seconds(planning)
+    assert saved > 0.0
+
+
+def stage_seconds(server: Server, name: str) -> float:
+    (line,) = (line for line in server.get("/metrics").text.splitlines() if f"chunk_cache_{name}_seconds_sum" in line)
+    return float(line.split()[-1])
 
 
 def test_nobody_waits_for_the_loads_of_others(slow, tokenizer, passages, stored):

@@ -24,6 +24,9 @@ MAX_TTL_S = 86400.0
 MAX_LIMIT = 1000
 """Variants in one page of the listing."""
 
+ORDERS = ("id", "uses")
+"""Of the listing; by uses the most used come first."""
+
 MAX_BATCH, DEFAULT_BATCH = 64, 8
 """Chunks that one request of warming computes at a time."""
 
@@ -89,6 +92,7 @@ class Listing:
     key: bytes | None
     limit: int
     offset: int
+    order: str
 
 
 def parse_selection(body: object) -> Selection:
@@ -158,13 +162,16 @@ def parse_flush(body: object) -> float:
 
 def parse_listing(query: Mapping[str, str]) -> Listing:
     """The query string of `variants`."""
-    _object(query, ("key", "limit", "offset"))
+    _object(query, ("key", "limit", "offset", "order"))
     numbers = {}
     for name, default, lowest, highest in (("limit", 100, 1, MAX_LIMIT), ("offset", 0, 0, 2**31 - 1)):
         text = query.get(name, str(default))
         is_number = text.isascii() and text.isdigit() and len(text) < 20
         numbers[name] = _integer(int(text) if is_number else text, name, lowest, highest)
-    return Listing(None if "key" not in query else _key(query["key"], "key"), **numbers)
+    order = query.get("order", ORDERS[0])
+    if order not in ORDERS:
+        raise request_error("order", f"unknown value {show(order)}", f"known values: {', '.join(ORDERS)}")
+    return Listing(None if "key" not in query else _key(query["key"], "key"), **numbers, order=order)
 
 
 def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:

@@ -1,7 +1,7 @@
 """Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
-Verbs: `stats`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a selection
-becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
+Verbs: `stats`, `requests`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a
+selection becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
 also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
@@ -28,6 +28,7 @@ from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Wa
 from sglang_chunk_cache.api.marks import Mark, MarkedText
 from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
+from sglang_chunk_cache.journal import merge
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, instance_of
 
 
@@ -98,14 +99,21 @@ class Admin:
             ),
         }
 
+    async def requests(self) -> dict[str, Any]:
+        """What became of the latest requests of all replicas, and sums of each minute; see `Journal.contents`."""
+        replies = await self._ask(messages.ChunkCacheRequestsReq())
+        return merge(reply.ranks[0] for reply in replies)
+
     async def variants(self, listing: Listing) -> dict[str, Any]:
-        """One page of the variants, by id.
+        """One page of the variants.
 
         Raises:
             AdminRefused: the key is not known.
         """
         replies = await self._ask(
-            messages.ChunkCacheVariantsReq(key=listing.key, limit=listing.limit, offset=listing.offset)
+            messages.ChunkCacheVariantsReq(
+                key=listing.key, limit=listing.limit, offset=listing.offset, by_uses=listing.order == "uses"
+            )
         )
         result: dict[str, Any] = dict(replies[0].ranks[0])
         evicted = result.pop("evicted")

@@ -18,12 +18,17 @@ class ChunkCacheStatsReq(BaseReq, kw_only=True):
     """Counters and sizes of every rank."""
 
 
+class ChunkCacheRequestsReq(BaseReq, kw_only=True):
+    """What became of the latest requests, as rank 0 knows it."""
+
+
 class ChunkCacheVariantsReq(BaseReq, kw_only=True):
-    """Variants by id: `limit` of them, after the first `offset`; of one chunk where `key` is given."""
+    """Variants: `limit` of them, after the first `offset`; of one chunk where `key` is given; by id, or by uses."""
 
     key: bytes | None = None
     limit: int = 100
     offset: int = 0
+    by_uses: bool = False
 
 
 class ChunkCacheStoredReq(BaseReq, kw_only=True):
@@ -64,7 +69,7 @@ class ChunkCacheAdminReply(BaseReq, kw_only=True):
     """The answer to each of them.
 
     `ranks` has the result of every tensor-parallel rank for `ChunkCacheStatsReq`, otherwise that of rank 0, which all
-    ranks must share: `agree` says whether they did.
+    ranks must share, but for `ChunkCacheRequestsReq`: `agree` says whether they did.
     """
 
     ranks: list[dict[str, Any]]
@@ -73,6 +78,7 @@ class ChunkCacheAdminReply(BaseReq, kw_only=True):
 
 REQUESTS = (
     ChunkCacheStatsReq,
+    ChunkCacheRequestsReq,
     ChunkCacheVariantsReq,
     ChunkCacheStoredReq,
     ChunkCachePreparedReq,

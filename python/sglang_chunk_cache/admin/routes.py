@@ -12,11 +12,12 @@ from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from sglang_chunk_cache.admin import body
 from sglang_chunk_cache.admin.client import Admin, AdminRefused
+from sglang_chunk_cache.admin.page import page
 
 PREFIX = "/chunk_cache"
 
@@ -52,18 +53,33 @@ def _with_body(parse: Callable[[Any], T], act: Callable[[Admin, T], Awaitable[di
     async def answer(admin: Admin, request: Request) -> dict[str, Any]:
         return await act(admin, parse(await _json(request)))
 
+    answer.__doc__ = act.__doc__
     return answer
 
 
+async def _page(_admin: Admin, _request: Request) -> Response:
+    """A page for people; it shows what the routes below it tell."""
+    html, policy = page()
+    return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
+
+
 async def _stats(admin: Admin, _request: Request) -> dict[str, Any]:
+    """Options and numbers of every scheduler process."""
     return await admin.stats()
 
 
+async def _requests(admin: Admin, _request: Request) -> dict[str, Any]:
+    """What became of the latest requests, and sums of each minute."""
+    return await admin.requests()
+
+
 async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
+    """The stored variants, by id or by uses, or those of one chunk."""
     return await admin.variants(body.parse_listing(request.query_params))
 
 
 async def _warm(admin: Admin, request: Request) -> Response:
+    """Computes chunks ahead of time, each alone or behind its neighbours."""
     lines = await admin.warm(body.parse_warm(await _json(request)), request)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
@@ -77,7 +93,9 @@ async def _json_lines(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byt
 
 
 ROUTES: tuple[Route, ...] = (
+    ("GET", PREFIX, _page),
     ("GET", f"{PREFIX}/stats", _stats),
+    ("GET", f"{PREFIX}/requests", _requests),
     ("GET", f"{PREFIX}/variants", _variants),
     ("POST", f"{PREFIX}/pin", _with_body(body.parse_pin, Admin.pin)),
     ("POST", f"{PREFIX}/unpin", _with_body(body.parse_unpin, Admin.unpin)),

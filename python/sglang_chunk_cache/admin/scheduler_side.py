@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.pins import Pins, variants_of
+from sglang_chunk_cache.journal import Journal
 
 if TYPE_CHECKING:
     from chunk_cache.discover import Discoverer
@@ -38,6 +39,7 @@ class ChunkAdmin:
         tiers: below the KV pool; None = there are none.
         gate: verifies replies; None = nobody does.
         discoverer: finds passages that nobody marked; None = nobody does.
+        journal: what became of requests.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ChunkAdmin:
         tiers: ChunkTiers | None,
         gate: Gate | None = None,
         discoverer: Discoverer | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -56,6 +59,7 @@ class ChunkAdmin:
         self.tiers = tiers
         self.gate = gate
         self.discoverer = discoverer
+        self.journal = journal or Journal()
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -93,9 +97,12 @@ class ChunkAdmin:
             **({} if self.discoverer is None else {"discover": self.discoverer.stats()}),
         }
 
+    def _requests(self, _request: messages.ChunkCacheRequestsReq) -> Result:
+        return self.journal.contents()
+
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
         found = list(self.index) if request.key is None else self.index.variants_of(request.key)
-        found.sort(key=lambda variant: variant.variant_id)
+        found.sort(key=lambda variant: (-variant.num_uses if request.by_uses else 0, variant.variant_id))
         page = found[request.offset : request.offset + request.limit]
         return {
             "total": len(found),
@@ -180,6 +187,7 @@ class ChunkAdmin:
 
 _HANDLERS: dict[type, Any] = {
     messages.ChunkCacheStatsReq: ChunkAdmin._stats,
+    messages.ChunkCacheRequestsReq: ChunkAdmin._requests,
     messages.ChunkCacheVariantsReq: ChunkAdmin._variants,
     messages.ChunkCacheStoredReq: ChunkAdmin._stored,
     messages.ChunkCachePreparedReq: ChunkAdmin._prepared,

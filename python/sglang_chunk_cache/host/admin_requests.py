@@ -30,5 +30,7 @@ def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
         place = {"dp_rank": get_parallel().dp_rank or 0, "tp_rank": group.rank_in_group}
         own = {**place, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
         return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
+    if isinstance(request, messages.ChunkCacheRequestsReq):
+        return messages.ChunkCacheAdminReply(ranks=[result])
     results = group.all_gather_object(result) if group.world_size > 1 else [result]
     return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))

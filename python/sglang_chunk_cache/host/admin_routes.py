@@ -5,12 +5,15 @@ Who may ask is decided by SGLang, as for its own `/flush_cache` (`--api-key`, `-
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from sglang.srt.entrypoints.http_server import app, get_global_state
-from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.auth import AuthDecision, AuthLevel, auth_level
 
-from sglang_chunk_cache.admin.routes import ROUTES, Route, reply
+from sglang_chunk_cache.admin.routes import PREFIX, ROUTES, Route, reply
 from sglang_chunk_cache.api.exchange import ReplyHeaders
 
 
@@ -22,6 +25,15 @@ def add_routes(to: FastAPI = app) -> None:
             _add(to, route)
     if not any(middleware.cls is ReplyHeaders for middleware in to.user_middleware):
         to.add_middleware(ReplyHeaders)
+
+
+def decide_request_auth(
+    original: Callable[..., AuthDecision], *, method: str, path: str, **kwargs: Any
+) -> AuthDecision:
+    """AROUND SGLang's: everybody may open the page, which shows nothing before its routes have been given a key."""
+    if (method, path) == ("GET", PREFIX):
+        return AuthDecision(allowed=True)
+    return original(method=method, path=path, **kwargs)
 
 
 def _add(to: FastAPI, route: Route) -> None:

@@ -31,6 +31,7 @@ from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.host.attention_backend import Observer
 from sglang_chunk_cache.host.model_runner import Extras, Part, announce
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.host.stages import stage
 from sglang_chunk_cache.kv.kept_chooser import KeptChooser
 from sglang_chunk_cache.kv.rows import FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
@@ -96,7 +97,9 @@ def init_forward_batch(
             return original(cls, batch, model_runner, **kwargs)
         # The plan is of the rows of the target's last forward.
         return _draft_batch(batch, build(kwargs | {"kv_loc_plan": None}, due))
-    chunks.pool.flush()
+    if chunks.pool.has_copies:
+        with stage(chunks.metrics, "assembling", [req for req in batch.reqs if (s := state_of(req)) and s.load_due]):
+            chunks.pool.flush()
     due = _take_due_rows(batch)
     if due is not None and chunks.assembler.draft is not None:
         setattr(batch, _DUE_IN_DRAFT, [_due_in_draft(one) for one in due])
@@ -210,10 +213,10 @@ def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str)
 def _timing(
     chunks: ChunkRuntime, batch: ScheduleBatch, due: Sequence[DueRows]
 ) -> contextlib.AbstractContextManager[None] | None:
-    if chunks.tiers is None:
+    if chunks.tiers is None and not any(state_of(req) for req in batch.reqs):
         return None
     num_due = sum(len(one.positions) for one in due)
-    return chunks.tiers.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
+    return chunks.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
 
 
 def _init_parts(

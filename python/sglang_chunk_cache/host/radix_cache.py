@@ -21,7 +21,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.kept_tokens import WINDOW_LEN, plan_kept
 from chunk_cache.plan import replan_without_load
+from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.host.runtime import ChunkRuntime, create_runtime
+from sglang_chunk_cache.host.stages import stage
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
 
@@ -81,18 +83,22 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert self.chunks is not None
         max_prefix_len = len(params.key)
         step = None if state.decision is None else state.decision.step
-        state.plan = self.chunks.manager.plan(
-            state.prompt,
-            prompt_len=num_prompt + len(req.output_ids),
-            prefix_len=result.device_prefix_len,
-            max_prefix_len=max_prefix_len,
-            limit_reason="logprobs"
-            if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
-            else "prompt_end",
-            method=None if step is None else step.method,
-            ratio=self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else step.ratio,
-            reasons=state.missing_reasons,
-        )
+        is_first = state.plan is None  # of the plans that follow while it waits no spans are told
+        with stage(self.chunks.metrics, "planning", [req] if is_first else []) as attributes:
+            hiding = self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else None
+            state.plan = self.chunks.manager.plan(
+                state.prompt,
+                prompt_len=num_prompt + len(req.output_ids),
+                prefix_len=result.device_prefix_len,
+                max_prefix_len=max_prefix_len,
+                limit_reason="logprobs"
+                if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
+                else "prompt_end",
+                method=None if step is None else step.method,
+                ratio=hiding if step is None else step.ratio,
+                reasons=state.missing_reasons,
+            )
+            attributes |= state.plan.counts
         if state.unsupported:
             state.plan = replan_without_load(state.plan, "unsupported")
         elif state.decision is not None and step is None:
@@ -222,6 +228,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         self.chunks.keeper.release(req.kv.req_pool_idx)
         state = state_of(req)
         if state is not None:
+            if req.finished() and state.reported is not None and not is_refresh(req.rid):
+                self.chunks.note_ended(req.rid, state)
             if self.chunks.gate is not None:
                 self.chunks.gate.release(state, req.output_ids_through_stop, _reason_not_to_verify(req))
             if not req.finished():

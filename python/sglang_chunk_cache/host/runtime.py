@@ -12,6 +12,7 @@ import torch
 
 from chunk_cache.config import Config, describe
 from chunk_cache.discover import Discoverer
+from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
@@ -22,7 +23,9 @@ from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refusals import check_pool
+from sglang_chunk_cache.journal import Journal
 from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.forward_clock import ForwardClock
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
 from sglang_chunk_cache.kv.model import ModelLayers, describe_model
@@ -42,6 +45,8 @@ from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+    from sglang_chunk_cache.request_state import DocChunkRequest
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +61,8 @@ class ChunkRuntime:
         store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
+        clock: measures forwards; those of all batches where there are tiers, else of those with marked requests.
+        journal: what became of requests.
         kernel: backend of the operations.
         min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
         statistics_layers: of the model, at which statistics are taken.
@@ -78,6 +85,8 @@ class ChunkRuntime:
     landings: Landings | None
     admin: ChunkAdmin
     metrics: ChunkMetrics
+    clock: ForwardClock
+    journal: Journal
     kernel: str
     min_run_len: int | None
     statistics_layers: tuple[int, ...]
@@ -85,6 +94,14 @@ class ChunkRuntime:
     def awaits_scores(self, options: RequestOptions) -> bool:
         """Whether the process that tokenizes asks the selector for a request with these options."""
         return asks_selector(options, self.method, self.ratio)
+
+    def note_ended(self, rid: str, state: DocChunkRequest) -> None:
+        """Tells what became of a request that was admitted."""
+        plan = state.reported
+        assert plan is not None
+        saved_s = self.clock.cost.record().marginal(plan.num_reused - plan.num_recomputed, plan.prompt_len)
+        self.journal.note(rid, partition_name(state.partition), state, saved_s)
+        self.metrics.observe_saved(saved_s)
 
     def check_integrity(self) -> None:
         """Recomputes index and pins from scratch.
@@ -139,7 +156,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         timeout_s = config.tiers.timeout_s
         landings = Landings(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
     pool = ChunkPool(cache, manager, store, assembler, landings)
-    tiers = None
+    tiers, clock = None, ForwardClock(torch.device(allocator.get_kvcache().device))
     if config.tiers is not None:
         try:
             tiers = create_tiers(
@@ -148,7 +165,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
                 pool=pool,
                 ratio=args.ratio,
                 reduce_max=reduce_max,
-                device=torch.device(allocator.get_kvcache().device),
+                prefill_cost=clock.cost,
                 is_counting=is_counting,
             )
         except (TierError, ImportError, ValueError) as error:
@@ -167,6 +184,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         reduce_max=reduce_max,
     )
     discoverer = Discoverer() if args.discover else None
+    journal = Journal()
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
     logger.info(
         "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
@@ -192,8 +210,10 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         discoverer=discoverer,
         tiers=tiers,
         landings=landings,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal),
         metrics=metrics,
+        clock=clock,
+        journal=journal,
         kernel=kernel,
         min_run_len=_min_run_len(config.attention, model_runner.device),
         statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),

@@ -23,6 +23,7 @@ from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
 from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
+from sglang_chunk_cache.host.stages import note_stage
 from sglang_chunk_cache.kv.draft import follow_draft
 from sglang_chunk_cache.request_state import discover, state_of
 from sglang_chunk_cache.tiers.search import Wanted
@@ -84,6 +85,7 @@ class ChunkScheduler(Scheduler):
             for req in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(req)
         self._chunks.keeper.poll()
+        self._chunks.clock.harvest()
         tiers, landings = self._chunks.tiers, self._chunks.landings
         queue = self.waiting_queue
         if tiers is not None:
@@ -112,7 +114,17 @@ class ChunkScheduler(Scheduler):
         return super().update_running_batch(batch)
 
     def _is_held(self, req: Req) -> bool:
-        """Whether a request waits for loads, or for scores that decide what is recomputed of chunks that are there."""
+        """Whether a request waits for loads or scores; how long it did is told once it does not."""
+        state, is_held = state_of(req), self._waits(req)
+        if state is not None and is_held and state.held_since is None:
+            state.held_since = time.time_ns()
+        elif state is not None and not is_held and state.held_since is not None:
+            note_stage(self._chunks.metrics, "loading", [req], state.held_since)
+            state.held_since = None
+        return is_held
+
+    def _waits(self, req: Req) -> bool:
+        """Whether loads are due, or scores that decide what is recomputed of chunks that are there."""
         chunks = self._chunks
         if chunks.tiers is not None and chunks.tiers.is_held(req.rid):
             return True

@@ -124,6 +124,11 @@ class ChunkPool:
                 target = slots[chunk.dst_start - load_start : chunk.dst_end - load_start]
                 self._copies.append(_Copy(source, target, chunk.shift))
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a `flush` has anything to do."""
+        return bool(self._copies)
+
     def flush(self) -> None:
         """Enqueues the copies of all loads since the last time, as one."""
         if not self._copies:

@@ -1,7 +1,7 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `clock` (forwards are measured by it), `stored_lens`, `prepared_keys`, `evict`, `flush`,
+(see `writer` and `loader`), `stored_lens`, `prepared_keys`, `evict`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
@@ -21,11 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from chunk_cache.cost import PrefillCost, hidden_ratio, placement
 from sglang_chunk_cache.tiers.base import TierError, VariantInfo
-from sglang_chunk_cache.tiers.clock import ForwardClock
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
@@ -65,7 +63,7 @@ class ChunkTiers:
         fingerprint: Fingerprint,
         ratio: float,
         reduce_max: Callable[[np.ndarray], np.ndarray] | None,
-        device: torch.device,
+        prefill_cost: PrefillCost,
     ) -> None:
         self._config = config
         self._tiers = tuple(tiers)
@@ -74,8 +72,7 @@ class ChunkTiers:
         self._max_generation = max_generation
         self.reduce_max = reduce_max
         self._workers = Workers(config.num_threads)
-        self._prefill_cost = PrefillCost()
-        self.clock = ForwardClock(device)
+        self._prefill_cost = prefill_cost
         self._disabled_reason: str | None = None
         self._writer = TierWriter(
             config,
@@ -95,7 +92,7 @@ class ChunkTiers:
             metrics=metrics,
             prefers_prepared=prefers_prepared,
             fingerprint=fingerprint,
-            prefill_cost=self._prefill_cost,
+            prefill_cost=prefill_cost,
             ratio=ratio,
             reduce_max=self.reduce_max,
         )
@@ -121,8 +118,6 @@ class ChunkTiers:
 
     def poll(self, queued: Sequence[str]) -> None:
         """What workers have done takes effect, and `TierLoader.poll`."""
-        for forward in self.clock.harvest():
-            self._prefill_cost.observe(forward.num_rows, forward.num_keys, forward.seconds)
         self._workers.run_done()
         self._loader.poll(queued)
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
@@ -311,14 +306,14 @@ def create_tiers(
     pool: Pool,
     ratio: float,
     reduce_max: Callable[[np.ndarray], np.ndarray] | None,
-    device: torch.device,
+    prefill_cost: PrefillCost,
     is_counting: bool,
 ) -> ChunkTiers | None:
     """The tiers of the configuration; None where it names none.
 
     Args:
         ratio: the server's.
-        reduce_max: as for `TierLoader`.
+        reduce_max, prefill_cost: as for `TierLoader`.
         is_counting: whether this rank counts for the metrics.
 
     Raises:
@@ -336,7 +331,7 @@ def create_tiers(
         fingerprint=fingerprint,
         ratio=ratio,
         reduce_max=reduce_max,
-        device=device,
+        prefill_cost=prefill_cost,
     )
 
 

@@ -141,5 +141,5 @@ def test_bad_listing_is_named(query, start):
 
 
 def test_listing():
-    assert body.parse_listing({}) == body.Listing(None, 100, 0)
-    assert body.parse_listing({"key": KEY, "limit": "7", "offset": "3"}) == body.Listing(bytes.fromhex(KEY), 7, 3)
+    assert body.parse_listing({}) == body.Listing(None, 100, 0, "id")
+    assert body.parse_listing({"key": KEY, "limit": "7", "offset": "3"}) == body.Listing(bytes.fromhex(KEY), 7, 3, "id")

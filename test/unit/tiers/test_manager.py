@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from chunk_cache.config import parse_config
+from chunk_cache.cost import PrefillCost
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
 from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -40,7 +41,7 @@ def open_chunk_tiers(tmp_path: Path) -> Iterator[Callable[..., ChunkTiers]]:
                 pool=DictPool(),
                 ratio=0.15,
                 reduce_max=reduce_max,
-                device=torch.device("cpu"),
+                prefill_cost=PrefillCost(),
                 is_counting=False,
             )
             assert chunk_tiers is not None

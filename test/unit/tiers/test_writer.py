@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from chunk_cache.cost import PrefillCost
 from chunk_cache.tier_ledger import EntryId
 from chunk_cache.variant import Variant
 from sglang_chunk_cache.tiers import writer as writer_module
@@ -220,7 +221,7 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
             fingerprint=FINGERPRINT,
             ratio=0.15,
             reduce_max=None,
-            device=torch.device("cpu"),
+            prefill_cost=PrefillCost(),
         )
         for _ in range(200):
             opened.wait(0.05)

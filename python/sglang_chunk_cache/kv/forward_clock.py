@@ -1,6 +1,6 @@
 """ForwardClock: how long forwards take, without waiting for any.
 
-Verbs: `measuring` (a forward over so many rows runs inside), `harvest` (those whose time is known by now).
+Verbs: `measuring` (a forward over so many rows runs inside), `harvest` (`cost` learns from those whose time is known).
 """
 
 from __future__ import annotations
@@ -9,17 +9,11 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class Measured(NamedTuple):
-    """A forward."""
-
-    num_rows: int
-    num_keys: int
-    seconds: float
+from chunk_cache.cost import PrefillCost
 
 
 class ForwardClock:
@@ -27,11 +21,14 @@ class ForwardClock:
 
     Args:
         device: of the model; on a GPU the time is that between two events of its stream.
+
+    Attributes:
+        cost: what they take, as far as is known.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device_module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._known: deque[Measured] = deque(maxlen=1024)
+        self.cost = PrefillCost()
         self._running: deque[tuple[int, int, Any, Any]] = deque(maxlen=1024)
 
     @contextlib.contextmanager
@@ -44,7 +41,7 @@ class ForwardClock:
         if self._device_module is None:
             start = time.perf_counter()
             yield
-            self._known.append(Measured(num_rows, num_keys, time.perf_counter() - start))
+            self.cost.observe(num_rows, num_keys, time.perf_counter() - start)
             return
         begin, end = (self._device_module.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -52,10 +49,8 @@ class ForwardClock:
         end.record()
         self._running.append((num_rows, num_keys, begin, end))
 
-    def harvest(self) -> Iterator[Measured]:
-        """Each forward once, in order."""
+    def harvest(self) -> None:
+        """Each forward counts once, in order."""
         while self._running and self._running[0][3].query():
             num_rows, num_keys, begin, end = self._running.popleft()
-            self._known.append(Measured(num_rows, num_keys, begin.elapsed_time(end) / 1e3))
-        while self._known:
-            yield self._known.popleft()
+            self.cost.observe(num_rows, num_keys, begin.elapsed_time(end) / 1e3)

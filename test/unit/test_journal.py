@@ -1,0 +1,123 @@
+"""The journal: what it keeps of requests, for how long, and what several replicas have together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chunk_cache.keys import Partition
+from chunk_cache.manager import ChunkPrompt
+from chunk_cache.plan import ChunkPlan, RecomputePlan
+from chunk_cache.request_options import RequestOptions
+from chunk_cache.types import Status
+from sglang_chunk_cache.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
+from sglang_chunk_cache.request_state import DocChunkRequest
+
+KEY = bytes(range(16))
+
+
+def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int] = (20, 60)) -> RecomputePlan:
+    """A prompt with one chunk that is brought in; its first two tokens are recomputed."""
+    start, end = hit
+    rows = np.array([*range(prefix_len, start), start, start + 1], dtype=np.int64)
+    chunk = ChunkPlan(start, end, Status.HIT, variant_id=1, dst_start=start, num_reused=end - start, generation=0)
+    return RecomputePlan(
+        prompt_len=prompt_len,
+        prefix_len=prefix_len,
+        load_start=prefix_len,
+        load_end=end,
+        chunks=(chunk,),
+        method="epic",
+        ratio=0.05,
+        row_positions=rows,
+        num_recomputed=2,
+        num_reused=end - start,
+    )
+
+
+def state_of(plan: RecomputePlan) -> DocChunkRequest:
+    options = RequestOptions(spans=tuple((chunk.start, chunk.end) for chunk in plan.chunks))
+    return DocChunkRequest(ChunkPrompt(options, (KEY,), b""), Partition(), reported=plan)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def journal(clock: Clock) -> Journal:
+    return Journal(clock)
+
+
+def counts(sums: dict[str, Any]) -> list[int]:
+    return [sums[kind] for kind in KINDS]
+
+
+def test_a_request_is_told_with_its_reply_and_its_keys(journal: Journal) -> None:
+    journal.note("r", "default", state_of(plan_of()), saved_s=0.5)
+    (one,) = journal.contents()["requests"]
+    assert (one["id"], one["partition"], one["saved_s"]) == ("r", "default", 0.5)
+    assert (one["prefix_tokens"], one["reused_tokens"], one["recomputed_tokens"], one["computed_tokens"]) == (
+        10,
+        40,
+        2,
+        50,
+    )
+    assert one["chunks"][0]["key"] == KEY.hex()
+
+
+def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Clock) -> None:
+    for seconds in (0, 1, 61):
+        clock.now = 1_000_020.0 + seconds
+        journal.note("r", "default", state_of(plan_of()), saved_s=0.5)
+    contents = journal.contents()
+    assert [minute["requests"] for minute in contents["minutes"]] == [2, 1]
+    assert [minute["at"] % 60 for minute in contents["minutes"]] == [0, 0]
+    assert counts(contents["totals"]) == [30, 3 * 38, 6, 150]
+    assert contents["totals"]["saved_s"] == 1.5
+    assert sum(counts(contents["totals"])) == 3 * 100
+
+
+def test_it_is_bounded_and_keeps_the_newest(journal: Journal, clock: Clock) -> None:
+    for number in range(3 * NUM_MINUTES):
+        clock.now += 60.0
+        journal.note(str(number), "default", state_of(plan_of()), saved_s=0.0)
+    contents = journal.contents()
+    assert [one["id"] for one in contents["requests"]] == [str(3 * NUM_MINUTES - 1 - i) for i in range(NUM_REQUESTS)]
+    assert len(contents["minutes"]) == NUM_MINUTES
+    assert contents["totals"]["requests"] == 3 * NUM_MINUTES
+
+
+@pytest.mark.parametrize("prompt_len", [100, NUM_COLUMNS, 1000, 99_991])
+def test_the_picture_has_every_token_once_and_in_its_place(prompt_len: int) -> None:
+    plan = plan_of(prompt_len)
+    picture = np.array(picture_of(plan))
+    assert len(picture) == min(prompt_len, NUM_COLUMNS)
+    assert picture.sum() == prompt_len
+    assert picture.sum(axis=0).tolist() == [10, 38, 2, prompt_len - 50]
+    assert np.ptp(picture.sum(axis=1)) <= 1, "slices of one length"
+    if prompt_len == 100:  # a token a column
+        assert [KINDS[row.argmax()] for row in picture[[0, 9, 10, 19, 20, 21, 22, 59, 60, 99]]] == [
+            *("prefix", "prefix", "computed", "computed", "recomputed"),
+            *("recomputed", "reused", "reused", "computed", "computed"),
+        ]
+
+
+def test_replicas_together_are_as_one(clock: Clock) -> None:
+    one, other, all_of_it = Journal(clock), Journal(clock), Journal(clock)
+    for number in range(6):
+        clock.now += 40.0
+        for journal in ((one, other)[number % 2], all_of_it):
+            journal.note(str(number), "default", state_of(plan_of()), saved_s=0.25)
+    assert merge([one.contents(), other.contents()]) == all_of_it.contents()
