@@ -178,8 +178,8 @@ class ChunkManager:
 
     def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
         """Where a prompt needs a chunk, and which variants it may be given."""
-        max_unit_cfo, alpha = math.inf, 1.0 if self.config.alpha is None else self.config.alpha
-        if self.config.max_cfo is not None and alpha > 0.0 and not prompt.options.names_method:
+        max_unit_cfo, alpha = math.inf, self.config.alpha or 1.0
+        if self.config.max_cfo is not None and not prompt.options.names_method:
             max_unit_cfo = self.config.max_cfo / alpha
         return Need(
             max_generation=self.max_generation(prompt),
@@ -285,7 +285,7 @@ class ChunkManager:
     def use(self, sources: Sequence[tuple[ChunkPlan, Variant]]) -> None:
         """Counts the use of variants that were brought in."""
         for chunk, variant in sources:
-            self.index.touch(variant, 1.0 if chunk.cfo is None else use_weight(chunk.cfo, variant.length))
+            self.index.touch(variant, 1.0 if chunk.unit_cfo is None else use_weight(chunk.unit_cfo, variant.length))
 
     def priority(self, variant: Variant) -> int | None:
         """Eviction priority of what a variant lies in; None where only the last use counts."""
@@ -343,7 +343,7 @@ class ChunkManager:
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
                 generation = max(generation, 1 + chunk.generation)
-            is_fixed = fixes and bool(chunk.cfo)
+            is_fixed = fixes and bool(chunk.unit_cfo)
             if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
                 continue
             if generation > self.config.max_generation:

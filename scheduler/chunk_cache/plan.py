@@ -61,6 +61,8 @@ class ChunkPlan:
     """Positions to rotate K by: new start - start at which the variant was computed."""
     cfo: float | None = None
     """Cache fix overhead (Cache-Craft eq. 12), not clipped; None where the context was not known."""
+    unit_cfo: float | None = None
+    """The same at alpha 1, as a use is weighed, whatever the budget."""
     other_system: float | None = None
     """What of that another system prompt costs; None where the chunk was computed behind the same."""
     ranked_by: str | None = None
@@ -275,7 +277,7 @@ def make_plan(
     if selector_reason is not None and 0.0 < ratio < 1.0:
         stood_in_for, method, opts = selector_reason, *_stand_in(opts)
     budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
-    scale = next((a for a in (budget_alpha, alpha) if a is not None), 1.0)
+    scale = budget_alpha or alpha or 1.0
     if opts.names_method:
         min_reuse_len, max_cfo = 1, None
     rankings = rankings or [None] * num_chunks
@@ -430,6 +432,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         is_prepared=variant.is_prepared,
         shift=(start - variant.start) if rules.is_shifted else 0,
         cfo=cfo,
+        unit_cfo=lookup.unit_cfo,
         other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
         # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
         ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,

@@ -42,7 +42,7 @@ class Server:
             "max_variants": rng.choice((4, 100)),
             "max_generation": rng.choice((0, 1, 2, 8)),
             "max_cfo": rng.choice((None, None, 0.4, 0.9)),
-            "alpha": rng.choice((None, None, 1.0)),
+            "alpha": rng.choice((None, None, 0.0, 1.0, 0.5)),
             "promote_uses": rng.choice((0, 1, 2)),
             "remember": rng.choice(REMEMBER),
             "system_prompts": rng.choice(("any", "any", "same")),
@@ -228,7 +228,7 @@ def fused_by_oracle(server: Server, prompt: ChunkPrompt, plan: RecomputePlan, up
         in_front = [c.generation for c in plan.chunks[: i + 1] if c.generation is not None and plan.ratio < 1.0]
         generation = 1 + max(in_front) if in_front else 0
         is_computed = chunk.status is Status.MISS or chunk.reason == "high_cfo"
-        is_fixed = chunk.status is Status.HIT and chunk.cfo is not None and chunk.cfo > 0.0
+        is_fixed = chunk.status is Status.HIT and chunk.unit_cfo is not None and chunk.unit_cfo > 0.0
         is_fixed = is_fixed and server.config.remember == "contexts" and plan.num_recomputed > 0
         if chunk.end > up_to or not (is_computed or is_fixed):
             continue
@@ -360,7 +360,7 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
         )
         plan = manager.plan(prompt, ratio=ratio, reasons=reasons, **arguments)
         assert plan == expected
-        uses = [(v, v.num_uses, v.reuse_frequency, c.cfo) for c, v in manager.sources(plan) if v.length > 1]
+        uses = [(v, v.num_uses, v.reuse_frequency, c.unit_cfo) for c, v in manager.sources(plan) if v.length > 1]
         if len({v for v, *_ in uses}) == len(manager.sources(plan)):
             manager.use(manager.sources(plan))
             for variant, num_uses, frequency, cfo in uses:

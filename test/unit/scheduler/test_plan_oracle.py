@@ -59,8 +59,7 @@ class Case:
         lookup = self.lookups[i]
         if lookup is None or lookup.unit_cfo is None:
             return None
-        alphas = [a for a in (self.own_alpha, self.alpha, 1.0) if a is not None]
-        return alphas[0] * lookup.unit_cfo
+        return (self.own_alpha or self.alpha or 1.0) * lookup.unit_cfo
 
     @property
     def own_ends(self) -> int:
