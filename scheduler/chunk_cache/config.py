@@ -62,7 +62,7 @@ class Config:
     """Slots per layer that the prompt of a request which does not say so shall need while its answer is decoded (A3
     with SnapKV, which loses quality); 0 = all are kept."""
     alpha: float | None = None
-    """Budget by CFO for requests that give neither a ratio nor an alpha, where the method has it; 0, null = by ratio."""
+    """Budget by CFO for requests that give neither ratio nor alpha, where the method has it; 0 or null = by ratio."""
     system_prompts: str = "any"
     """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
     prompt, at the price that their CFO says; `same`: only those computed behind its own."""
