@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark.quality.lab import study
+from benchmark.quality.lab.anatomy import _of_full_prefill, _squared_deviation, anatomy
 from benchmark.quality.lab.ape import MergedAttention, ape
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import Reused, choices
@@ -15,6 +16,7 @@ from benchmark.quality.lab.rows import KV, RowModel, softmax_attention
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import write_questions
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
+from transformers import AutoModelForCausalLM
 
 TRAINED = "benchmark/quality/models/qa-1m-seed0"
 
@@ -149,3 +151,30 @@ def test_ape_of_one_passage_differs_by_its_merging_alone(model: RowModel) -> Non
     found = dict(ape(case))
     assert abs(case.judge(**found["parallel encoding, as it is"]).own_kl) < 1e-5  # it stands where it stood
     assert case.judge(**found["APE"]).own_kl > 1e-6
+
+
+@torch.no_grad()
+def test_what_the_full_prefill_looks_at_is_what_transformers_says(model: RowModel, case: Case) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(TRAINED, attn_implementation="eager", dtype=torch.float32)
+    attentions = torch.stack(whole(case.ids[None], output_attentions=True).attentions)[:, 0].mean((0, 1))
+    impact, looked_at = _of_full_prefill(case)
+    torch.testing.assert_close(looked_at, attentions[case.tail_start :].sum(0), atol=1e-4, rtol=1e-4)
+    (a, b), (c, d) = case.spans[:2]
+    outside = float(attentions[c:d, a:b].mean())
+    inside = float(attentions[c:d, c:d].tril(-1).sum()) / (d - c) ** 2
+    assert impact[0] == pytest.approx(1 / (1 + math.exp(-outside / inside)), abs=1e-4)
+
+
+def test_the_anatomy_of_a_case(case: Case) -> None:
+    found = list(anatomy(case).values())
+    deviation = (case.full.k - case.reused.k).square().sum((2, 3)) + (case.full.v - case.reused.v).square().sum((2, 3))
+    layers = deviation[1:, case.spans[1][0] : case.tail_start]
+    num = math.ceil(0.15 * layers.shape[1])
+    held = [sum(sorted(layer.tolist())[-num:]) / float(layer.sum()) for layer in layers]
+    assert found[1] == pytest.approx(sum(held) / len(held), rel=1e-4)
+    assert all(-1.0 <= value <= 1.0 for value in found)
+
+
+def test_nothing_deviates_in_the_first_layer_but_for_rounding(case: Case) -> None:
+    first, second = _squared_deviation(case)[:2].amax(1).tolist()
+    assert first < 1e-5 * second
