@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,19 @@ def replicas(model_dir: Path) -> Iterator[Server]:
         yield server
 
 
+def each_replica(server: Server, of: Callable[[Any], int]) -> list[int]:
+    """A number of each replica's, from its stats."""
+    ranks = server.get("/chunk_cache/stats").json()["ranks"]
+    assert [rank["dp_rank"] for rank in ranks] == [0, 1]
+    return [of(rank) for rank in ranks]
+
+
 @pytest.mark.all
 def test_replicas_have_chunks_of_their_own(replicas, stock, tokenizer, passages):
     a, b = passages.several(2)
 
     def variants() -> list[int]:
-        ranks = replicas.get("/chunk_cache/stats").json()["ranks"]
-        assert [rank["dp_rank"] for rank in ranks] == [0, 1]
-        return [rank["index"]["num_variants"] for rank in ranks]
+        return each_replica(replicas, lambda rank: rank["index"]["num_variants"])
 
     def send(order: list[str], head: str, replica: int) -> Any:
         prompt = marked(order, head=head)
@@ -106,8 +111,65 @@ def test_replicas_have_chunks_of_their_own(replicas, stock, tokenizer, passages)
     assert variants() == [0, 0]
     assert json.loads(replicas.post("/chunk_cache/warm", {"texts": [a]}).text.splitlines()[-1])["stored"] == 1
     assert variants() == [1, 1]
-    assert replicas.post("/chunk_cache/evict", {"texts": [a]}).json()["evicted"]
+    assert replicas.post("/chunk_cache/evict", {"texts": [a]}).json()["evicted"][0]["variants"] == 2
     assert variants() == [0, 0]
+
+
+@pytest.mark.all
+def test_administration_reaches_all_replicas(replicas, passages):
+    replicas.flush()
+    chunks = passages.several(3)
+    lines = [json.loads(line) for line in replicas.post("/chunk_cache/warm", {"texts": chunks[:2]}).text.splitlines()]
+    assert (lines[-1]["stored"], lines[-1]["already"], lines[-1]["present"]) == (2, 0, 2)
+    prompt = marked([chunks[2]])
+    replicas.generate(prompt.text, routed_dp_rank=1)
+
+    listed = replicas.get("/chunk_cache/variants").json()
+    assert listed["total"] == len(listed["variants"]) == 5
+    assert [variant["dp_rank"] for variant in listed["variants"]] == [0, 0, 1, 1, 1]
+    alone = listed["variants"][-1]["key"]
+    assert [v["dp_rank"] for v in replicas.get(f"/chunk_cache/variants?key={alone}").json()["variants"]] == [1]
+
+    def num_pins() -> list[int]:
+        return each_replica(replicas, lambda rank: rank["pins"]["num_pins"])
+
+    pinned = replicas.post("/chunk_cache/pin", {"texts": chunks, "ttl_s": 600}).json()
+    assert [entry["index"] for entry in pinned["pinned"]] == [0, 1, 2]
+    assert num_pins() == [2, 3]
+    assert pinned["pinned_tokens"] == max(each_replica(replicas, lambda rank: rank["pins"]["num_tokens"]))
+    unpinned = replicas.post("/chunk_cache/unpin", {"texts": [chunks[0], chunks[2]]}).json()
+    assert [entry["index"] for entry in unpinned["unpinned"]] == [0, 1]
+    assert num_pins() == [1, 1]
+
+    requests = replicas.get("/chunk_cache/requests").json()["requests"]
+    assert [[chunk["key"] for chunk in one["chunks"]] for one in requests].count([alone]) == 1
+    evicted = replicas.post("/chunk_cache/evict", {"texts": chunks}).json()["evicted"]
+    assert [entry["variants"] for entry in evicted] == [2, 2, 1]
+    assert num_pins() == [0, 0]
+    assert replicas.get("/chunk_cache/variants").json()["total"] == 0
+    again = json.loads(replicas.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()[-1])
+    assert (again["stored"], again["present"]) == (3, 3)
+    assert replicas.post("/chunk_cache/flush", {}).json() == {"flushed": True}
+    assert each_replica(replicas, lambda rank: rank["index"]["num_variants"]) == [0, 0]
+
+
+@pytest.mark.all
+def test_replicas_take_turns_and_errors_are_those_of_one(replicas, stock, tokenizer, passages):
+    """Without a wish the requests are spread, and the second round finds what the first has left on either."""
+    replicas.flush()
+    chunks = passages.several(2)
+    found = []
+    for i in range(8):
+        prompt = marked(chunks[:: 1 if i % 2 else -1], head=f"Turn {i}. ")
+        out = replicas.generate(prompt.text, logprobs=True, chunk_cache={"ratio": 1.0, "method": "random"})
+        same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
+        found += statuses(generated(out, prompt.spans(tokenizer)))
+    assert 0 < found.count("miss") <= 4, "each replica computes them once"
+    assert found[-4:] == ["hit"] * 4
+    assert each_replica(replicas, lambda rank: rank["index"]["num_variants"]) == [2, 2]
+    refused = replicas.post("/generate", {"text": f"a{SEP}b", "sampling_params": {}}, check=False)
+    assert refused.status_code == 400
+    assert "only one separator" in refused.text
 
 
 # The full matrix: TP 2 behind HTTP, another separator, another configuration.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -105,7 +105,7 @@ class Admin:
         return merge(reply.ranks[0] for reply in replies)
 
     async def variants(self, listing: Listing) -> dict[str, Any]:
-        """One page of the variants.
+        """One page of the variants of each replica.
 
         Raises:
             AdminRefused: the key is not known.
@@ -115,11 +115,14 @@ class Admin:
                 key=listing.key, limit=listing.limit, offset=listing.offset, by_uses=listing.order == "uses"
             )
         )
-        result: dict[str, Any] = dict(replies[0].ranks[0])
-        evicted = result.pop("evicted")
-        if listing.key is not None and not result["total"]:
+        total = sum(reply.ranks[0]["total"] for reply in replies)
+        if listing.key is not None and not total:
+            evicted = any(reply.ranks[0]["evicted"] for reply in replies)
             raise _unknown("key", [listing.key], {"evicted": evicted})
-        return {**result, "limit": listing.limit, "offset": listing.offset}
+        variants = [{**one, "dp_rank": reply.dp_rank} for reply in replies for one in reply.ranks[0]["variants"]]
+        if listing.order == "uses":
+            variants.sort(key=lambda one: -one["num_uses"])
+        return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset}
 
     async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
         """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
@@ -154,13 +157,13 @@ class Admin:
                 HTTPStatus.CONFLICT,
                 numbers,
             )
-        pinned, missing = _split(chunks, _union(result["pinned"] for result in results), "tokens")
+        pinned, missing = _split(chunks, _merged((result["pinned"] for result in results), max), "tokens")
         _check_known(pin.selection, chunks, pinned)
         return {
             "pinned": pinned,
             "not_stored": missing,
             "until": until,
-            "pinned_tokens": results[0]["pinned_tokens"],
+            "pinned_tokens": max(result["pinned_tokens"] for result in results),
             "max_pinned_tokens": results[0]["max_pinned_tokens"],
         }
 
@@ -174,7 +177,7 @@ class Admin:
         keys = None if chunks is None else _unique(c.key for c in chunks)
         replies = await self._ask(messages.ChunkCacheUnpinReq(keys=keys))
         done = {key: 1 for reply in replies for key in reply.ranks[0]["unpinned"]}
-        pinned_tokens = replies[0].ranks[0]["pinned_tokens"]
+        pinned_tokens = max(reply.ranks[0]["pinned_tokens"] for reply in replies)
         if chunks is None or selection is None:
             return {"unpinned": [{"key": key} for key in done], "not_pinned": [], "pinned_tokens": pinned_tokens}
         unpinned, others = _split(chunks, done)
@@ -189,7 +192,7 @@ class Admin:
         """
         chunks = self.chunks_of(selection)
         replies = await self._ask(messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks)))
-        evicted, missing = _split(chunks, _union(reply.ranks[0]["evicted"] for reply in replies))
+        evicted, missing = _split(chunks, _merged((reply.ranks[0]["evicted"] for reply in replies), _added))
         _check_known(selection, chunks, evicted)
         return {"evicted": evicted, "not_stored": missing}
 
@@ -272,7 +275,7 @@ class Admin:
                 f"body: the tensor-parallel ranks gave different answers to {type(request).__name__}; flush the cache",
                 HTTPStatus.INTERNAL_SERVER_ERROR,
             )
-        return replies
+        return sorted(replies, key=lambda reply: reply.dp_rank)
 
     async def _shielded(self, coroutine: Any) -> Any:
         """Runs to its end also where the client goes: SGLang would give its replies to the next caller."""
@@ -296,12 +299,22 @@ def _unique(keys: Any) -> list[bytes]:
     return list(dict.fromkeys(keys))
 
 
-def _union(results: Any) -> dict[str, Any]:
-    """Of several replicas, each of which has chunks of its own."""
+def _merged(results: Iterable[Mapping[str, Any]], both: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """By chunk, of several replicas, each of which has chunks of its own."""
     found: dict[str, Any] = {}
     for result in results:
-        found.update({key: value for key, value in result.items() if key not in found})
+        for key, value in result.items():
+            found[key] = both(found[key], value) if key in found else value
     return found
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What was evicted of a chunk on two replicas; of a tier, which they may share, what either knew of."""
+    return {
+        "variants": one["variants"] + other["variants"],
+        "freed_tokens": one["freed_tokens"] + other["freed_tokens"],
+        "tiers": _merged((one["tiers"], other["tiers"]), max),
+    }
 
 
 def _split(

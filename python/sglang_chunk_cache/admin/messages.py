@@ -69,11 +69,12 @@ class ChunkCacheAdminReply(BaseReq, kw_only=True):
     """The answer to each of them.
 
     `ranks` has the result of every tensor-parallel rank for `ChunkCacheStatsReq`, otherwise that of rank 0, which all
-    ranks must share, but for `ChunkCacheRequestsReq`: `agree` says whether they did.
+    ranks must share, but for `ChunkCacheRequestsReq`: `agree` says whether they did. `dp_rank` is the replica.
     """
 
     ranks: list[dict[str, Any]]
     agree: bool = True
+    dp_rank: int = 0
 
 
 REQUESTS = (

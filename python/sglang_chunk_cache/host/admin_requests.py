@@ -24,13 +24,15 @@ def add_admin_requests(scheduler: Any) -> None:
 def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     """Runs on every rank; only rank 0 has a socket to send the reply on."""
     result = scheduler.tree_cache.chunks.admin.answer(request)
-    group = get_tp_group()
+    group, dp_rank = get_tp_group(), get_parallel().dp_rank or 0
     if isinstance(request, messages.ChunkCacheStatsReq):
         memory = psutil.Process().memory_info()
-        place = {"dp_rank": get_parallel().dp_rank or 0, "tp_rank": group.rank_in_group}
+        place = {"dp_rank": dp_rank, "tp_rank": group.rank_in_group}
         own = {**place, "pid": os.getpid(), "rss_bytes": memory.rss, **result}
-        return messages.ChunkCacheAdminReply(ranks=group.all_gather_object(own) if group.world_size > 1 else [own])
+        ranks = group.all_gather_object(own) if group.world_size > 1 else [own]
+        return messages.ChunkCacheAdminReply(ranks=ranks, dp_rank=dp_rank)
     if isinstance(request, messages.ChunkCacheRequestsReq):
-        return messages.ChunkCacheAdminReply(ranks=[result])
+        return messages.ChunkCacheAdminReply(ranks=[result], dp_rank=dp_rank)
     results = group.all_gather_object(result) if group.world_size > 1 else [result]
-    return messages.ChunkCacheAdminReply(ranks=results[:1], agree=all(other == result for other in results))
+    agree = all(other == result for other in results)
+    return messages.ChunkCacheAdminReply(ranks=results[:1], agree=agree, dp_rank=dp_rank)

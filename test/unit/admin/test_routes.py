@@ -26,7 +26,7 @@ KEY = KEYS[0].hex()
 
 
 class Schedulers:
-    """Answers by type of request; `seen` holds all requests."""
+    """Answers by type of request, all replicas alike, or each by an entry of a list; `seen` holds all requests."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -37,7 +37,9 @@ class Schedulers:
     async def __call__(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
         self.seen.append(request)
         result = self.results[type(request)]
-        return [messages.ChunkCacheAdminReply(ranks=[result], agree=self.agree)] * self.num_replicas
+        results = result if isinstance(result, list) else [result] * self.num_replicas
+        replies = [messages.ChunkCacheAdminReply(ranks=[r], agree=self.agree, dp_rank=i) for i, r in enumerate(results)]
+        return replies[::-1]  # as they arrive
 
 
 @pytest.fixture
@@ -166,6 +168,45 @@ def test_ranks_that_disagree_are_a_500(admin, schedulers):
     assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}
     schedulers.agree = False
     assert ask("GET", "variants").status_code == 500
+
+
+def test_what_is_evicted_of_all_replicas_is_counted(admin, schedulers):
+    def gone(variants: int, freed: int, **tiers: int) -> dict[str, Any]:
+        return {"variants": variants, "freed_tokens": freed, "tiers": tiers}
+
+    schedulers.results = {
+        messages.ChunkCacheEvictReq: [
+            {"evicted": {KEY: gone(2, 6, remote=1)}},
+            {"evicted": {KEY: gone(1, 3, remote=2, host=1), KEYS[1].hex(): gone(0, 0, host=1)}},
+        ]
+    }
+    first, second = ask("POST", "evict", {"input_ids": IDS}).json()["evicted"]
+    assert first == {"index": 0, "key": KEY, **gone(3, 9, remote=2, host=1)}
+    assert second == {"index": 1, "key": KEYS[1].hex(), **gone(0, 0, host=1)}
+
+
+def test_variants_of_all_replicas_are_listed(admin, schedulers):
+    def page(evicted: bool, *uses: int) -> dict[str, Any]:
+        variants = [{"id": i, "num_uses": num} for i, num in enumerate(uses)]
+        return {"total": len(uses), "variants": variants, "evicted": evicted}
+
+    def listed(query: str = "") -> list[tuple[int, int]]:
+        return [(one["dp_rank"], one["id"]) for one in ask("GET", f"variants{query}").json()["variants"]]
+
+    schedulers.results = {messages.ChunkCacheVariantsReq: [page(True), page(False, 3, 1), page(False, 2)]}
+    assert listed() == listed(f"?key={KEY}") == [(1, 0), (1, 1), (2, 0)]
+    assert listed("?order=uses") == [(1, 0), (2, 0), (1, 1)]
+    assert ask("GET", "variants").json()["total"] == 3
+    schedulers.results = {messages.ChunkCacheVariantsReq: [page(False), page(True)]}
+    assert ask("GET", f"variants?key={KEY}").json()["error"]["evicted"] is True
+
+
+def test_pins_are_those_of_the_fullest_replica(admin, schedulers):
+    schedulers.results = {messages.ChunkCachePinReq: [pinned(pinned={}, pinned_tokens=0), pinned(pinned_tokens=7)]}
+    reply = ask("POST", "pin", {"input_ids": IDS[:1], "ttl_s": 9}).json()
+    assert (reply["pinned"][0]["tokens"], reply["pinned_tokens"]) == (3, 7)
+    schedulers.results[messages.ChunkCachePinReq][0] = pinned(pinned={}, is_refused=True, pinned_tokens=60)
+    assert ask("POST", "pin", {"keys": [KEY], "ttl_s": 9}).status_code == 409
 
 
 def test_a_chunk_is_stored_where_all_replicas_have_it(admin, schedulers):
