@@ -176,5 +176,5 @@ def test_the_anatomy_of_a_case(case: Case) -> None:
 
 
 def test_nothing_deviates_in_the_first_layer_but_for_rounding(case: Case) -> None:
-    first, second = _squared_deviation(case)[:2].amax(1).tolist()
+    first, second = _squared_deviation(case)[:2, : case.tail_start].amax(1).tolist()
     assert first < 1e-5 * second
