@@ -30,10 +30,13 @@ class Deviation:
 
     Attributes:
         alone, prepared: |K - K_full, V - V_full|, the Euclidean norm per token.
+        alone_squared, prepared_squared: the square of that norm (FusionRAG eq. 7).
     """
 
     alone: float
     prepared: float
+    alone_squared: float
+    prepared_squared: float
 
 
 def measure_deviation(model: str | Path, prompts: Sequence[Prompt], neighbours: Neighbours) -> Iterator[Deviation]:
@@ -53,12 +56,14 @@ def measure_deviation(model: str | Path, prompts: Sequence[Prompt], neighbours: 
             norms["alone"].append((alone[key] - exact).norm(dim=1))
             norms["prepared"].append((prepared[key] - exact).norm(dim=1))
         if norms["alone"]:
-            yield Deviation(**{name: float(torch.cat(parts).mean()) for name, parts in norms.items()})
+            of_tokens = {name: torch.cat(parts) for name, parts in norms.items()}
+            squares = {f"{name}_squared": float(one.square().mean()) for name, one in of_tokens.items()}
+            yield Deviation(**{name: float(one.mean()) for name, one in of_tokens.items()}, **squares)
 
 
-def reduction(deviations: Sequence[Deviation]) -> tuple[float, float, float]:
-    """By how much preparation lowers the deviation, as a share, with a 95 % interval from resampling the prompts."""
-    pairs = np.array([(one.alone, one.prepared) for one in deviations])
+def reduction(before_and_after: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """By how much preparation lowers a mean, as a share, with a 95 % interval from resampling the prompts."""
+    pairs = np.array(before_and_after)
 
     def share(rows: Any) -> float:
         sums = pairs[rows].sum(axis=0)

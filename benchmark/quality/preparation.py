@@ -59,7 +59,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model-path", required=True, metavar="PATH", help="Hugging Face folder or name")
     add("--tasks", nargs="+", required=True, metavar="TASK", help=f"any of {KINDS}")
     add("--families", nargs="+", metavar="NAME", help="only these of the tasks (default: all)")
-    add("--methods", nargs="+", default=["full-reuse", "fusionrag"], metavar="NAME[:OPTION=VALUE,...]")
+    add(
+        "--methods",
+        nargs="*",
+        default=["full-reuse", "fusionrag"],
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="none: only the deviation is measured (default: %(default)s)",
+    )
     add("--ratios", nargs="+", type=float, default=[0.15], metavar="R", help="default: 0.15")
     add("--neighbours", type=int, default=NUM_NEIGHBOURS, metavar="NUM", help="of each chunk (default: %(default)s)")
     add("--num", type=int, default=TaskOptions.num, help="questions per family, at most (default: %(default)s)")
@@ -87,6 +93,8 @@ def ask(
 ) -> tuple[list[tuple[Experiment, Experiment]], list[list[Deviation]]]:
     """Per task the experiment with chunks stored alone and with them prepared, all asked, and the deviations.
 
+    Without conditions there are deviations only.
+
     Raises:
         DataError, SetupError, ServerError, ServerRefused, ServerGone: what is needed is not there, or a server failed.
     """
@@ -100,6 +108,8 @@ def ask(
             neighbours = neighbours_of(prompts, args.neighbours)
             deviations.append(list(measure_deviation(path, prompts, neighbours)))
             console.print(f"{task.family}: {len(deviations[-1])} prompts measured at the second layer", highlight=False)
+            if not conditions:
+                continue
             pair = []
             for stored, near in ((ALONE, None), (PREPARED, neighbours)):
                 settings = {"model": fingerprint(path), "flags": flags, "asking": asdict(task.asking)}
@@ -180,13 +190,15 @@ def _with_interval(values: Floats) -> dict[str, float | None]:
 
 def deviation_row(family: str, deviations: Sequence[Deviation]) -> dict[str, Any]:
     """Means over the prompts, and by what share preparation lowers them."""
-    share, low, high = reduction(deviations)
+    norms = [(one.alone, one.prepared) for one in deviations]
+    squares = [(one.alone_squared, one.prepared_squared) for one in deviations]
     return {
         "family": family,
         "num": len(deviations),
-        ALONE: float(np.mean([one.alone for one in deviations])),
-        PREPARED: float(np.mean([one.prepared for one in deviations])),
-        "reduction": {"mean": share, "low": low, "high": high},
+        ALONE: float(np.mean([alone for alone, _ in norms])),
+        PREPARED: float(np.mean([prepared for _, prepared in norms])),
+        "reduction": dict(zip(("mean", "low", "high"), reduction(norms), strict=True)),
+        "reduction_squared": dict(zip(("mean", "low", "high"), reduction(squares), strict=True)),
     }
 
 
@@ -198,22 +210,30 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         *(f"- {name}: {value}" for name, value in report["settings"].items()),
         "",
         "KV at the second layer: the distance of a token's K and V from those of a full prefill, mean over the tokens",
-        "of all chunks but the first. FusionRAG reports 70 % less with preparation.",
+        "of all chunks but the first, and that of its square, as FusionRAG sums it up (eq. 7; it reports 70 % less).",
         "",
         *markdown_table(
-            ("questions", "number", ALONE, PREPARED, "less by", "95 % interval"),
+            ("questions", "number", ALONE, PREPARED, "less by [95 %]", "square: less by [95 %]"),
             [
                 (
                     row["family"],
                     row["num"],
                     f"{row[ALONE]:.3f}",
                     f"{row[PREPARED]:.3f}",
-                    f"{100 * row['reduction']['mean']:.1f} %",
-                    f"{100 * row['reduction']['low']:.1f} to {100 * row['reduction']['high']:.1f}",
+                    *(
+                        f"{100 * share['mean']:.1f} % [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
+                        for share in (row["reduction"], row["reduction_squared"])
+                    ),
                 )
                 for row in report["deviation"]
             ],
         ),
+        *(_answers(report["answers"]) if report["answers"] else ()),
+    ]
+
+
+def _answers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
         "",
         "Answers: the score in percent, and how much less likely than in a full prefill the right answer is, in nats",
         "per token (0 = as likely). A gain is what preparation adds to the score, or takes from that loss, with its",
@@ -238,7 +258,7 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
                     f"{row['gold_loss'][PREPARED]['mean']:.3f}",
                     _told(row["gold_gain"], 1.0, 3),
                 )
-                for row in report["answers"]
+                for row in rows
             ],
         ),
     ]

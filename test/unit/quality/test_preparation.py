@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from benchmark.quality.deviation import Deviation, measure_deviation, reduction
+from benchmark.quality.deviation import measure_deviation, reduction
 from benchmark.quality.neighbourhood import neighbours_of
 from benchmark.quality.prepared_session import PreparedSession
 from benchmark.quality.prompts import Prompt
@@ -32,10 +32,11 @@ def test_behind_its_very_context_a_chunk_does_not_deviate(tmp_path: Any) -> None
     same, other = measure_deviation(model, prompts, near)
     assert same.prepared < 1e-5 < 1e-2 < same.alone
     assert other.prepared > 1e-2
+    assert same.alone_squared >= same.alone**2
 
 
 def test_the_reduction_is_that_of_the_sums() -> None:
-    share, low, high = reduction([Deviation(2.0, 1.0), Deviation(2.0, 0.0)])
+    share, low, high = reduction([(2.0, 1.0), (2.0, 0.0)])
     assert share == 0.75
     assert 0.5 <= low <= share <= high <= 1.0
 
