@@ -1,4 +1,4 @@
-"""Neighbourhood: behind which other chunks of the questions each chunk is prepared (FusionRAG section 4.1).
+"""Neighbourhood: behind which other chunks of the questions each chunk is prepared (FusionRAG section 3.1).
 
 `neighbours_of` finds them with the retriever of `python -m sglang_chunk_cache.warm --neighbours`; the corpus is all
 chunks of the prompts that share a head.

@@ -1,4 +1,4 @@
-"""PreparedSession: a session whose chunks are stored as computed behind their neighbours (FusionRAG section 4.1)."""
+"""PreparedSession: a session whose chunks are stored as computed behind their neighbours (FusionRAG section 3.1)."""
 
 from __future__ import annotations
 

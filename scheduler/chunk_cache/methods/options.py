@@ -143,7 +143,7 @@ GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 GROUP_THRESHOLD = IntOption("group_threshold", default=5, minimum=0, maximum=4095)
 """A window keeps its selected tokens only where more than this many were selected (paper: 5 of 8)."""
 FOCUS_WINDOW = IntOption("focus_window", default=0, minimum=0, maximum=1024)
-"""Layers over which Cache-Craft's focused chunks must agree before rows of others are dropped (paper: 3); 0 = off."""
+"""Layers over which Cache-Craft's focused chunks must agree before rows of others are dropped; 0 = off."""
 SHIFT = IntOption("shift", default=1, minimum=0, maximum=1)
 """0 leaves K at the rotary phase it was computed with: a diagnostic that shows what the shift is worth."""
 DRIFT = FloatOption("drift", default=0.0, minimum=0.0, maximum=1.0)
