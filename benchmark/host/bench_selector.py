@@ -4,9 +4,9 @@
 
 Everything runs on one core, one thing after the other: first the selector's model in this process (reading a chunk,
 once; scoring a question over chunks that were read, each time), then a server with the main model and a disk tier: the
-time to the first token with everything computed, with chunks from disk, and with chunks from the KV pool; and what its
-workers took to read from disk. Prompts are RULER-like needles. Also how many tokens the paper's windows
-leave of each budget. Results: `benchmark/results/host/`.
+time to the first token with everything computed, with chunks from disk, and with chunks from the KV pool, there also
+with `cacheclip`, whose selection is part of that time; and what its workers took to read from disk. Prompts are
+RULER-like needles. Also how many tokens the paper's windows leave of each budget. Results: `benchmark/results/host/`.
 """
 
 from __future__ import annotations
@@ -101,12 +101,19 @@ class Selecting:
             shares.append(left / len(joined))
 
 
-def measure_server(model: str, questions: Sequence[Question], ratio: float, repeats: int) -> dict[str, list[float]]:
-    """Seconds to the first token by where the chunks are."""
-    found: dict[str, list[float]] = {"computed": [], "disk": [], "pool": [], "read": []}
+SELECTED = {"whole budget": {"group_size": 0}, "the paper's windows": {}}
+"""Options of `cacheclip`."""
+
+
+def measure_server(
+    model: str, selector: str, questions: Sequence[Question], ratio: float, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds to the first token by where the chunks are, and by what `cacheclip` selects."""
+    found: dict[str, list[float]] = {name: [] for name in ("computed", "disk", "pool", "read", *SELECTED)}
     with tempfile.TemporaryDirectory() as folder:
-        config = f'{{"tiers":{{"disk":"{folder}","controller":false}}}}'
+        config = f'{{"tiers":{{"disk":"{folder}","controller":false}},"selector":{{"timeout_s":600}}}}'
         flags = ("--chunk-cache", "--chunk-cache-config", config, "--sleep-on-idle", "--enable-metrics")
+        flags += ("--chunk-cache-selector", selector)
         dtype = () if torch.cuda.is_available() else ("--dtype", "float32")
         with Server(model, *dtype, *flags, env=offline_env()) as server:
             for question in questions:
@@ -127,6 +134,13 @@ def measure_server(model: str, questions: Sequence[Question], ratio: float, repe
                         assert tiers == {where}, reply.chunk_cache
                         found[where].append(reply.first_s)
                     found["read"].append(load_seconds(server) - before)
+                for number in range(repeats + 1):
+                    for name, options in SELECTED.items():
+                        how = {"method": "cacheclip", "ratio": ratio, "options": options}
+                        reply = server.stream(text, chunk_cache=how)
+                        assert reply.chunk_cache["method"] == "cacheclip", reply.chunk_cache
+                        if number:  # the selector has read the chunks
+                            found[name].append(reply.first_s)
                 for path in Path(folder).rglob("*.kv"):
                     path.unlink()
                 server.flush()
@@ -193,13 +207,14 @@ def main() -> int:
     questions = [make_ruler(families[i % len(families)], num=1, seed=i, size=size)[0] for i in range(args.num)]
     selecting = Selecting(args.selector, AutoTokenizer.from_pretrained(args.model))
     lens = [selecting.measure(question, args.repeats) for question in questions]
-    server = measure_server(args.model, questions, args.ratio, args.repeats)
+    server = measure_server(args.model, args.selector, questions, args.ratio, args.repeats)
     seconds = {
         "selector reads a chunk, once": selecting.read_s,
         "selector scores a prompt whose chunks it has read": selecting.score_s,
         "reading its chunks from disk": server["read"],
-        f"first token, chunks in the pool, {args.ratio:.0%} recomputed": server["pool"],
-        f"first token, chunks on disk, {args.ratio:.0%} recomputed": server["disk"],
+        f"first token, chunks in the pool, `epic` at {args.ratio:.0%}": server["pool"],
+        f"first token, chunks on disk, `epic` at {args.ratio:.0%}": server["disk"],
+        **{f"first token, chunks in the pool, `cacheclip` at {args.ratio:.0%}, {one}": server[one] for one in SELECTED},
         "first token, everything computed": server["computed"],
     }
     num_chunks = sum(len(question.chunks) for question in questions)
