@@ -20,49 +20,16 @@ from typing import Any
 import httpx
 import pytest
 
-from browser import messages, open_browser
+from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import encode, generated, marked, prime, statuses
 from server_fixture import Server
+from sglang_chunk_cache.admin.page import page
 
 pytestmark = pytest.mark.server
 
-KEY = "key of the tests"
 UNKNOWN = "00" * 16
 SEP = "<|chunk|>"
-
-
-class AdminServer(Server):
-    """A server that is always asked with its API key."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.client.http.headers["Authorization"] = f"Bearer {KEY}"
-
-    def ask(self, route: str, **body: Any) -> Any:
-        return self.post(f"/chunk_cache/{route}", body).json()
-
-    def refuse(self, route: str, body: Any) -> tuple[int, str]:
-        response = self.post(f"/chunk_cache/{route}", body, check=False)
-        return response.status_code, response.json()["error"]["message"]
-
-    def stats(self) -> Any:
-        return self.get("/chunk_cache/stats").json()
-
-    def rank(self) -> Any:
-        return self.stats()["ranks"][0]
-
-    def stored_tokens(self, key: str) -> int:
-        """Of a chunk; 0 where it is not known."""
-        response = self.get(f"/chunk_cache/variants?key={key}", check=False)
-        if response.status_code == 404:
-            return 0
-        return max(variant["stored_tokens"] for variant in response.json()["variants"])
-
-    def warm(self, **body: Any) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.post("/chunk_cache/warm", body).text.splitlines()]
-
-
 TRANSPORTS = [pytest.param("0", id="typed"), pytest.param("1", id="pickled", marks=pytest.mark.all)]
 
 
@@ -103,6 +70,19 @@ def test_get_without_the_key_is_a_401(admin, route, headers):
 def test_post_without_the_key_is_a_401(admin, route):
     response = httpx.post(f"{admin.url}/chunk_cache/{route}", json={"all": True}, trust_env=False)
     assert response.status_code == 401
+
+
+def test_the_page_needs_no_key_and_is_the_same_for_all(admin):
+    url, given = f"{admin.url}/chunk_cache", {"Authorization": f"Bearer {KEY}"}
+    shown = httpx.get(url, trust_env=False)
+    assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert shown.text == httpx.get(url, headers=given, trust_env=False).text == page()[0]
+    assert shown.headers["content-security-policy"] == page()[1]
+    head = httpx.head(url, trust_env=False)
+    assert (head.status_code, head.text, head.headers["content-length"]) == (200, "", str(len(shown.content)))
+    assert httpx.get(f"{url}/", trust_env=False, follow_redirects=True).url == url
+    for method, path in (("POST", ""), ("HEAD", "/stats"), ("GET", "//"), ("GET", "/%2e%2e/flush_cache"), ("GET", "s")):
+        assert httpx.request(method, url + path, trust_env=False).status_code == 401, (method, path)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +126,40 @@ def test_unknown_keys_are_a_404(admin):
 
 
 # Looking.
+
+
+def test_requests_are_told_without_texts_and_salts(empty, passages):
+    prompt = marked(passages.several(2))
+    for _ in range(2):
+        out = empty.generate(prompt.text, rid="mine", cache_salt="secret salt", extra_key="secret key")
+    response = empty.get("/chunk_cache/requests")
+    journal = response.json()
+    told, first = journal["requests"][:2]
+    reply = out["meta_info"]["chunk_cache"]
+    assert (told["id"], told["partition"]) == ("mine", first["partition"])
+    assert told["partition"] != "default"
+    assert [told[name] for name in reply if name != "chunks"] == [reply[name] for name in reply if name != "chunks"]
+    assert statuses(told) == statuses(reply)
+    assert sum(map(sum, told["picture"])) == out["meta_info"]["prompt_tokens"]
+    assert [minute["at"] for minute in journal["minutes"]] == sorted({minute["at"] for minute in journal["minutes"]})
+    assert sum(minute["requests"] for minute in journal["minutes"]) == journal["totals"]["requests"]
+    for hidden in ("secret", prompt.chunks[0].strip(), prompt.question):
+        assert hidden not in response.text
+    empty.generate("Nobody marks anything.")
+    assert empty.get("/chunk_cache/requests").json() == journal, "of requests without marks nothing is told"
+
+
+def test_a_request_that_is_aborted_is_told_once_or_not_at_all(empty, passages):
+    prompt = marked(passages.several(2))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(empty.generate, prompt.text, max_new_tokens=400, rid="aborted")
+        time.sleep(0.5)
+        empty.post("/abort_request", {"rid": "aborted"})
+        reason = running.result(timeout=60)["meta_info"]["finish_reason"]["type"]
+    assert reason == "abort"
+    told = [one["id"] for one in empty.get("/chunk_cache/requests").json()["requests"]]
+    assert told.count("aborted") <= 1
+    assert empty.rank()["tiers"]["pool"]["protected_tokens"] == 0
 
 
 def test_stats_and_variants(empty, tokenizer, passages):
@@ -537,100 +551,3 @@ def test_two_ranks_do_the_same(model_dir, passages):
         assert server.ask("evict", texts=chunks)["evicted"]
         assert server.ask("flush") == {"flushed": True}
         assert server.alive()
-
-
-# The page.
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as driver:
-        driver.implicitly_wait(5)
-        yield driver
-
-
-@pytest.fixture
-def page(admin: AdminServer, browser: Any) -> Any:
-    """The page, and the key given."""
-    browser.get(f"{admin.url}/chunk_cache")
-    browser.execute_script("sessionStorage.clear()")
-    browser.refresh()
-    browser.find_element("id", "key").send_keys(KEY)
-    browser.find_element("css selector", "#ask button").click()
-    wait_for(lambda: browser.find_element("id", "all").is_displayed())
-    return browser
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.1)
-
-
-def texts_of(page: Any, selector: str) -> list[str]:
-    return [one.text for one in page.find_elements("css selector", selector)]
-
-
-def update(page: Any) -> None:
-    page.execute_async_script("update().then(arguments[0])")
-
-
-def test_the_page_shows_nothing_without_the_key(admin, browser):
-    browser.get(f"{admin.url}/chunk_cache")
-    wait_for(lambda: browser.find_element("id", "ask").is_displayed())
-    assert not browser.find_element("id", "all").is_displayed()
-    browser.find_element("id", "key").send_keys("no")
-    browser.find_element("css selector", "#ask button").click()
-    wait_for(lambda: "does not take this key" in browser.find_element("id", "problem").text)
-    assert not browser.find_element("id", "all").is_displayed()
-
-
-def test_the_page_shows_what_the_server_has_done(empty, page, passages):
-    prompt = marked(passages.several(3, 40))
-    empty.generate(prompt.text, max_new_tokens=1)
-    empty.generate(marked(list(reversed(prompt.chunks))).text, max_new_tokens=1)
-    update(page)
-    journal = empty.get("/chunk_cache/requests").json()
-    reply = journal["requests"][0]
-    assert reply["reused_tokens"] > 0
-    assert page.find_element("css selector", "#requests tr").text.startswith(
-        time.strftime("%-I:%M:%S", time.localtime(reply["at"]))
-    )
-    tiles = dict(zip(texts_of(page, "#tiles dt"), texts_of(page, "#tiles dd"), strict=True))
-    totals = journal["totals"]
-    tokens = sum(totals[kind] for kind in ("prefix", "reused", "recomputed", "computed"))
-    share = (totals["reused"] + totals["recomputed"]) / tokens
-    assert abs(float(tiles["From chunks"].split()[0]) - 100 * share) <= 0.51
-    assert tiles["Requests"].startswith(f"{totals['requests']:,}")
-    keys = {chunk["key"][:12] for chunk in reply["chunks"]}
-    assert keys <= set(texts_of(page, "#chunks tr td:first-child"))
-    assert page.find_elements("css selector", "#shares rect"), "the minute of now"
-    assert messages(page) == []
-
-
-def test_a_chosen_request_shows_its_tokens_and_its_reasons(empty, page, passages):
-    known, new = passages(40), passages(40)
-    empty.generate(marked([known]).text, max_new_tokens=1)
-    empty.generate(marked([new, known]).text, max_new_tokens=1)
-    update(page)
-    page.find_element("css selector", "#requests tr").click()
-    assert [row.split()[4] for row in texts_of(page, "#one tbody tr")] == ["hit", "miss"][::-1]
-    assert "not_stored: No variant of the chunk" in page.find_element("id", "one").text
-    reply = empty.get("/chunk_cache/requests").json()["requests"][0]
-    drawn = [one.get_attribute("fill") for one in page.find_elements("css selector", "#one rect")]
-    held = [kind for column in reply["picture"] for kind, count in enumerate(column) if count]
-    colours = ["#009E73", "#56B4E9", "#D55E00", "#CC79A7"]
-    assert drawn == [colours[kind] for kind in held]
-
-
-def test_what_a_client_writes_is_text_on_the_page(empty, page, passages):
-    name = "<img src=x onerror=\"document.title='taken'\">"
-    empty.post(
-        "/generate", {"text": marked(passages.several(2)).text, "rid": name, "sampling_params": {"max_new_tokens": 1}}
-    )
-    update(page)
-    page.find_element("css selector", "#requests tr").click()
-    assert name in page.find_element("id", "one").text
-    assert page.title == "Chunk cache"
-    assert messages(page) == []

@@ -31,7 +31,7 @@ def decide_request_auth(
     original: Callable[..., AuthDecision], *, method: str, path: str, **kwargs: Any
 ) -> AuthDecision:
     """AROUND SGLang's: everybody may open the page, which shows nothing before its routes have been given a key."""
-    if (method, path) == ("GET", PREFIX):
+    if method in ("GET", "HEAD") and path in (PREFIX, f"{PREFIX}/"):  # the latter is redirected
         return AuthDecision(allowed=True)
     return original(method=method, path=path, **kwargs)
 
@@ -45,4 +45,5 @@ def _add(to: FastAPI, route: Route) -> None:
 
     # FastAPI describes it by its name and text.
     endpoint.__name__, endpoint.__doc__ = path.rpartition("/")[2], f"{method} {path}"
-    to.add_api_route(path, endpoint, methods=[method], include_in_schema=True)
+    is_page = path == PREFIX
+    to.add_api_route(path, endpoint, methods=[method, *(["HEAD"] if is_page else [])], include_in_schema=not is_page)
