@@ -230,6 +230,8 @@ def _block_parts(blocks: object, path: str, role: str) -> Iterator[_Part]:
         elif kind in ("search_result", "document"):
             if kind == "document":
                 _make_search_result(block, where)
+            else:
+                _name_texts(block)
             yield _Part(where, _search_fields(block), f"{where}.{kind}", role, is_passage=True)
         else:
             fields = (_Field(block, "text"),) if _is_text(block) else ()
@@ -256,6 +258,13 @@ def _make_search_result(block: dict[str, Any], path: str) -> None:
     context = block.pop("context", None)
     block["type"] = "search_result"
     block["content"] = [{"type": "text", "text": text} for text in ([context] if context else []) + texts]
+
+
+def _name_texts(block: dict[str, Any]) -> None:
+    """Says what is a text: SGLang's gateway leaves out the type of the texts of a search result, and SGLang then them."""
+    for _, part in _objects(block.get("content"), ""):
+        if isinstance(part.get("text"), str):
+            part.setdefault("type", "text")
 
 
 def _search_fields(block: dict[str, Any]) -> tuple[_Field, ...]:

@@ -310,6 +310,14 @@ def test_search_results_and_documents_are_chunks(service, seen, monkeypatch):
     assert text_of(service, seen[0]) == found
 
 
+def test_texts_of_a_search_result_need_no_type(service, seen):
+    """As they come through SGLang's gateway."""
+    untyped = {**SEARCH, "content": [{"text": part["text"]} for part in SEARCH["content"]]}
+    response = sent(service, seen, MESSAGES, messages(untyped, text("Who?")))
+    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red."]
+    assert UNUSED not in response.headers
+
+
 def test_documents_of_content_with_a_context(service, seen):
     source = {"type": "content", "content": [text("the rose"), text("the tale")]}
     sent(service, seen, MESSAGES, messages({"type": "document", "source": source, "context": "Read."}, text("Who?")))
