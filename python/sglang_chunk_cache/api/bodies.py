@@ -261,7 +261,7 @@ def _make_search_result(block: dict[str, Any], path: str) -> None:
 
 
 def _name_texts(block: dict[str, Any]) -> None:
-    """Says what is a text: SGLang's gateway leaves out the type of the texts of a search result, and SGLang then them."""
+    """Gives texts of a search result their type: SGLang's gateway drops it, and SGLang then drops the texts."""
     for _, part in _objects(block.get("content"), ""):
         if isinstance(part.get("text"), str):
             part.setdefault("type", "text")
