@@ -2,6 +2,7 @@
 # make demo      install, then the demonstration: speed and quality of reuse side by side (MODEL=FOLDER: of a model of yours)
 # make clients   client libraries (openai, langchain, ...) in .venv-clients, for the tests with them
 # make mooncake   Mooncake's store, master and the system libraries they need (unpacked in .tools), for the tests with them
+# make chromium   Debian's browser and its driver (apt-get, as root or by sudo), for the tests of the page and its picture
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
 # make lint      ruff, mypy, import contracts
@@ -17,7 +18,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients mooncake demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
+.PHONY: help install clients mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
 	clean distclean
 
 BIN := .venv/bin
@@ -47,6 +48,9 @@ mooncake: $(STAMP)
 	.ci/install $(STAMP) --editable '.[dev,bench,mooncake]'
 	$(PY) -c 'import mooncake.store' 2>/dev/null || (mkdir -p .tools/mooncake && cd .tools/mooncake && \
 		apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for file in *.deb; do dpkg-deb -x $$file .; done)
+
+chromium:
+	$(if $(filter 0,$(shell id -u)),,sudo) sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver'
 
 demo: $(STAMP)
 	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(QUESTIONS),--questions $(QUESTIONS))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(TEST_DIR))
 _STATUS = pytest.StashKey[int]()
 # The others share the servers of server/conftest.py.
 OWN_SERVER = (
-    *("test_admin_server.py", "test_gate_server.py", "test_tiers_server.py"),
+    *("test_admin_server.py", "test_page_server.py", "test_gate_server.py", "test_tiers_server.py"),
     *("test_tier_faults_server.py", "test_selector_server.py", "test_doctor_server.py", "test_package.py"),
     *("test_replicas_server.py", "test_fuzz_server.py"),
 )
