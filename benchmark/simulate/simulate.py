@@ -7,6 +7,7 @@
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
     python benchmark/simulate/simulate.py ablate --ragpulse FOLDER         # parts of CFO, on this trace and a drawn one
+    python benchmark/simulate/simulate.py fleet --ragpulse FOLDER          # replicas, by policy of their gateway
     python benchmark/simulate/simulate.py shapes --numbers 5 10 --lengths 256 512
 
 `scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
@@ -89,6 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
     ablation.add_argument("--alphas", nargs="+", type=float, metavar="A", help="default: 0.5 1 2 3")
     ablation.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
+    fleet = commands.add_parser("fleet", help="replicas behind a gateway, by its policy")
+    _add_trace_arguments(fleet)
+    fleet.add_argument("--replicas", nargs="+", type=int, metavar="N", help="default: 1 2 4 8")
+    fleet.add_argument("--pool", type=int, default=100_000, metavar="TOKENS", help="of each replica (default: 100000)")
+    fleet.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
     shape = commands.add_parser("shapes", help="what is computed by number and length of chunks")
     shape.add_argument("--numbers", nargs="+", type=int, metavar="N", help="chunks of a request (default: 2 5 10 20)")
     shape.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 128 256 512 1024")
@@ -124,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(args)
         elif args.command == "ragpulse":
             _run_ragpulse(args)
+        elif args.command == "fleet":
+            _run_fleet(args)
         elif args.command in ("ablate", "shapes"):
             _run_sweep(args)
         else:
@@ -229,6 +238,18 @@ def _run_ragpulse(args: argparse.Namespace) -> None:
         raise TraceError(f"--requests: {args.requests} is not at least 1; give such a number, or leave it out")
     origin = _origin()
     report = pulse_report(read_ragpulse(args.folder, args.requests), args.sizes or SIZES)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
+
+
+def _run_fleet(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.fleet import NUMBERS, fleet_report
+
+    if args.replicas and min(args.replicas) < 1:
+        raise SettingsError(f"--replicas: {min(args.replicas)} is not at least 1; give such numbers")
+    origin = _origin()
+    report = fleet_report(_TraceMaker(args)(0), args.replicas or NUMBERS, args.pool)
     print("\n".join([f"# {report.title}", "", *report.text]))
     _write(report, args.out or RESULTS_DIR / "simulate", origin)
 
