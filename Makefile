@@ -1,6 +1,7 @@
 # make install   the environment in .venv (uv; nothing outside this folder but the package cache)
 # make demo      install, then the demonstration: speed and quality of reuse side by side (MODEL=FOLDER: of a model of yours)
 # make clients   client libraries (openai, langchain, ...) in .venv-clients, for the tests with them
+# make gateway   SGLang's model gateway, for the tests with it (docs/fleet.md)
 # make mooncake   Mooncake's store, master and the system libraries they need (unpacked in .tools), for the tests with them
 # make chromium   Debian's browser and its driver (apt-get, as root or by sudo), for the tests of the page and its picture
 # make test      install, then fast tests, then tests with real servers
@@ -18,7 +19,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
+.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
 	clean distclean
 
 BIN := .venv/bin
@@ -43,6 +44,9 @@ clients: $(CLIENTS_STAMP)
 
 $(CLIENTS_STAMP): pyproject.toml .ci/install
 	.ci/install $(CLIENTS_STAMP) --group clients
+
+gateway: $(STAMP)
+	.ci/install $(STAMP) --editable '.[dev,bench,gateway]'
 
 mooncake: $(STAMP)
 	.ci/install $(STAMP) --editable '.[dev,bench,mooncake]'
