@@ -1,6 +1,6 @@
 """Screenshot: docs/images/page.png, the page of a server that answers the questions of the demonstration.
 
-    make chromium && python docs/screenshot.py [--minutes 12]
+    make chromium && python docs/screenshot.py [--minutes 3]
 
 The server has the demonstration's random model, a pool too small for all passages with memory of the host below it, and
 verifies replies while it is idle. Its traffic is spread over minutes, so that there is something to draw.
@@ -31,11 +31,14 @@ FILE = ROOT / "docs" / "images" / "page.png"
 CONFIG = {"verify_share": 0.2, "tiers": {"host_bytes": "1GB"}}
 FLAGS = ("--max-total-tokens", "8192", "--chunk-cache-config", json.dumps(CONFIG))
 NUM_QUESTIONS = 120
+# The newest request with a reason to show.
+CHOOSE = """const rows = [...document.querySelectorAll("#requests tr")];
+(rows.find(row => /(\\d+) of (?!\\1\\b)/.test(row.innerText)) || rows[0]).click()"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=12.0, help="of traffic (default: 12)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of traffic (default: 3)")
     args = parser.parse_args()
     if find_chromium() is None:
         parser.error(MISSING)
@@ -52,7 +55,8 @@ def main() -> int:
             time.sleep(max(0.0, 2.0 * left / (NUM_QUESTIONS - number) * draw.random()))
         browser.get(f"{server.url}/chunk_cache")
         browser.implicitly_wait(10)
-        browser.find_elements("css selector", "#requests tr")[1].click()
+        browser.find_element("css selector", "#requests tr")
+        browser.execute_script(CHOOSE)
         look(browser)
         save(browser, FILE)
     print(f"{FILE.relative_to(ROOT)}: {FILE.stat().st_size / 1e3:.0f} kB")

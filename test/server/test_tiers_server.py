@@ -300,13 +300,10 @@ def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, s
     assert statuses(reply) == ["hit", "hit"]
     spans = collector.spans_of("traced")
     planning, loading, assembling = (spans[f"chunk_cache_{name}"] for name in ("planning", "loading", "assembling"))
-    assert SLOW["latency_s"] <= seconds(loading) < TIMEOUT_S
-    assert seconds(planning) < 0.1 > seconds(assembling)
-    assert loading.end_time_unix_nano <= assembling.start_time_unix_nano
-    counted = attributes(planning)
-    assert {name: counted[name] for name in reply if name.endswith("_tokens") and name in counted} == {
-        name: value for name, value in reply.items() if name.endswith("_tokens")
-    }
+    assert SLOW["latency_s"] <= seconds(loading)
+    assert max(planning.end_time_unix_nano, loading.end_time_unix_nano) <= assembling.start_time_unix_nano
+    tokens = {name: count for name, count in reply.items() if name.endswith("_tokens")}
+    assert attributes(planning).items() >= tokens.items()
     planned, loaded, assembled, saved = (
         stage_seconds(slow, name) - then
         for name, then in zip(("planning", "loading", "assembling", "saved"), before, strict=True)
