@@ -6,6 +6,7 @@ Verb: `spans_of` (a request's, once they have come).
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,15 +30,18 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self._spans += [span for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def spans_of(self, rid: str) -> dict[str, Any]:
-        """Name -> the last span of that name in the trace of a request, once its root has ended."""
+    def spans_of(self, rid: str, names: Collection[str]) -> list[Any]:
+        """The last span of each name in the trace of a request, once all have come; every process sends its own."""
         deadline = time.monotonic() + PATIENCE_S
+        found: dict[str, Any] = {}
         while time.monotonic() < deadline:
-            for root in self._spans:
-                if attributes(root).get("rid") == rid and not root.parent_span_id:
-                    return {span.name: span for span in self._spans if span.trace_id == root.trace_id}
+            spans = list(self._spans)
+            traces = {span.trace_id for span in spans if attributes(span).get("rid") == rid}
+            found = {span.name: span for span in spans if span.trace_id in traces}
+            if found.keys() >= set(names):
+                return [found[name] for name in names]
             time.sleep(0.1)
-        raise AssertionError(f"no trace of {rid} has come")
+        raise AssertionError(f"of {rid} there are the spans {sorted(found)}")
 
     def close(self) -> None:
         self._server.stop(None)

@@ -298,8 +298,8 @@ def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, s
     prompt = marked([b, a], head="Traced. ")
     reply = slow.generate(prompt.text, rid="traced", max_new_tokens=1)["meta_info"]["chunk_cache"]
     assert statuses(reply) == ["hit", "hit"]
-    spans = collector.spans_of("traced")
-    planning, loading, assembling = (spans[f"chunk_cache_{name}"] for name in ("planning", "loading", "assembling"))
+    names = [f"chunk_cache_{name}" for name in ("planning", "loading", "assembling")]
+    planning, loading, assembling = collector.spans_of("traced", names)
     assert SLOW["latency_s"] <= seconds(loading)
     assert max(planning.end_time_unix_nano, loading.end_time_unix_nano) <= assembling.start_time_unix_nano
     tokens = {name: count for name, count in reply.items() if name.endswith("_tokens")}
