@@ -45,6 +45,9 @@ class Config:
     """Prepared variants are used before exact ones."""
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
+    partition_share: float = 1.0
+    """Share of the index, its variants and its path tokens, that one partition may have; 1 = any. The KV pool and the
+    tiers below it are shared by all as before."""
     remember: str = "misses"
     """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
     `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
@@ -123,6 +126,7 @@ _MINIMUM = {
 _MAXIMUM = {
     "ageing": ALPHA.maximum,
     "contexts_share": 1.0,
+    "partition_share": 1.0,
     "keep_share": 0.9,  # more would leave running requests next to nothing
     "verify_share": 1.0,
 }
@@ -168,6 +172,8 @@ def _check(key: str, value: object) -> object:
         return value
     if key in ("alpha", "max_cfo"):
         return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
+    if key == "partition_share" and value == 0 and not isinstance(value, bool):
+        raise user_error(ChunkCacheConfigError, path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
     if key in ("prefer_prepared", "draft_on_gpu"):

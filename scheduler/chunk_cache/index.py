@@ -17,20 +17,20 @@ contexts), amortised over what it forgets; O(log variants) more where victims ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.need import Need, system_charge, unit_cfo_of
+from chunk_cache.index_counters import IndexCounters
+from chunk_cache.index_quota import IndexQuota
+from chunk_cache.keys import partition_key
+from chunk_cache.need import Need, system_charge
 from chunk_cache.paths import PathLedger
-from chunk_cache.reusability import first_places
+from chunk_cache.peers import behind, check_peers, find_same, is_superseded, ranked
 from chunk_cache.types import REASONS
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Rank, Variant, holder_of, rank_of
 from chunk_cache.victims import AGEING, victim_order
-
-Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
-"""What a variant was computed behind: the marks of its system prompt, and its context."""
 
 Resolve: TypeAlias = Callable[[Variant], int]
 """How many leading tokens of the variant are still stored; 0 = gone."""
@@ -64,29 +64,9 @@ MAX_GONE_KEYS = 4096
 
 _NOT_STORED = Lookup(None, 0, "not_stored")
 _EVICTED = Lookup(None, 0, "evicted")
+_PARTITION_SHARE = Lookup(None, 0, "partition_share")
 _GENERATION_LIMIT = Lookup(None, 0, "generation_limit")
 _OTHER_SYSTEM = Lookup(None, 0, "other_system")
-
-
-@dataclass(slots=True)
-class IndexCounters:
-    """What happened since the index was made; counts only grow."""
-
-    num_added: int = 0
-    num_refreshed: int = 0
-    """Already represented: nothing was added, at most its home moved."""
-    num_refused: int = 0
-    num_superseded: int = 0
-    """Derived variants replaced by a better one of the same context."""
-    num_dropped_per_chunk: int = 0
-    num_dropped_variants: int = 0
-    num_dropped_paths: int = 0
-    num_gone: int = 0
-    """Variants that a lookup or a sweep found no longer stored."""
-    num_discarded: int = 0
-    num_lookups: int = 0
-    num_full: int = 0
-    num_partial: int = 0
 
 
 class ChunkIndex:
@@ -99,6 +79,7 @@ class ChunkIndex:
         eviction: which variant goes first, one of `victims.EVICTIONS`.
         ageing: by how much the age grows when the store has been turned over once.
         prefers_prepared: a prepared variant is found before exact ones, not only before other derived ones.
+        partition_share: of variants and path tokens that one partition may have.
     """
 
     def __init__(
@@ -109,6 +90,7 @@ class ChunkIndex:
         eviction: str = "lru",
         ageing: float = AGEING,
         prefers_prepared: bool = False,
+        partition_share: float = 1.0,
     ) -> None:
         assert min(max_variants, max_variants_per_chunk, max_path_tokens) >= 1, "every bound must be at least 1"
         self.max_variants = max_variants
@@ -117,6 +99,7 @@ class ChunkIndex:
         self.counters = IndexCounters()
         self._by_key: dict[bytes, list[Variant]] = {}
         self._order = victim_order(eviction, ageing)
+        self.quota = IndexQuota(max_variants, max_path_tokens, partition_share, lambda: victim_order(eviction, ageing))
         self._ageing = ageing
         self._prefers_prepared = prefers_prepared
         self._num_derived = 0
@@ -126,7 +109,7 @@ class ChunkIndex:
         """Of variants that were used; tokens that two of them share count twice."""
         self._paths = PathLedger()
         self._turns: deque[int] = deque()  # every variant once, and some that are gone
-        self._gone_keys: dict[bytes, None] = {}
+        self._gone_keys: dict[bytes, Lookup] = {}  # with what is said of them
         self._next_id = 0
         self._clock = 0
         self.version = 0
@@ -181,10 +164,10 @@ class ChunkIndex:
         peers = self._by_key.get(key, ())
         if is_prepared and any(peer.is_prepared for peer in peers):
             return True  # in the place of that one
-        behind = system, context
-        if generation and not is_prepared and any(peer.is_exact and _behind(peer) == behind for peer in peers):
+        place = system, context
+        if generation and not is_prepared and any(peer.is_exact and behind(peer) == place for peer in peers):
             return False
-        same = _find_same(peers, start, behind, is_prepared)
+        same = find_same(peers, start, place, is_prepared)
         if same is not None:
             return same.generation >= generation
         return len(peers) < self.max_variants_per_chunk or rank_of(generation, is_prepared) <= max(
@@ -229,8 +212,8 @@ class ChunkIndex:
         ):
             self.counters.num_refused += 1
             return None
-        peers, behind = self._by_key.get(key, ()), (system, context)
-        same = _find_same(peers, start, behind, is_prepared)
+        peers, place = self._by_key.get(key, ()), (system, context)
+        same = find_same(peers, start, place, is_prepared)
         if same is not None and same.generation == generation:
             self._move(same, home)
             self._refresh(same)
@@ -239,7 +222,7 @@ class ChunkIndex:
             self.version += 1
             self.counters.num_refreshed += 1
             return same
-        for peer in [p for p in peers if _is_superseded(p, generation, behind, is_prepared, p is same)]:
+        for peer in [p for p in peers if is_superseded(p, generation, place, is_prepared, p is same)]:
             self._remove(peer)
             self.counters.num_superseded += 1
         self._make_room(key, rank_of(generation, is_prepared), home)
@@ -282,18 +265,18 @@ class ChunkIndex:
         self.counters.num_lookups += 1
         peers = self._by_key.get(key)
         if peers is None:
-            return _EVICTED if key in self._gone_keys else _NOT_STORED
-        allowed, passed_over = peers, _EVICTED
+            return self._gone_keys.get(key, _NOT_STORED)
+        allowed, passed_over = peers, None
         if need is not None:
             obstacles = [need.obstacle(peer) for peer in peers]
             allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
-            passed_over = next((one for one in (_OTHER_SYSTEM, _GENERATION_LIMIT) if one.reason in obstacles), _EVICTED)
+            passed_over = next((one for one in (_OTHER_SYSTEM, _GENERATION_LIMIT) if one.reason in obstacles), None)
         prepared = next((p for p in allowed if p.is_prepared), None)
         if prepared is not None:
             allowed = self._beside_prepared(prepared, allowed, resolve)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in _ranked(allowed, need):
+        for cfo, variant in ranked(allowed, need):
             if best is not None and best_share <= (cfo or 0.0):
                 break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
@@ -305,7 +288,7 @@ class ChunkIndex:
             if best is None or share < best_share:
                 best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
         if best is None:
-            return passed_over
+            return passed_over or self._gone_keys.get(key, _EVICTED)
         if best_len == best.length:
             self.counters.num_full += 1
         else:
@@ -415,6 +398,7 @@ class ChunkIndex:
         self.num_derived_tokens = 0
         self.num_reused_tokens = 0
         self._paths.clear()
+        self.quota.clear()
         self._turns.clear()
         self._gone_keys.clear()
 
@@ -427,6 +411,7 @@ class ChunkIndex:
             "num_chunks": self.num_chunks,
             "num_paths": self.num_paths,
             "num_path_tokens": self.num_path_tokens,
+            "num_partitions": len(self.quota.variants),
         }
         return sizes | asdict(self.counters)
 
@@ -444,6 +429,7 @@ class ChunkIndex:
         assert len(variants) <= self.max_variants, f"{len(variants)} variants, the bound is {self.max_variants}"
         assert self.num_path_tokens <= self.max_path_tokens, f"{self.num_path_tokens} path tokens are over the bound"
         self._order.check_integrity(self._clock)
+        self.quota.check_integrity(variants, self._clock)
         num_derived = sum(not v.is_exact for v in variants)
         assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
         derived = sum(map(_derived_len, variants))
@@ -452,7 +438,7 @@ class ChunkIndex:
         )
         reused = sum(v.length for v in variants if v.num_uses)
         assert self.num_reused_tokens == reused, f"num_reused_tokens is {self.num_reused_tokens}, there are {reused}"
-        self._check_chunks(variants)
+        check_peers(self._by_key, variants, self.max_variants_per_chunk)
         turns = sorted(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
         assert turns == sorted(v.variant_id for v in variants), f"turns {turns} are not those of the variants"
         assert len(self._turns) <= 2 * len(variants) + 64, f"{len(self._turns)} turns of {len(variants)} variants"
@@ -471,59 +457,53 @@ class ChunkIndex:
             assert 0 <= covered_len <= v.length, f"{covered_len} tokens stored of {v}"
         self._paths.check_integrity(paths)
 
-    def _check_chunks(self, variants: Iterable[Variant]) -> None:
-        by_key: dict[bytes, set[int]] = {}
-        for variant in variants:
-            by_key.setdefault(variant.key, set()).add(variant.variant_id)
-        listed = {key: {v.variant_id for v in peers} for key, peers in self._by_key.items()}
-        assert listed == by_key, f"chunks list {listed}, variants say {by_key}"
-        for peers in self._by_key.values():
-            assert len(peers) <= self.max_variants_per_chunk, f"{len(peers)} variants of one chunk: {peers}"
-            assert len({v.variant_id for v in peers}) == len(peers), f"a chunk lists a variant twice: {peers}"
-            assert len({v.length for v in peers}) == 1, f"one key, different lengths: {peers}"
-            others = [v for v in peers if not v.is_prepared]
-            assert len(peers) - len(others) <= 1, f"more than one prepared variant of a chunk: {peers}"
-            assert all(v.generation == 1 for v in peers if v.is_prepared), (
-                f"a prepared variant not of generation 1: {peers}"
-            )
-            places = {(v.start, _behind(v)) for v in others}
-            assert len(places) == len(others), f"one KV is represented twice: {peers}"
-            exact = {_behind(v) for v in others if v.is_exact}
-            assert not any(v.generation and _behind(v) in exact for v in others), f"derived beside exact: {peers}"
-
     def _fits(self, home: Home) -> bool:
-        return not isinstance(home, PathHome) or len(home.path) <= self.max_path_tokens
+        return not isinstance(home, PathHome) or self.takes_path(len(home.path))
+
+    def takes_path(self, length: int) -> bool:
+        """Whether a path of so many tokens fits, alone."""
+        return length <= min(self.max_path_tokens, self.quota.path_tokens.most)
 
     def _refresh(self, variant: Variant) -> None:
         self._clock += 1
         variant.last_use = self._clock
         self._order.touch(variant)
+        self.quota.touch(variant, self._order.age)
         if isinstance(variant.holder, PathTokens):
             self._paths.touch(variant.holder)
 
     def _move(self, variant: Variant, home: Home) -> None:
         if holder_of(home) is variant.holder:
             return
+        assert holder_of(home).partition == variant.holder.partition, f"{variant} moves to another partition"
         self.version += 1
         self._leave_home(variant)
         variant.holder = holder_of(home)
         self._enter_home(variant)
         # after entering: the new path is then the most recently used and fits, so it is never the one that goes
-        self._shrink_paths(0)
+        self._shrink_paths(0, partition_key(holder_of(home).partition))
 
     def _make_room(self, key: bytes, rank: Rank, home: Home) -> None:
+        owner = partition_key(holder_of(home).partition)
         peers = self._by_key.get(key, [])
         if len(peers) >= self.max_variants_per_chunk:
             not_better = (peer for peer in peers if peer.rank >= rank)
             self._remove(min(not_better, key=self._order.order), is_victim=True)
             self.counters.num_dropped_per_chunk += 1
         if isinstance(home, PathHome) and home.path not in self._paths:
-            self._shrink_paths(len(home.path))
+            self._shrink_paths(len(home.path), owner)
+        while self.quota.variants.excess(owner, 1) > 0:
+            self._remove_for_share(self.quota.first(owner))
         while len(self) >= self.max_variants:
             self._remove(self._order.first(), is_victim=True)
             self.counters.num_dropped_variants += 1
 
-    def _shrink_paths(self, num_new_tokens: int) -> None:
+    def _shrink_paths(self, num_new_tokens: int, owner: bytes) -> None:
+        while self.quota.path_tokens.excess(owner, num_new_tokens) > 0:
+            for variant_id in self.quota.oldest_path(owner):
+                variant = self.get(variant_id)
+                assert variant is not None, f"a path is held by variant {variant_id}, which is not in the index"
+                self._remove_for_share(variant)
         while self._paths.total_tokens + num_new_tokens > self.max_path_tokens:
             self.counters.num_dropped_paths += 1
             for variant_id in self._paths.holders(self._paths.oldest()):
@@ -537,6 +517,7 @@ class ChunkIndex:
         self._clock += 1
         variant.last_use = self._clock
         self._order.add(variant)
+        self.quota.add(variant, self._order.age)
         self._num_derived += not variant.is_exact
         self.num_derived_tokens += _derived_len(variant)
         self._enter_home(variant)
@@ -554,61 +535,50 @@ class ChunkIndex:
         self.num_derived_tokens -= _derived_len(variant)
         self.num_reused_tokens -= variant.length if variant.num_uses else 0
         self._leave_home(variant)
+        self.quota.remove(variant)
         if len(self._turns) > 2 * len(self) + 64:
             self._turns = deque(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
 
     def _forget_gone(self, variant: Variant) -> None:
         """The store has evicted it."""
+        why = _PARTITION_SHARE if self.quota.is_gone_for_share(variant) else _EVICTED
         self._remove(variant)
         self.counters.num_gone += 1
-        if variant.key not in self._by_key:
-            self._gone_keys[variant.key] = None
+        self._note_gone(variant.key, why)
+
+    def _remove_for_share(self, variant: Variant) -> None:
+        """Its partition has its share; nobody else's variants age by it."""
+        self._remove(variant)
+        self.counters.num_dropped_share += 1
+        self._note_gone(variant.key, _PARTITION_SHARE)
+
+    def _note_gone(self, key: bytes, why: Lookup) -> None:
+        if key not in self._by_key:
+            self._gone_keys[key] = why
             if len(self._gone_keys) > MAX_GONE_KEYS:
                 del self._gone_keys[next(iter(self._gone_keys))]
 
     def _enter_home(self, variant: Variant) -> None:
         holder = variant.holder
         if isinstance(holder, PathTokens):
+            before = self._paths.total_tokens
             self._paths.hold(holder, variant.variant_id)
+            self.quota.hold(holder, variant.variant_id, self._paths.total_tokens - before)
         else:
             assert holder.variant_id < 0, f"{holder} is already the home of another variant"
             holder.variant_id = variant.variant_id
 
     def _leave_home(self, variant: Variant) -> None:
         if isinstance(variant.holder, PathTokens):
+            before = self._paths.total_tokens
             self._paths.release(variant.holder, variant.variant_id)
+            self.quota.release(variant.holder, variant.variant_id, before - self._paths.total_tokens)
         else:
             variant.holder.variant_id = -1
 
 
 def _derived_len(variant: Variant) -> int:
     return 0 if variant.is_exact or variant.is_prepared else variant.length
-
-
-def _behind(variant: Variant) -> Behind:
-    return variant.system, variant.context
-
-
-def _find_same(peers: Iterable[Variant], start: int, behind: Behind, is_prepared: bool) -> Variant | None:
-    place = start, is_prepared, behind
-    return next((peer for peer in peers if (peer.start, peer.is_prepared, _behind(peer)) == place), None)
-
-
-def _is_superseded(peer: Variant, generation: int, behind: Behind, is_prepared: bool, is_same: bool) -> bool:
-    """Whether a variant goes when one of this context arrives."""
-    if is_prepared or peer.is_prepared:
-        return is_prepared and peer.is_prepared
-    return peer.generation > 0 and _behind(peer) == behind and (is_same or not generation)
-
-
-def _ranked(variants: Sequence[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
-    """Best first, each with its CFO at alpha 1 where it is needed."""
-    if need is None:
-        return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
-    place = first_places(need.context)
-    ranked = [(unit_cfo_of(variant, place, need.system), variant) for variant in variants]
-    ranked.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
-    return [(cfo, variant) for cfo, variant in ranked]
 
 
 def _check_new(length: int, start: int, generation: int, home: Home) -> None:

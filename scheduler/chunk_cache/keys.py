@@ -1,8 +1,8 @@
 """Chunk keys: equal keys mean equal tokens in the same partition.
 
-`chunk_key` names one chunk, `chunk_keys` those of a prompt, `partition_name` a tenant. A key is content only: where
-the chunk stands, and what it was computed behind, belongs to the variant. Tenants never share a key, because the
-partition is hashed in front.
+`chunk_key` names one chunk, `chunk_keys` those of a prompt, `partition_key` and `partition_name` a tenant. A chunk's
+key is content only: where it stands, and what it was computed behind, belongs to the variant. Tenants never share a
+key, because the partition is hashed in front.
 """
 
 from __future__ import annotations
@@ -40,7 +40,18 @@ class Partition:
 
 def partition_name(partition: Partition) -> str:
     """`default`, or a digest: for eyes that must not see a client's salt."""
-    return "default" if partition == Partition() else chunk_key(partition, ()).hex()[:12]
+    return name_of_partition(partition_key(partition))
+
+
+@lru_cache(maxsize=1024)
+def partition_key(partition: Partition) -> bytes:
+    """`KEY_LEN` bytes that stand for a partition where it is counted, or leaves the process."""
+    return chunk_key(partition, ())
+
+
+def name_of_partition(key: bytes) -> str:
+    """The name of the partition that has this key."""
+    return "default" if key == DEFAULT_PARTITION else key.hex()[:12]
 
 
 def chunk_key(partition: Partition, token_ids: TokenIds) -> bytes:
@@ -104,3 +115,7 @@ def int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
             raise TypeError(f"token ids must be integers, not {token_ids.dtype}")
         return np.ascontiguousarray(token_ids, dtype=np.int64).data
     return array("q", token_ids)
+
+
+DEFAULT_PARTITION = partition_key(Partition())
+"""Of requests that name no tenant."""

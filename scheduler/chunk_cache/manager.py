@@ -146,6 +146,7 @@ class ChunkManager:
             eviction=config.eviction,
             ageing=config.ageing,
             prefers_prepared=config.prefer_prepared,
+            partition_share=config.partition_share,
         )
         self._method = method
         self._ratio = ratio
@@ -319,9 +320,13 @@ class ChunkManager:
         if prompt.to_prepare is not None:
             yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
             return
-        for i, (start, end) in enumerate(prompt.options.spans if prompt.options.remembers else ()):
+        spans = prompt.options.spans if prompt.options.remembers else ()
+        exceeds_share = bool(spans) and self._exceeds_share(spans[-1][1])
+        for i, (start, end) in enumerate(spans):
             covered_len = min(end, in_tree) - start
-            if 2 * covered_len >= end - start:
+            if exceeds_share:
+                yield Forgo(i, "partition_share")
+            elif 2 * covered_len >= end - start:
                 # A path that holds a part of the chunk may hold no more of it than is stored already.
                 if covered_len == end - start or self._stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
@@ -355,6 +360,10 @@ class ChunkManager:
                     yield Forgo(i, "memory")
             elif not is_fixed and self._is_new(prompt, i, generation, plan):
                 yield Keep(i, generation, in_path=False)
+
+    def _exceeds_share(self, path_len: int) -> bool:
+        """Whether a path alone is more than a partition may have."""
+        return path_len > self.index.quota.path_tokens.most
 
     def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
         need = Need(self.config.max_generation, system=prompt.system, is_system_fixed=self._is_system_fixed)

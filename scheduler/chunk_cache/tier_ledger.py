@@ -7,7 +7,8 @@
     discard, clear   forget; what is being written leaves when that is over
 
 The ledger decides, workers copy. The evicted are gone at once, all that is needed or none. No wall clock and no set
-order: equal calls give equal results on every rank. A call is O(log entries), amortised over what it evicts.
+order: equal calls give equal results on every rank. A call is O(log entries), amortised over what it evicts. A
+partition that has its share makes room for its newcomer out of its own.
 
 The orders are those of `chunk_cache.victims` (lru; least aged reuse frequency, Cache-Craft section 3.3), except that
 exact and derived entries go alike. Those hold variants and protect none; the heap here holds ids, and what may go.
@@ -17,16 +18,24 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from chunk_cache.keys import DEFAULT_PARTITION
+from chunk_cache.quota import Shares
 from chunk_cache.victims import AGEING, EVICTIONS
 
-REFUSALS = ("stored", "writing", "leaving", "too_big", "protected")
-"""It is there; being written; discarded while it is written; too big for the tier; the rest is being written."""
-COUNTERS = ("hits", "misses", "stores", "failed_stores", "evictions", "evicted_bytes", "discards", "corrupt")
-"""Hits and misses are of `note_read`; stores are those then found; evictions and discards take what was found."""
+REFUSALS = ("stored", "writing", "leaving", "too_big", "protected", "partition_share")
+"""It is there; being written; discarded while it is written; too big for the tier; the rest is being written; too big
+for the share of its partition, or the rest of that is being written."""
+COUNTERS = (
+    *("hits", "misses", "stores", "failed_stores", "evictions", "share_evictions", "evicted_bytes", "discards"),
+    "corrupt",
+)
+"""Hits and misses are of `note_read`; stores are those then found; evictions and discards take what was found. Share
+evictions are those of a partition's own, since it had its share; they are among the evictions."""
 
 
 class EntryId(NamedTuple):
@@ -49,6 +58,7 @@ class _Entry:
     entry_id: EntryId
     num_bytes: int
     rank: _Rank
+    partition: bytes
     frequency: float = 0.0
     state: str = "writing"  # then "stored", or "leaving" where it is discarded before
 
@@ -60,14 +70,18 @@ class TierLedger:
         max_bytes: of all entries, those being written or leaving included; None = unbounded.
         eviction: one of `victims.EVICTIONS`.
         ageing: the age grows by it when `max_bytes` have been evicted; 0 = there is no age.
+        partition_share: of `max_bytes` that the entries of one partition may have.
     """
 
-    def __init__(self, max_bytes: int | None, eviction: str = "lru", ageing: float = AGEING) -> None:
+    def __init__(
+        self, max_bytes: int | None, eviction: str = "lru", ageing: float = AGEING, partition_share: float = 1.0
+    ) -> None:
         assert max_bytes is None or max_bytes >= 0, f"a tier of {max_bytes} bytes"
         assert eviction in EVICTIONS, f"unknown eviction {eviction!r}"
         self.max_bytes = max_bytes
         self._limit = math.inf if max_bytes is None else max_bytes
         self.num_bytes = 0
+        self.quota = Shares(self._limit, partition_share)
         self.age = 0.0  # what a newcomer is worth; 0 with lru
         self._ageing = ageing if eviction == "frequency-reuse" else None
         self._counters = dict.fromkeys(COUNTERS + tuple(f"refused_{reason}" for reason in REFUSALS), 0)
@@ -75,6 +89,8 @@ class TierLedger:
         self._by_key: dict[bytes, dict[EntryId, None]] = {}  # ids that are found
         self._stored_bytes = 0
         self._heap: list[_Rank] = []  # of what is found, and some that are no longer current
+        self._own_heaps: dict[bytes, list[_Rank]] = {}  # the same of each partition, where there is a quota
+        self._writing_bytes: dict[bytes, int] = {}  # of each partition, those that are not found
         self._clock = 0
 
     def __len__(self) -> int:
@@ -104,20 +120,25 @@ class TierLedger:
         """Reuse frequency f_r of an entry that is found."""
         return self._entries[entry_id].frequency
 
-    def prepare_store(self, entry_id: EntryId, num_bytes: int, frequency: float = 0.0) -> tuple[EntryId, ...] | None:
-        """The ids gone for it, first victim first; None = refused (`REFUSALS`).
+    def prepare_store(
+        self, entry_id: EntryId, num_bytes: int, frequency: float = 0.0, partition: bytes = DEFAULT_PARTITION
+    ) -> tuple[EntryId, ...] | None:
+        """The ids gone for it, first victim first; None = refused (`REFUSALS`, see `refusal`).
 
         Args:
             frequency: f_r that it comes with.
+            partition: the `partition_key` of its chunk.
         """
         assert num_bytes > 0, f"{entry_id} has {num_bytes} bytes"
-        refusal = self._refusal(entry_id, num_bytes)
+        refusal = self.refusal(entry_id, num_bytes, partition)
         if refusal is not None:
             self._counters[f"refused_{refusal}"] += 1
             return None
-        victims = self._make_room(num_bytes)
-        self._entries[entry_id] = _Entry(entry_id, num_bytes, (0.0, 0, entry_id), frequency)
+        victims = self._make_room(num_bytes, partition)
+        self._entries[entry_id] = _Entry(entry_id, num_bytes, (0.0, 0, entry_id), partition, frequency)
         self.num_bytes += num_bytes
+        self.quota.add(partition, num_bytes)
+        self._note_writing(partition, num_bytes)
         return victims
 
     def complete_store(self, entry_id: EntryId, ok: bool) -> bool:
@@ -130,6 +151,7 @@ class TierLedger:
             return False
         self._counters["stores"] += 1
         entry.state = "stored"
+        self._note_writing(entry.partition, -entry.num_bytes)
         self._stored_bytes += entry.num_bytes
         self._by_key.setdefault(entry_id.key, {})[entry_id] = None
         self._use(entry)
@@ -184,6 +206,15 @@ class TierLedger:
         assert self.num_bytes == sum(e.num_bytes for e in entries) <= self._limit, f"{self.num_bytes} bytes"
         assert self._stored_bytes == sum(e.num_bytes for e in stored), f"{self._stored_bytes} bytes are found"
         assert {e.rank for e in stored} <= set(self._heap), "what may go is not in the heap"
+        held, writing = Counter[bytes](), Counter[bytes]()
+        for entry in entries:
+            held[entry.partition] += entry.num_bytes
+            writing[entry.partition] += entry.num_bytes * (entry.state != "stored")
+            if self.quota.is_limited and entry.state == "stored":
+                assert entry.rank in self._own_heaps[entry.partition], f"{entry} is not in the heap of its partition"
+        self.quota.check_integrity(held)
+        assert not self.quota.above, f"partitions above their share: {self.quota.above}"
+        assert self._writing_bytes == {p: n for p, n in writing.items() if n}, f"{self._writing_bytes} are written"
         found = sorted(e.entry_id for e in stored)
         assert found == sorted(i for ids in self._by_key.values() for i in ids), f"not {found} by key"
         assert all(ids and all(i.key == key for i in ids) for key, ids in self._by_key.items()), "under another key"
@@ -192,34 +223,69 @@ class TierLedger:
             assert 0 < entry.rank[1] <= self._clock, f"{entry} is out of order"
             assert entry.rank[0] <= (self._ageing is not None) * (self.age + entry.frequency), f"{entry} is worth more"
 
-    def _refusal(self, entry_id: EntryId, num_bytes: int) -> str | None:
+    def refusal(self, entry_id: EntryId, num_bytes: int, partition: bytes = DEFAULT_PARTITION) -> str | None:
+        """Why an entry would not be taken now; None = it would be."""
         if entry_id in self._entries:
             return self._entries[entry_id].state
         if num_bytes > self._limit:
             return "too_big"
+        if self._writing_bytes.get(partition, 0) + num_bytes > self.quota.most:
+            return "partition_share"
         return "protected" if self.num_bytes - self._stored_bytes + num_bytes > self._limit else None
 
-    def _make_room(self, num_bytes: int) -> tuple[EntryId, ...]:
+    def _note_writing(self, partition: bytes, num_bytes: int) -> None:
+        self._writing_bytes[partition] = self._writing_bytes.get(partition, 0) + num_bytes
+        if not self._writing_bytes[partition]:
+            del self._writing_bytes[partition]
+
+    def _make_room(self, num_bytes: int, partition: bytes) -> tuple[EntryId, ...]:
+        """What its partition has too much first; nobody else's entries age by that."""
         victims = []
-        while self.num_bytes + num_bytes > self._limit:
-            rank = heapq.heappop(self._heap)
-            entry = self._entries.get(rank[2])
-            if entry is None or entry.state != "stored" or entry.rank != rank:
-                continue
-            self._take_out(entry, "evictions")
+        while self.quota.excess(partition, num_bytes) > 0:
+            entry = self._pop_first(self._own_heaps[partition])
+            self._evict(entry)
+            self._counters["share_evictions"] += 1
             victims.append(entry.entry_id)
-            self._counters["evicted_bytes"] += entry.num_bytes
+        while self.num_bytes + num_bytes > self._limit:
+            entry = self._pop_first(self._heap)
+            self._evict(entry)
+            victims.append(entry.entry_id)
             if self._ageing:
-                self.age = max(self.age, rank[0]) + self._ageing * entry.num_bytes / self._limit
+                self.age = max(self.age, entry.rank[0]) + self._ageing * entry.num_bytes / self._limit
         return tuple(victims)
+
+    def _pop_first(self, heap: list[_Rank]) -> _Entry:
+        """The entry that goes first of those in a heap."""
+        while True:
+            rank = heapq.heappop(heap)
+            entry = self._entries.get(rank[2])
+            if entry is not None and entry.state == "stored" and entry.rank == rank:
+                return entry
+
+    def _evict(self, entry: _Entry) -> None:
+        self._take_out(entry, "evictions")
+        self._counters["evicted_bytes"] += entry.num_bytes
 
     def _use(self, entry: _Entry) -> None:
         self._clock += 1
         entry.rank = (0.0 if self._ageing is None else self.age + entry.frequency, self._clock, entry.entry_id)
         heapq.heappush(self._heap, entry.rank)
+        if self.quota.is_limited:
+            heapq.heappush(self._own_heaps.setdefault(entry.partition, []), entry.rank)
         if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [e.rank for e in self._entries.values() if e.state == "stored"]
-            heapq.heapify(self._heap)
+            self._rebuild_heaps()
+
+    def _rebuild_heaps(self) -> None:
+        """Without what is no longer current."""
+        stored = [e for e in self._entries.values() if e.state == "stored"]
+        self._heap = [e.rank for e in stored]
+        heapq.heapify(self._heap)
+        if self.quota.is_limited:
+            self._own_heaps = {}
+            for entry in stored:
+                self._own_heaps.setdefault(entry.partition, []).append(entry.rank)
+            for heap in self._own_heaps.values():
+                heapq.heapify(heap)
 
     def _take_out(self, entry: _Entry, counter: str) -> None:
         """It is found no more."""
@@ -234,3 +300,6 @@ class TierLedger:
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.entry_id]
         self.num_bytes -= entry.num_bytes
+        self.quota.remove(entry.partition, entry.num_bytes)
+        if entry.state != "stored":
+            self._note_writing(entry.partition, -entry.num_bytes)

@@ -11,7 +11,7 @@ A home may be gone at any time. Whoever looks a variant up asks the tree again, 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from chunk_cache.chunk_statistics import ChunkStatistics
@@ -57,6 +57,7 @@ class NodeHome:
     namespace: str
     seen: object = None
     variant_id: int = -1
+    partition: Partition = field(default_factory=Partition)
 
     def __repr__(self) -> str:
         return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r})"

@@ -22,6 +22,10 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
             "--prompt FILE --prompt FILE",
         ),
         "evicted": (_MEND, "enlarge the KV pool (--mem-fraction-static), keep chunks below it (tiers), or pin them"),
+        "partition_share": (
+            _MEND,
+            "expected of a tenant that floods; if this one needs more, raise partition_share of the server",
+        ),
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
         "other_system": (_MEND, "send the same system prompt, or start the server with system_prompts any"),
         "high_cfo": (_MEND, "raise max_cfo of the server, or have clients name a method or a ratio"),

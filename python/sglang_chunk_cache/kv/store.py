@@ -161,7 +161,7 @@ class VariantStore:
             self._tree, InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority)
         )
         assert result.prefix_len == 0, "a namespace of ours is never used twice"
-        return NodeHome(node_key, namespace, _Seen(result.last_device_node))
+        return NodeHome(node_key, namespace, _Seen(result.last_device_node), partition=partition)
 
     def remove_node(self, home: NodeHome) -> int:
         """Gives back the slots of a node of its own that no variant needs any more.

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
-from chunk_cache.keys import Partition
+from chunk_cache.keys import Partition, partition_key
 from chunk_cache.need import Need
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.system_prompt import marks_of, num_pieces
@@ -22,6 +22,8 @@ from chunk_cache.victims import AGEING, EVICTIONS
 
 LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))
+PARTITIONS = tuple(Partition("other") if i == 2 else Partition() for i in range(len(LENS)))
+"""Of each chunk."""
 CHUNKS = st.integers(0, len(LENS) - 1)
 INTER = st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4)
 SYSTEMS = {marks_of(tokens): tokens for tokens in (range(0), range(40), range(100), [*range(70), *range(30)])}
@@ -90,15 +92,26 @@ class Model:
     max_per_chunk: int
     max_path_tokens: int
     eviction: str
+    share: float
     age: float = 0.0
     records: list[Record] = field(default_factory=list)
     path_uses: dict[PathTokens, int] = field(default_factory=dict)
     next_id: int = 0
     clock: int = 0
-    gone: set[int] = field(default_factory=set)
+    gone: dict[int, str] = field(default_factory=dict)
+    """Chunks that are, and what is said of them."""
+    sheds: set[Partition] = field(default_factory=set)
+    """Partitions that lost KV last because they were above their share."""
 
-    def paths(self) -> list[PathTokens]:
-        return list({r.home.path: None for r in self.records if isinstance(r.home, PathHome)})
+    def share_of(self, bound: int) -> float:
+        return float("inf") if self.share == 1.0 else max(1, int(self.share * bound))
+
+    def own(self, partition: Partition) -> list[Record]:
+        return [r for r in self.records if PARTITIONS[r.chunk] == partition]
+
+    def paths(self, partition: Partition | None = None) -> list[PathTokens]:
+        homes = [r.home for r in (self.records if partition is None else self.own(partition))]
+        return list({home.path: None for home in homes if isinstance(home, PathHome)})
 
     def use(self, record: Record) -> None:
         self.clock += 1
@@ -112,12 +125,21 @@ class Model:
 
     def drop(self, records: list[Record]) -> None:
         self.records = [r for r in self.records if r not in records]
+        self.sheds &= {PARTITIONS[r.chunk] for r in self.records}
         self.forget_unheld()
 
     def drop_gone(self, records: list[Record]) -> None:
         """As `drop`, of what the store has evicted."""
+        why = {r.chunk: "partition_share" if PARTITIONS[r.chunk] in self.sheds else "evicted" for r in records}
         self.drop(records)
-        self.gone |= {r.chunk for r in records} - {r.chunk for r in self.records}
+        left = {r.chunk for r in self.records}
+        self.gone |= {chunk: reason for chunk, reason in why.items() if chunk not in left}
+
+    def shed(self, records: list[Record]) -> None:
+        """As `drop`, of what goes because its partition has its share."""
+        self.drop(records)
+        left = {r.chunk for r in self.records}
+        self.gone |= {r.chunk: "partition_share" for r in records if r.chunk not in left}
 
     def order(self, record: Record) -> tuple[float, bool, int]:
         """Of all variants, smallest goes first."""
@@ -129,7 +151,10 @@ class Model:
         self.age = max(self.age, record.worth)
         self.drop([record])
 
-    def make_path_room(self, num_new: int) -> None:
+    def make_path_room(self, num_new: int, partition: Partition) -> None:
+        while sum(len(p) for p in self.paths(partition)) + num_new > self.share_of(self.max_path_tokens):
+            oldest = min(self.paths(partition), key=lambda p: self.path_uses[p])
+            self.shed([r for r in self.records if isinstance(r.home, PathHome) and r.home.path is oldest])
         while sum(len(p) for p in self.paths()) + num_new > self.max_path_tokens:
             oldest = min(self.paths(), key=lambda p: self.path_uses[p])
             self.drop([r for r in self.records if isinstance(r.home, PathHome) and r.home.path is oldest])
@@ -144,7 +169,9 @@ class Model:
         statistics: ChunkStatistics | None,
         is_prepared: bool = False,
     ) -> int | None:
-        if isinstance(home, PathHome) and len(home.path) > self.max_path_tokens:
+        partition = PARTITIONS[chunk]
+        most = min(self.max_path_tokens, self.share_of(self.max_path_tokens))
+        if isinstance(home, PathHome) and len(home.path) > most:
             return None
         peers = [r for r in self.records if r.chunk == chunk]
         others = [r for r in peers if not r.is_prepared]
@@ -157,7 +184,7 @@ class Model:
             same[0].home = home
             same[0].statistics = statistics or same[0].statistics
             self.use(same[0])
-            self.make_path_room(0)
+            self.make_path_room(0, partition)
             self.forget_unheld()
             return same[0].variant_id
         rank = generation, not is_prepared
@@ -174,12 +201,14 @@ class Model:
             else:
                 self.evict(min((r for r in peers if r in no_worse), key=self.order))
         if isinstance(home, PathHome) and home.path not in self.paths():
-            self.make_path_room(len(home.path))
+            self.make_path_room(len(home.path), partition)
+        while len(self.own(partition)) + 1 > self.share_of(self.max_variants):
+            self.shed([min(self.own(partition), key=self.order)])
         while len(self.records) >= self.max_variants:
             self.evict(min(self.records, key=self.order))
         record = Record(self.next_id, chunk, start, generation, behind, home, statistics, is_prepared)
         self.next_id += 1
-        self.gone.discard(chunk)
+        self.gone.pop(chunk, None)
         self.records.append(record)
         self.use(record)
         return record.variant_id
@@ -192,15 +221,27 @@ class IndexMachine(RuleBasedStateMachine):
         max_path_tokens=st.sampled_from((12, 30, 200)),
         eviction=st.sampled_from(EVICTIONS),
         prefers_prepared=st.booleans(),
+        share=st.sampled_from((1.0, 0.75, 0.5, 0.25)),
     )
     def start(
-        self, max_variants: int, max_per_chunk: int, max_path_tokens: int, eviction: str, prefers_prepared: bool
+        self,
+        max_variants: int,
+        max_per_chunk: int,
+        max_path_tokens: int,
+        eviction: str,
+        prefers_prepared: bool,
+        share: float,
     ) -> None:
         self.prefers_prepared = prefers_prepared
         self.index = ChunkIndex(
-            max_variants, max_per_chunk, max_path_tokens, eviction, prefers_prepared=prefers_prepared
+            max_variants,
+            max_per_chunk,
+            max_path_tokens,
+            eviction,
+            prefers_prepared=prefers_prepared,
+            partition_share=share,
         )
-        self.model = Model(max_variants, max_per_chunk, max_path_tokens, eviction)
+        self.model = Model(max_variants, max_per_chunk, max_path_tokens, eviction, share)
         self.stored: dict[PathTokens | NodeHome, int] = {}  # home -> leading tokens that are still in the store
 
     def resolve(self, variant: Variant | Record) -> int:
@@ -237,7 +278,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
         expected = self.model.add(chunk, start, generation, (system, context), home, statistics, is_prepared)
         assert (variant.variant_id if variant else None) == expected
-        fits = not isinstance(home, PathHome) or len(home.path) <= self.index.max_path_tokens
+        fits = not isinstance(home, PathHome) or self.index.takes_path(len(home.path))
         assert (variant is not None) == (wanted and fits)
         assert variant is None or variant.home == home
         return variant is not None
@@ -252,8 +293,9 @@ class IndexMachine(RuleBasedStateMachine):
     def remember_exact_prompt(
         self, chunks: list[int], system_len: int, tail_len: int, inter: list[int] | None, system: bytes
     ) -> None:
+        chunks = [chunk for chunk in chunks if PARTITIONS[chunk] == PARTITIONS[chunks[0]]]
         total = system_len + sum(LENS[c] for c in chunks) + tail_len
-        path = PathTokens(array("q", range(total)), Partition())
+        path = PathTokens(array("q", range(total)), PARTITIONS[chunks[0]])
         self.stored[path] = total
         start, context = system_len, ()
         for chunk in chunks:
@@ -279,13 +321,13 @@ class IndexMachine(RuleBasedStateMachine):
         inter: list[int] | None,
         system: bytes,
     ) -> None:
-        home = NodeHome(array("q", range(LENS[chunk] + padding)), "chunk")
+        home = NodeHome(array("q", range(LENS[chunk] + padding)), "chunk", partition=PARTITIONS[chunk])
         self.stored[home] = LENS[chunk]
         self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter, system)
 
     @rule(chunk=CHUNKS, start=st.integers(0, 4), neighbours=st.lists(CHUNKS, min_size=1, max_size=2), inter=INTER)
     def prepare(self, chunk: int, start: int, neighbours: list[int], inter: list[int] | None) -> None:
-        home = NodeHome(array("q", range(LENS[chunk])), "chunk")
+        home = NodeHome(array("q", range(LENS[chunk])), "chunk", partition=PARTITIONS[chunk])
         self.stored[home] = LENS[chunk]
         context = tuple(KEYS[c] for c in neighbours)
         self.add(chunk, start, 1, context, home, inter, is_prepared=True)
@@ -319,11 +361,11 @@ class IndexMachine(RuleBasedStateMachine):
         cfo = {r.variant_id: 0.0 if new is None else round(r.unit_cfo(system, new), 9) for r in peers}
         peers.sort(key=lambda r: (cfo[r.variant_id], r.generation, -r.last_use))
         allowed = [r for r in peers if new is None or r.generation <= max_generation]
-        reason = "generation_limit" if len(allowed) < len(peers) else "evicted"
+        reason = "generation_limit" if len(allowed) < len(peers) else None
         if new is not None and is_system_fixed and any(r.behind[0] != system for r in allowed):
             allowed, reason = [r for r in allowed if r.behind[0] == system], "other_system"
         is_known = bool(peers)
-        was_gone = chunk in self.model.gone
+        was_gone = self.model.gone.get(chunk, "not_stored")
         prepared = [r for r in allowed if r.is_prepared]
         if prepared and not self.resolve(prepared[0]):
             allowed.remove(prepared[0])
@@ -345,7 +387,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.drop_gone([r for r in allowed[:num_seen] if self.resolve(r) == 0])
         if not any(covered):
             if not is_known:
-                reason = "evicted" if was_gone else "not_stored"
+                reason = was_gone
+            elif reason is None:
+                reason = self.model.gone.get(chunk, "evicted")
             assert (found.variant, found.covered_len, found.reason) == (None, 0, reason)
             return
         at = min(stored, key=lambda i: (shares[i], i))
@@ -376,6 +420,15 @@ class IndexMachine(RuleBasedStateMachine):
         gone = [r for r in self.model.records if self.resolve(r) == 0]
         assert self.index.sweep(self.resolve, 1000 * TOKENS_PER_LOOK) == len(gone)
         self.model.drop_gone(gone)
+
+    @rule(chunk=CHUNKS, is_for_share=st.booleans())
+    def partition_loses(self, chunk: int, is_for_share: bool) -> None:
+        partition = PARTITIONS[chunk]
+        self.index.quota.note_lost(partition_key(partition), is_for_share=is_for_share)
+        if is_for_share and self.model.own(partition):
+            self.model.sheds.add(partition)
+        elif not is_for_share:
+            self.model.sheds.discard(partition)
 
     @rule(turnovers=st.sampled_from((0.25, 1.0)))
     def store_turns_over(self, turnovers: float) -> None:

@@ -148,3 +148,29 @@ def test_heap_stays_bounded() -> None:
         tier.touch(entry_ids[i % 8])
     assert len(tier._heap) <= 2 * len(tier) + 64
     tier.check_integrity()
+
+
+def test_a_partition_makes_room_out_of_its_own() -> None:
+    tier = TierLedger(10, partition_share=0.5)
+    quiet, noisy = b"quiet", b"noisy"
+    stored(tier, A)  # of the default partition, and used longest ago
+    for number in range(20):
+        entry_id = EntryId(b"n%d" % number, "0")
+        gone = tier.prepare_store(entry_id, 1, partition=noisy)
+        assert gone == (() if number < 5 else (EntryId(b"n%d" % (number - 5), "0"),))
+        assert tier.complete_store(entry_id, True)
+        tier.check_integrity()
+    assert tier.prepare_store(B, 4, partition=quiet) == ()
+    assert tier.contains(A)
+    assert (tier.quota.held(noisy), tier.quota.held(quiet), tier.stats()["share_evictions"]) == (5, 4, 15)
+
+
+def test_what_is_too_big_for_a_share_is_refused() -> None:
+    tier = TierLedger(10, partition_share=0.5)
+    assert tier.refusal(A, 6, b"one") == "partition_share"
+    assert tier.prepare_store(A, 6, partition=b"one") is None
+    assert tier.prepare_store(B, 3, partition=b"one") == ()
+    assert tier.prepare_store(C, 3, partition=b"one") is None, "the rest of its partition is being written"
+    assert tier.stats()["refused_partition_share"] == 2
+    assert tier.prepare_store(C, 3, partition=b"other") == ()
+    tier.check_integrity()

@@ -14,6 +14,7 @@ from chunk_cache.victims import EVICTIONS
 
 IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in "01")
 ENTRIES = st.sampled_from(IDS)
+PARTITIONS = {b"a": b"one", b"b": b"other", b"c": b"one"}
 
 
 @dataclass
@@ -26,12 +27,17 @@ class Record:
     last_use: int = 0
     stored_at: int = 0
 
+    @property
+    def partition(self) -> bytes:
+        return PARTITIONS[self.entry_id.key]
+
 
 @dataclass
 class Model:
     max_bytes: int | None
     eviction: str
     ageing: float
+    share: float
     age: float = 0.0
     clock: int = 0
     records: list[Record] = field(default_factory=list)
@@ -64,14 +70,31 @@ class Model:
         if there is not None:
             return self.refuse(there.state)
         victims: list[Record] = []
+        gone: list[Record] = []
         if self.max_bytes is not None:
             if num_bytes > self.max_bytes:
                 return self.refuse("too_big")
-            may_go = self.in_order()
-            while self.num_bytes() - sum(r.num_bytes for r in victims) + num_bytes > self.max_bytes:
+            partition, may_go = PARTITIONS[entry_id.key], self.in_order()
+            most = max(1, int(self.share * self.max_bytes)) if self.share < 1.0 else self.max_bytes
+            own = [r for r in self.records if r.partition == partition]
+            for_share: list[Record] = []
+            while sum(r.num_bytes for r in own if r not in for_share) + num_bytes > most and self.share < 1.0:
+                left = [r for r in may_go if r.partition == partition and r not in for_share]
+                if not left:
+                    return self.refuse("partition_share")
+                for_share.append(left[0])
+            may_go = [r for r in may_go if r not in for_share]
+            gone = [*for_share]
+            while self.num_bytes() - sum(r.num_bytes for r in gone) + num_bytes > self.max_bytes:
                 if not may_go:
                     return self.refuse("protected")
                 victims.append(may_go.pop(0))
+                gone = [*for_share, *victims]
+            for victim in for_share:
+                self.records.remove(victim)
+                self.counts["evictions"] += 1
+                self.counts["share_evictions"] += 1
+                self.counts["evicted_bytes"] += victim.num_bytes
         for victim in victims:
             self.records.remove(victim)
             self.counts["evictions"] += 1
@@ -79,7 +102,7 @@ class Model:
             if self.eviction == "frequency-reuse" and self.ageing:
                 self.age = max(self.age, victim.worth) + self.ageing * victim.num_bytes / self.max_bytes
         self.records.append(Record(entry_id, num_bytes))
-        return tuple(v.entry_id for v in victims)
+        return tuple(v.entry_id for v in gone)
 
     def discard(self, entry_id: EntryId) -> bool:
         record = self.get(entry_id)
@@ -97,11 +120,12 @@ class TierMachine(RuleBasedStateMachine):
         max_bytes=st.none() | st.integers(0, 12),
         eviction=st.sampled_from(EVICTIONS),
         ageing=st.sampled_from((0.0, 4.0)),
+        share=st.sampled_from((1.0, 0.6, 0.4)),
     )
-    def start(self, max_bytes: int | None, eviction: str, ageing: float) -> None:
-        self.tier = TierLedger(max_bytes, eviction, ageing)
-        self.again = TierLedger(max_bytes, eviction, ageing)  # another rank: the same calls
-        self.model = Model(max_bytes, eviction, ageing)
+    def start(self, max_bytes: int | None, eviction: str, ageing: float, share: float) -> None:
+        self.tier = TierLedger(max_bytes, eviction, ageing, share)
+        self.again = TierLedger(max_bytes, eviction, ageing, share)  # another rank: the same calls
+        self.model = Model(max_bytes, eviction, ageing, share)
 
     def call(self, name: str, *args: object, **options: object) -> object:
         result = getattr(self.tier, name)(*args, **options)
@@ -110,7 +134,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(entry_id=ENTRIES, num_bytes=st.integers(1, 6))
     def prepare_store(self, entry_id: EntryId, num_bytes: int) -> None:
-        assert self.call("prepare_store", entry_id, num_bytes) == self.model.prepare_store(entry_id, num_bytes)
+        assert self.call(
+            "prepare_store", entry_id, num_bytes, partition=PARTITIONS[entry_id.key]
+        ) == self.model.prepare_store(entry_id, num_bytes)
 
     @precondition(lambda self: any(r.state != "stored" for r in self.model.records))
     @rule(data=st.data(), ok=st.sampled_from((True, True, True, False)))

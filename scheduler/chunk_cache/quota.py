@@ -1,0 +1,97 @@
+"""Shares: what each partition holds of one bounded place, and the most that it may hold.
+
+    add, remove   a partition holds so much more, or less
+    excess        by how much it would be above its share
+    above         the partitions that are
+
+The index counts variants and path tokens so, the KV pool tokens, a tier bytes. Whoever owns the place makes room; a
+partition is named by its `partition_key`. No order of a set: equal calls give equal results on every rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+
+from chunk_cache.keys import name_of_partition
+
+NUM_SHOWN = 10
+"""Partitions that statistics show, of each place."""
+
+
+class Shares:
+    """See the head of this file.
+
+    Args:
+        bound: of all partitions together; infinite = there is none.
+        share: of the bound that one partition may hold; 1 = there is no quota.
+    """
+
+    def __init__(self, bound: float, share: float = 1.0) -> None:
+        assert 0.0 < share <= 1.0, f"a share of {share}"
+        self.most: float = math.inf if share == 1.0 or math.isinf(bound) else max(1, math.floor(share * bound))
+        """That one partition may hold."""
+        self._held: dict[bytes, int] = {}
+        self._above: dict[bytes, None] = {}
+
+    @property
+    def is_limited(self) -> bool:
+        return not math.isinf(self.most)
+
+    def __len__(self) -> int:
+        """How many partitions hold something."""
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The partitions that hold something."""
+        return iter(self._held)
+
+    @property
+    def above(self) -> tuple[bytes, ...]:
+        """Those that hold more than their share, the one that is so longest first."""
+        return tuple(self._above)
+
+    def held(self, owner: bytes) -> int:
+        return self._held.get(owner, 0)
+
+    def excess(self, owner: bytes, num_more: int = 0) -> float:
+        """By how much a partition would be above its share with so much more; not positive where it would not."""
+        return self.held(owner) + num_more - self.most
+
+    def add(self, owner: bytes, amount: int) -> None:
+        self._set(owner, self.held(owner) + amount)
+
+    def remove(self, owner: bytes, amount: int) -> None:
+        assert amount <= self.held(owner), f"{amount} leave {name_of_partition(owner)}, which holds {self.held(owner)}"
+        self._set(owner, self.held(owner) - amount)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._above.clear()
+
+    def largest(self) -> dict[str, int]:
+        """What the largest `NUM_SHOWN` partitions hold, by name, the largest first."""
+        found = heapq.nsmallest(NUM_SHOWN, ((-num, owner) for owner, num in self._held.items()))
+        return {name_of_partition(owner): -num for num, owner in found}
+
+    def check_integrity(self, expected: Mapping[bytes, int]) -> None:
+        """Compares with what was counted from scratch.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        counted = {owner: num for owner, num in expected.items() if num}
+        assert self._held == counted, f"partitions hold {self._held}, from scratch {counted}"
+        above = {owner for owner, num in counted.items() if num > self.most}
+        assert set(self._above) == above, f"above their share are {self._above}, from scratch {above}"
+
+    def _set(self, owner: bytes, num: int) -> None:
+        if num:
+            self._held[owner] = num
+        else:
+            self._held.pop(owner, None)
+        if num > self.most:
+            self._above[owner] = None
+        elif self._above:
+            self._above.pop(owner, None)
