@@ -15,11 +15,12 @@
 #                  GPU_CHECK="--rehearse" tries it on a CPU
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make bundle   SGLang and this project in parts for a CUDA host without internet, in build/bundle (BUNDLE='--gpu 90'; docs/gpu.md)
+# make docs      the documentation as a web site, in build/site
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle \
+.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle docs \
 	clean distclean
 
 BIN := .venv/bin
@@ -102,6 +103,9 @@ gpu-check: $(STAMP)
 
 bundle: $(STAMP)
 	$(PY) benchmark/gpu/bundle.py $(BUNDLE)
+
+docs: $(STAMP)
+	$(PY) docs/site.py
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist

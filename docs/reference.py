@@ -152,7 +152,7 @@ def _reasons() -> Iterator[Sequence[str]]:
 
 def _routes() -> Iterator[Sequence[str]]:
     for method, path, answer in ROUTES:
-        yield f"`{method} {path}`", inspect.getdoc(answer) or ""
+        yield f"`{method} {path}`", " ".join((inspect.getdoc(answer) or "").partition("\n\n")[0].split())
 
 
 def _metrics() -> Iterator[Sequence[str]]:

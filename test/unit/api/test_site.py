@@ -1,0 +1,78 @@
+"""The documentation as it is built and as it is run: strictly, from the code, and with commands that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SITE = ROOT / "build" / "site"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+OTHERS = {"curl", "smg", "valkey-server", "uvicorn", "pip", "docker", "kubectl", "mooncake_master"}
+"""Programs that are not ours."""
+
+
+def test_the_site_builds_strictly_and_asks_nothing_of_the_internet() -> None:
+    built = subprocess.run([sys.executable, "docs/site.py"], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    pages = list(SITE.rglob("*.html"))
+    assert len(pages) > 50
+    loaded = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*rel=\"stylesheet\"[^>]*//")
+    assert not [page.name for page in pages if loaded.search(page.read_text(encoding="utf-8"))]
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    program = "import runpy; print(runpy.run_path('docs/reference.py')['page'](), end='')"
+    made = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout == (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), "python docs/reference.py"
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of every command that the documents show, without comments and variables."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        indented = re.findall(r"^    (?:\.venv/bin/)?((?:python|make|sglang) .*)$", text, re.MULTILINE)
+        for line in [*("\n".join(blocks).replace("\\\n", " ").splitlines()), *indented]:
+            if re.match(r"[a-z.]", line) and not line.startswith(('"', "'")):
+                try:
+                    words = shlex.split(line, comments=True)
+                except ValueError:  # a body over several lines
+                    words = line.split()
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    del words[0]
+                if words:
+                    yield page.name, words
+
+
+def unknown(flags: set[str], folder: Path) -> set[str]:
+    """Those of the flags that no program of the folder names."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    return {flag for flag in flags if f'"{flag}"' not in source}
+
+
+@pytest.mark.parametrize(("page", "words"), [*commands()], ids=lambda value: value if isinstance(value, str) else None)
+def test_a_command_exists_with_its_flags(page: str, words: list[str]) -> None:
+    program = Path(words[0]).name
+    flags = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+    if program == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert {word for word in words[1:] if "=" not in word and word[0] != "-"} <= targets
+    elif program in ("python", "python3"):
+        if words[1] == "-m":
+            assert find_spec(words[2]) is not None
+            _, _, of_sglang = " ".join(words).partition(" -- ")
+            if words[2].startswith("sglang_chunk_cache"):
+                assert not unknown(flags - set(of_sglang.split()), ROOT / "python" / "sglang_chunk_cache")
+        elif words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file()
+            assert not unknown(flags, ROOT / Path(words[1]).parts[0])
+    else:
+        assert program in OTHERS or find_spec(program) or (Path(sys.executable).parent / program).exists()
