@@ -541,10 +541,9 @@ class ChunkIndex:
 
     def _forget_gone(self, variant: Variant) -> None:
         """The store has evicted it."""
-        why = _PARTITION_SHARE if self.quota.is_gone_for_share(variant) else _EVICTED
         self._remove(variant)
         self.counters.num_gone += 1
-        self._note_gone(variant.key, why)
+        self._note_gone(variant.key, _EVICTED)
 
     def _remove_for_share(self, variant: Variant) -> None:
         """Its partition has its share; nobody else's variants age by it."""

@@ -3,7 +3,7 @@
     add, touch, remove   a variant came, was used, went
     hold, release        a path has it, or not any more
     first, oldest_path   the victims of one partition
-    note_lost            why a partition lost tokens of the KV pool last
+    largest              for statistics
 
 Without a quota only sums are kept. With one, each partition has the index's order of victims once more, of its own
 variants, and its own paths; the index removes what these name.
@@ -12,7 +12,7 @@ variants, and its own paths; the index removes what these name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from chunk_cache.keys import partition_key
@@ -46,7 +46,6 @@ class IndexQuota:
         self.path_tokens = Shares(max_path_tokens, share)
         self._new_order = new_order
         self._own: dict[bytes, _Own] = {}
-        self._lost_for_share: dict[bytes, None] = {}
 
     def add(self, variant: Variant, age: float) -> None:
         """Args: age: of the index's own order."""
@@ -72,7 +71,6 @@ class IndexQuota:
             self._own[owner].order.remove(variant)
             if not self.variants.held(owner):
                 del self._own[owner]
-                self._lost_for_share.pop(owner, None)
 
     def hold(self, path: PathTokens, variant_id: int, num_new: int) -> None:
         """Args: num_new: tokens of the path, or 0 where another variant has it already."""
@@ -97,27 +95,14 @@ class IndexQuota:
         paths = self._own[owner].paths
         return paths.holders(paths.oldest())
 
-    def variants_of(self, owner: bytes) -> Iterator[Variant]:
-        """A partition's variants, in the order in which they go; lazily, nothing may change meanwhile."""
-        own = self._own.get(owner)
-        return iter(()) if own is None else iter(own.order)
-
-    def note_lost(self, owner: bytes, *, is_for_share: bool) -> None:
-        """A partition has lost tokens of the KV pool: because it was above its share, or as everybody does."""
-        if is_for_share and self.variants.held(owner):
-            self._lost_for_share[owner] = None
-        elif self._lost_for_share:
-            self._lost_for_share.pop(owner, None)
-
-    def is_gone_for_share(self, variant: Variant) -> bool:
-        """Whether what a partition lost last, it lost because it was above its share."""
-        return bool(self._lost_for_share) and partition_key(variant.holder.partition) in self._lost_for_share
+    def largest(self) -> dict[str, dict[str, int]]:
+        """What the largest partitions have, by name, the largest first."""
+        return {"variants": self.variants.largest(), "path_tokens": self.path_tokens.largest()}
 
     def clear(self) -> None:
         self.variants.clear()
         self.path_tokens.clear()
         self._own.clear()
-        self._lost_for_share.clear()
 
     def check_integrity(self, variants: Iterable[Variant], clock: int) -> None:
         """Compares with the variants of the index, in the order in which they go.

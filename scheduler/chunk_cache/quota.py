@@ -4,7 +4,7 @@
     excess        by how much it would be above its share
     above         the partitions that are
 
-The index counts variants and path tokens so, the KV pool tokens, a tier bytes. Whoever owns the place makes room; a
+The index counts variants and path tokens so, a tier bytes. Whoever owns the place makes room; a
 partition is named by its `partition_key`. No order of a set: equal calls give equal results on every rank.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from chunk_cache.keys import name_of_partition
 
@@ -42,10 +42,6 @@ class Shares:
     def __len__(self) -> int:
         """How many partitions hold something."""
         return len(self._held)
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The partitions that hold something."""
-        return iter(self._held)
 
     @property
     def above(self) -> tuple[bytes, ...]:

@@ -89,6 +89,7 @@ class ChunkAdmin:
         below = self.tiers.stats() if self.tiers is not None else {"tiers": {}}
         return {
             "index": self.index.stats(),
+            "partitions": self.index.quota.largest(),
             **below,
             "tiers": {"pool": pool_stats(self), **below["tiers"]},
             "pins": self.pins.stats(),

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 from chunk_cache.need import Need
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.system_prompt import marks_of, num_pieces
@@ -100,8 +100,6 @@ class Model:
     clock: int = 0
     gone: dict[int, str] = field(default_factory=dict)
     """Chunks that are, and what is said of them."""
-    sheds: set[Partition] = field(default_factory=set)
-    """Partitions that lost KV last because they were above their share."""
 
     def share_of(self, bound: int) -> float:
         return float("inf") if self.share == 1.0 else max(1, int(self.share * bound))
@@ -125,15 +123,13 @@ class Model:
 
     def drop(self, records: list[Record]) -> None:
         self.records = [r for r in self.records if r not in records]
-        self.sheds &= {PARTITIONS[r.chunk] for r in self.records}
         self.forget_unheld()
 
     def drop_gone(self, records: list[Record]) -> None:
         """As `drop`, of what the store has evicted."""
-        why = {r.chunk: "partition_share" if PARTITIONS[r.chunk] in self.sheds else "evicted" for r in records}
         self.drop(records)
         left = {r.chunk for r in self.records}
-        self.gone |= {chunk: reason for chunk, reason in why.items() if chunk not in left}
+        self.gone |= {r.chunk: "evicted" for r in records if r.chunk not in left}
 
     def shed(self, records: list[Record]) -> None:
         """As `drop`, of what goes because its partition has its share."""
@@ -420,15 +416,6 @@ class IndexMachine(RuleBasedStateMachine):
         gone = [r for r in self.model.records if self.resolve(r) == 0]
         assert self.index.sweep(self.resolve, 1000 * TOKENS_PER_LOOK) == len(gone)
         self.model.drop_gone(gone)
-
-    @rule(chunk=CHUNKS, is_for_share=st.booleans())
-    def partition_loses(self, chunk: int, is_for_share: bool) -> None:
-        partition = PARTITIONS[chunk]
-        self.index.quota.note_lost(partition_key(partition), is_for_share=is_for_share)
-        if is_for_share and self.model.own(partition):
-            self.model.sheds.add(partition)
-        elif not is_for_share:
-            self.model.sheds.discard(partition)
 
     @rule(turnovers=st.sampled_from((0.25, 1.0)))
     def store_turns_over(self, turnovers: float) -> None:
