@@ -27,6 +27,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.keys import DEFAULT_PARTITION
 from chunk_cache.tier_ledger import EntryId
 from chunk_cache.variant import Rank, rank_of
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
@@ -83,6 +84,8 @@ class VariantInfo:
     """Whether `context` are neighbours that it was computed behind ahead of time."""
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.system_prompt`)."""
+    partition: bytes = DEFAULT_PARTITION
+    """`partition_key` of the tenant; its digest is in `key` too, from which nobody gets it back."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"
@@ -117,7 +120,7 @@ class VariantInfo:
         return hash((self.key, self.start, self.generation, self.system, self.context))
 
     def _values(self) -> tuple[object, ...]:
-        return (*self.identity(), self.payload_len, self.statistics and self.statistics.tobytes())
+        return (*self.identity(), self.partition, self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""

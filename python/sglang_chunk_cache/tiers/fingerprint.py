@@ -24,7 +24,7 @@ from sgl_kernel_ext.transfer import host_buffer
 if TYPE_CHECKING:
     from sgl_kernel_ext.rotary import RotarySpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the bytes that media write; another is another fingerprint, so it is never found."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -374,6 +374,7 @@ def _tier_stats(tier: Tier) -> dict[str, Any]:
         "bytes": tier.ledger.num_bytes,
         "max_bytes": tier.ledger.max_bytes,
         "latency_s": reads.latency_s,
+        "partitions": tier.ledger.quota.largest(),
         "bytes_per_s": 1.0 / reads.s_per_byte if reads.s_per_byte else None,
         **tier.ledger.stats(),
     }

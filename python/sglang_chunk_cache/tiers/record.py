@@ -65,6 +65,7 @@ def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int]
         "context": [key.hex() for key in info.context],
         "prepared": info.is_prepared,
         "system": info.system.hex(),
+        "partition": info.partition.hex(),
         "dtype": fingerprint.dtype,
         "k_shape": [f.num_layers, length, f.kv_heads, f.head_dim],
         "v_shape": [f.num_layers, length, f.kv_heads, f.v_head_dim],
@@ -195,8 +196,9 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
     if not (0 <= start < _MAX_NUMBER and 0 <= generation < _MAX_NUMBER):
         raise ValueError(f"position {start} or generation {generation}")
     key, context = bytes.fromhex(fields["key"]), tuple(bytes.fromhex(key) for key in fields["context"])
-    if any(len(one) != KEY_LEN for one in (key, *context)):
-        raise ValueError("a chunk's key of another length")
+    partition = bytes.fromhex(fields["partition"])
+    if any(len(one) != KEY_LEN for one in (key, partition, *context)):
+        raise ValueError("a key of another length")
     system = bytes.fromhex(fields["system"])
     statistics = None
     if fields["statistics"] is not None:
@@ -209,7 +211,8 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
             raise ValueError(f"statistics of {sizes[0]} chunks of {len(context)}, {sizes[1]} pieces, CCI {cci}")
         statistics = ChunkStatistics(parts["outside"], parts["received"], parts["inter"], cci, parts["system"])
     is_prepared = bool(fields["prepared"])
-    return VariantInfo(key, tokens, start, generation, context, statistics, f.payload_len(length), is_prepared, system)
+    num_bytes = f.payload_len(length)
+    return VariantInfo(key, tokens, start, generation, context, statistics, num_bytes, is_prepared, system, partition)
 
 
 def _pack(values: np.ndarray) -> str:

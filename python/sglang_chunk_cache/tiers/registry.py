@@ -36,7 +36,8 @@ def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
         medium, max_bytes = MEDIA[name](value, fingerprint)
         if name in throttles:
             medium = Throttled(medium, throttles[name].bytes_per_s, throttles[name].latency_s)
-        tiers.append(Tier(name, medium, TierLedger(max_bytes, config.eviction, config.ageing)))
+        ledger = TierLedger(max_bytes, config.eviction, config.ageing, config.partition_share)
+        tiers.append(Tier(name, medium, ledger))
     return tiers
 
 

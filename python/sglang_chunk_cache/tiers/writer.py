@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from chunk_cache.keys import partition_key
 from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.pool import Pool
 from sglang_chunk_cache.tiers.tier import Tier
@@ -101,7 +102,9 @@ class TierWriter:
         for other in replaced:
             self.forget(tier, other)
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
-        gone = None if is_busy else tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency)
+        gone = None
+        if not is_busy:
+            gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency, info.partition)
         if gone is None:
             self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
             return
@@ -135,7 +138,7 @@ class TierWriter:
             return
         if self._workers.is_under_way(_order(tier, info)):
             return  # it is being deleted
-        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency)
+        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency, info.partition)
         if gone is None:
             return
         tier.infos[info.entry_id] = info
@@ -226,6 +229,7 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
         payload_len=variant.length * bytes_per_token,
         is_prepared=variant.is_prepared,
         system=variant.system,
+        partition=partition_key(variant.holder.partition),
     )
 
 

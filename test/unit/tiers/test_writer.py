@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from chunk_cache.cost import PrefillCost
+from chunk_cache.keys import Partition, partition_key
+from chunk_cache.quota import Shares
 from chunk_cache.tier_ledger import EntryId
-from chunk_cache.variant import Variant
+from chunk_cache.variant import PathTokens, Variant
 from sglang_chunk_cache.tiers import writer as writer_module
 from sglang_chunk_cache.tiers.base import StoredVariant
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -149,6 +151,23 @@ def test_budgets_are_kept_and_the_least_recent_go(tmp_path: Path) -> None:
             tiers.writer.note_stored(variant(i))
             tiers.check()
         assert (names(tiers, "host"), names(tiers, "disk")) == ([6, 7, 8], [4, 5, 6, 7, 8])
+
+
+def test_a_partition_at_its_share_makes_room_out_of_its_own(tmp_path: Path) -> None:
+    noisy = Partition("noisy")
+    with open_tiers({"disk": tmp_path}, limits={"disk": 6 * SIZE}) as tiers:
+        tiers.tier("disk").ledger.quota = Shares(6 * SIZE, 0.5)
+        for i in (0, 1):
+            tiers.writer.note_stored(variant(i))
+        for i in range(2, 12):
+            one = variant(i)
+            one.holder = PathTokens(one.holder.tokens, noisy)
+            tiers.writer.note_stored(one)
+            tiers.check()
+        assert names(tiers, "disk") == [0, 1, 9, 10, 11]
+        assert tiers.tier("disk").ledger.stats()["share_evictions"] == 7
+        owners = [info.partition for info in tiers.tier("disk").medium.scan()]
+        assert owners.count(partition_key(noisy)) == 3, "the folder tells the next server"
 
 
 def test_a_host_tier_that_is_full_hands_down(tmp_path: Path) -> None:
