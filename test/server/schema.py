@@ -66,7 +66,7 @@ def wrong(case: Any, session: requests.Session, url: str, counts: Counter[tuple[
 
 
 def run(url: str, seed: int, num: int) -> tuple[Counter[tuple[str, str, int]], list[str]]:
-    """Up to so many requests, the same number of each route and kind; their counts, and a line for each that broke a promise."""
+    """Up to so many requests, as many of each route and kind; their counts, a line for each broken promise."""
     counts: Counter[tuple[str, str, int]] = Counter()
     broken: list[str] = []
     session = requests.Session()
