@@ -269,10 +269,10 @@ LABELS = ("status", "reason", "kind", "kernel")
 
 
 def counters(server: Server) -> dict[tuple[str, ...], float]:
-    """`(name, label values...) -> value`."""
+    """`(name, label values...) -> value`; no times."""
     found: dict[tuple[str, ...], float] = {}
     for name, labels, value in COUNTER.findall(server.get("/metrics").text):
-        if not name.endswith("_created"):
+        if not name.endswith("_created") and "_seconds" not in name:
             given = dict(LABEL.findall(labels))
             key = (name.removeprefix("sglang:chunk_cache_"), *(given[label] for label in LABELS if label in given))
             found[key] = found.get(key, 0) + float(value)
