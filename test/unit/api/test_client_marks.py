@@ -567,3 +567,11 @@ def test_bad_marks_are_named(service, seen, route, body, message, stream):
     answer = response.json()
     assert (answer["error"] if route == MESSAGES else answer)["message"].startswith(message), response.text
     assert seen == []
+
+
+@pytest.mark.parametrize("route", [CHAT, MESSAGES, COMPLETIONS, "/generate"])
+@pytest.mark.parametrize("body", [[], [{}], "text", 3])
+def test_a_body_that_is_no_object_is_a_400(service, route, body):
+    reply = service.post(route, body)
+    assert reply.status_code == 400, reply.text
+    assert "object" in reply.text
