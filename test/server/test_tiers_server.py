@@ -310,7 +310,7 @@ def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, s
     )
     assert loaded == pytest.approx(seconds(loading), abs=1e-6)
     assert assembled == pytest.approx(seconds(assembling), abs=1e-6)
-    assert planned >= seconds(planning)
+    assert planned >= seconds(planning) - 1e-9
     assert saved > 0.0
 
 
