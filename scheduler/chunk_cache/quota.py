@@ -33,7 +33,6 @@ class Shares:
         self.most: float = math.inf if share == 1.0 or math.isinf(bound) else max(1, math.floor(share * bound))
         """That one partition may hold."""
         self._held: dict[bytes, int] = {}
-        self._above: dict[bytes, None] = {}
 
     @property
     def is_limited(self) -> bool:
@@ -45,8 +44,8 @@ class Shares:
 
     @property
     def above(self) -> tuple[bytes, ...]:
-        """Those that hold more than their share, the one that is so longest first."""
-        return tuple(self._above)
+        """Those that hold more than their share."""
+        return tuple(owner for owner, num in self._held.items() if num > self.most)
 
     def held(self, owner: bytes) -> int:
         return self._held.get(owner, 0)
@@ -64,7 +63,6 @@ class Shares:
 
     def clear(self) -> None:
         self._held.clear()
-        self._above.clear()
 
     def largest(self) -> dict[str, int]:
         """What the largest `NUM_SHOWN` partitions hold, by name, the largest first."""
@@ -79,15 +77,9 @@ class Shares:
         """
         counted = {owner: num for owner, num in expected.items() if num}
         assert self._held == counted, f"partitions hold {self._held}, from scratch {counted}"
-        above = {owner for owner, num in counted.items() if num > self.most}
-        assert set(self._above) == above, f"above their share are {self._above}, from scratch {above}"
 
     def _set(self, owner: bytes, num: int) -> None:
         if num:
             self._held[owner] = num
         else:
             self._held.pop(owner, None)
-        if num > self.most:
-            self._above[owner] = None
-        elif self._above:
-            self._above.pop(owner, None)
