@@ -46,8 +46,8 @@ class Config:
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     partition_share: float = 1.0
-    """Share of the index (variants, path tokens) and of each tier below the KV pool that one partition may have; at its
-    share its own least useful variants go. 1 = any. The KV pool is shared by all, as SGLang's prefix cache."""
+    """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own
+    least useful variants go then, and from the pool, when room is needed, its tokens before those of others. 1 = any."""
     remember: str = "misses"
     """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
     `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""

@@ -122,6 +122,14 @@ class ChunkIndex:
         """All variants, in the order in which they go."""
         return iter(self._order)
 
+    def victims(self, above: Sequence[bytes]) -> Iterator[Variant]:
+        """As `iter`, where the variants of these partitions go before all others."""
+        for owner in above:
+            yield from self.quota.order_of(owner)
+        for variant in self:
+            if not above or partition_key(variant.holder.partition) not in above:
+                yield variant
+
     @property
     def num_chunks(self) -> int:
         return len(self._by_key)

@@ -2,7 +2,7 @@
 
     add, touch, remove   a variant came, was used, went
     hold, release        a path has it, or not any more
-    first, oldest_path   the victims of one partition
+    first, order_of, oldest_path   the victims of one partition
     largest              for statistics
 
 Without a quota only sums are kept. With one, each partition has the index's order of victims once more, of its own
@@ -89,6 +89,11 @@ class IndexQuota:
     def first(self, owner: bytes) -> Variant:
         """Of a partition's variants the one that goes first."""
         return self._own[owner].order.first()
+
+    def order_of(self, owner: bytes) -> Iterable[Variant]:
+        """A partition's variants, in the order in which they go."""
+        own = self._own.get(owner)
+        return () if own is None else own.order
 
     def oldest_path(self, owner: bytes) -> list[int]:
         """The variants in a partition's least recently used path."""

@@ -47,6 +47,11 @@ class Shares:
         """Those that hold more than their share."""
         return tuple(owner for owner, num in self._held.items() if num > self.most)
 
+    @property
+    def total(self) -> int:
+        """What all hold together."""
+        return sum(self._held.values())
+
     def held(self, owner: bytes) -> int:
         return self._held.get(owner, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.keys import Partition, chunk_key, partition_key
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
@@ -91,6 +91,30 @@ def case_another_prompt_that_begins_alike(s: Session) -> list[list[int]]:
         (reply,) = s.send(s.prompt([s.tokens(3), b, c]), ratio=0.0, options={"explain": True}, max_new_tokens=1)
         reused.append([chunk.get("reused_tokens", 0) for chunk in reply.info["chunks"][1:]])
     return reused
+
+
+def case_noisy_tenant(s: Session) -> dict[str, Any]:
+    """One tenant sends three times what the pool holds; chunks and exact prefix that another has stored."""
+    chunks = s.chunks(40, 33, 51)
+    first = s.prompt(chunks)
+    s.send(first, max_new_tokens=1, extra_key="quiet")
+    store = s.local.cache.chunks.store
+    for _ in range(3 * s.local.scheduler.max_total_num_tokens // 200):
+        prompts = [s.prompt([s.tokens(70)], question=10) for _ in range(2)]
+        for i, reply in enumerate(s.send(*prompts, max_new_tokens=2, extra_key="noisy", options={"mode": "exact"})):
+            assert reply.finish["type"] == "length", (i, reply)
+        s.local.cache.chunks.check_integrity()
+    (exact,) = s.send(first, marked=False, max_new_tokens=1, extra_key="quiet")
+    prompt = s.prompt([s.tokens(7), chunks[2], chunks[0]])
+    (reply,) = s.send(prompt, max_new_tokens=1, extra_key="quiet")
+    held = {name: store.shares.held(partition_key(Partition(name))) for name in ("quiet", "noisy")}
+    return {
+        "exact": exact.cached_tokens,
+        "statuses": s.statuses(reply)[1:],
+        "held": held,
+        "most": store.shares.most,
+        "given_way": store.num_evicted_above,
+    }
 
 
 CASES = {name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")}

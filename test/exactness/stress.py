@@ -31,6 +31,7 @@ from local_scheduler import Reply, Request
 from sglang_chunk_cache.api.served import what_keeps_all
 
 NUM_LAYERS = 4
+SHARES = (1.0, 0.5, 0.2)  # of the pool and the index, that one partition may have
 RATIOS = (0, 0.05, 0.15, 0.5, 0.9, 1.0)
 SERVER_RATIO = 0.15
 TOLERANCE = 3e-4  # log-probabilities, fp32; stock computes alone what is in batches here, which rounds otherwise
@@ -262,6 +263,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
             exact[reply.rid] = reply
         if reply.info is not None:
             count_reply(counts, request, reply)
+    counts["given way for a share"] = s.local.cache.chunks.store.num_evicted_above
     if gate is not None:
         numbers = gate.queue.stats()
         counts.update({name: numbers[name] for name in ("chosen", "verified", "given_up")})
@@ -307,6 +309,7 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
     Raises:
         AssertionError: something was lost, leaked or differs.
     """
+    config = replace(config, options=(*config.options, ("partition_share", random.Random(seed).choice(SHARES))))
     with tempfile.TemporaryDirectory() as folder:
         counts, ours = run_case(config.with_tiers(folder), True, f"random_requests {total} {seed}")
     stock = run_case(config.relaxed, False, f"same_requests {total} {seed}")

@@ -51,3 +51,33 @@ def test_a_partly_evicted_chunk_is_remembered_again() -> None:
 def test_kv_of_another_prompt_that_begins_alike_is_no_hit(eviction: str) -> None:
     found = outcome(Config(options=(("eviction", eviction),)), "another_prompt_that_begins_alike")
     assert found == [[0, 0], [40, 40], [25, 0], [25, 40]]
+
+
+QUOTA = (("partition_share", 0.5),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tree_core": "python"},
+        {"page_size": 16, "chunked": True},
+        {"options": (*QUOTA, ("eviction", "frequency-reuse"))},
+        pytest.param({"tp_size": 2}, marks=pytest.mark.all),
+    ],
+    ids=str,
+)
+def test_a_tenant_that_floods_makes_room_out_of_its_own(fields: dict[str, Any]) -> None:
+    config = Config(**{"max_total_tokens": 1024, "options": QUOTA, **fields})
+    found = outcome(config, "noisy_tenant")
+    assert found["exact"] > 100
+    assert found["statuses"] == ["hit", "hit"]
+    assert 0 < found["held"]["quiet"] < found["held"]["noisy"] < found["most"] + 220, "what ran together is above"
+    assert found["given_way"] > 0
+
+
+@pytest.mark.slow
+def test_without_a_quota_a_tenant_that_floods_evicts_all_others() -> None:
+    found = outcome(Config(max_total_tokens=1024), "noisy_tenant")
+    assert (found["exact"], found["statuses"]) == (0, ["miss", "miss"])
+    assert (found["held"], found["given_way"]) == ({"quiet": 0, "noisy": 0}, 0)

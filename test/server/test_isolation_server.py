@@ -6,13 +6,16 @@ nobody has. How well time tells is measured by `benchmark/isolation/bench_timing
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.conftest import STRICT
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
@@ -115,3 +118,27 @@ def test_errors(server: Server):
 def hidden(text: str) -> str:
     """The text without what differs by itself: keys, which are made of the ids that were sent, and points in time."""
     return re.sub(r'"until":[0-9.]+', "UNTIL", re.sub(r"[0-9a-f]{32}", "KEY", text))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_tenant_that_floods(model_dir: Path, share: float):
+    """With a quota it makes room out of its own; without one it evicts what others have stored."""
+    flags = ("--dtype", "float32", "--max-total-tokens", "1024", "--chunk-cache")
+    with Server(
+        model_dir, *flags, "--chunk-cache-config", json.dumps({"partition_share": share}), env=STRICT
+    ) as server:
+        stored = passages()
+        ask(server, stored, "quiet")
+        for _ in range(40):
+            ask(server, passages(), "noisy")
+        meta, _ = ask(server, stored, "quiet")
+        statuses = [chunk["status"] for chunk in meta["chunk_cache"]["chunks"]]
+        assert statuses == ["hit" if share < 1.0 else "miss"] * CHUNKS
+        (rank,) = server.get("/chunk_cache/stats").json()["ranks"]
+        given_way, held = rank["tiers"]["pool"]["share_evicted_tokens"], rank["partitions"].get("pool_tokens")
+        if share == 1.0:
+            assert (given_way, held) == (0, None)
+        else:
+            assert given_way > 0
+            assert all(0 < tokens < 1024 * share + 100 for tokens in held.values()), held

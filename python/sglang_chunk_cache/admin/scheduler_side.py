@@ -89,7 +89,7 @@ class ChunkAdmin:
         below = self.tiers.stats() if self.tiers is not None else {"tiers": {}}
         return {
             "index": self.index.stats(),
-            "partitions": self.index.quota.largest(),
+            "partitions": self._partitions(),
             **below,
             "tiers": {"pool": pool_stats(self), **below["tiers"]},
             "pins": self.pins.stats(),
@@ -97,6 +97,12 @@ class ChunkAdmin:
             **({} if self.gate is None else {"gate": self.gate.stats()}),
             **({} if self.discoverer is None else {"discover": self.discoverer.stats()}),
         }
+
+    def _partitions(self) -> Result:
+        """What the largest have, by name; their tokens in the pool are counted where `partition_share` limits them."""
+        shares = self.store.shares
+        pool = {"pool_tokens": shares.largest(), "max_pool_tokens": shares.most} if shares.is_limited else {}
+        return pool | self.index.quota.largest()
 
     def _requests(self, _request: messages.ChunkCacheRequestsReq) -> Result:
         return self.journal.contents()
@@ -219,5 +225,6 @@ def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
         "evictable_tokens": admin.cache.evictable_size(),
         "protected_tokens": admin.cache.protected_size(),
         "kept_tokens": admin.manager.num_kept_tokens(allocator.size),
+        "share_evicted_tokens": admin.store.num_evicted_above,
     }
     return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers

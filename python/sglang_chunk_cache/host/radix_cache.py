@@ -2,8 +2,8 @@
 
 What SGLang calls is translated here, decided by `chunk_cache.manager` and carried out by `kv`: `match_prefix` (exact
 prefix, then a plan for the chunks behind it), `init_load_back` (private slots, filled by the plan), `checkpoint`
-(remember chunks; keep approximate KV out), `evict`, `free_kv_row` (give back what did not become a node), `on_release`,
-`reset`.
+(remember chunks; keep approximate KV out), `insert`, `evict` (who is above its share gives way first), `free_kv_row`
+(give back what did not become a node), `on_release`, `reset`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.kept_tokens import WINDOW_LEN, plan_kept
@@ -179,6 +180,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if self.chunks is not None:
             params.priority = self.chunks.manager.new_priority(params.priority or 0)
             self.chunks.store.note_change()
+            return self.chunks.store.insert(params)
         return super().insert(params)
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -195,7 +197,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         chunks.pool.flush()
         chunks.admin.before_eviction()
         if chunks.tiers is not None:
-            chunks.tiers.save_victims(chunks.manager.index, params.num_tokens)
+            num_tokens = chunks.store.num_above(params.num_tokens) or params.num_tokens
+            chunks.tiers.save_victims(chunks.manager.index.victims(chunks.store.shares.above), num_tokens)
         result = evict(params)
         num_missing = params.num_tokens - result.num_tokens_evicted
         if num_missing > 0 and chunks.landings is not None and chunks.landings.give_way():
@@ -204,6 +207,16 @@ class ChunkRadixCache(UnifiedRadixCache):
             chunks.store.note_change()
             chunks.manager.evicted(result.num_tokens_evicted, self.token_to_kv_pool_allocator.size)
         return result
+
+    def _evict_components(self, request_by_type: dict[ComponentType, int], tracker: Any, **kwargs: Any) -> None:
+        if self.chunks is not None:
+            self.chunks.store.evict_above(request_by_type[ComponentType.FULL], tracker)
+        super()._evict_components(request_by_type, tracker, **kwargs)
+
+    def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
+        if self.chunks is None:
+            return super()._evict_device_leaf(node_id, tracker)
+        return self.chunks.store.evict_leaf(node_id, tracker)
 
     # Remember and release.
 
@@ -241,6 +254,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         chunks = self.chunks
         if chunks is not None:
             chunks.store.note_change()
+            chunks.store.shares.clear()
             chunks.manager.index.clear()
             chunks.keeper.clear()
             chunks.refresh.clear()

@@ -14,6 +14,7 @@ from chunk_cache.config import Config, describe
 from chunk_cache.discover import Discoverer
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
+from chunk_cache.quota import Shares
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selector_answer import asks_selector
@@ -137,7 +138,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
-    store = VariantStore(cache)
+    store = VariantStore(cache, Shares(allocator.size, config.partition_share))
     manager = ChunkManager(
         config,
         store,

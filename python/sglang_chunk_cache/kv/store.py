@@ -2,7 +2,8 @@
 
 Verbs: `resolve` (how much of a variant is still there), `slots` (its KV slots), `lock` / `unlock` (keep it while it is
 read), `lock_chunk`, `locked_len`, `is_locked` (pins), `touch` (it was used), `path` (an exact prompt in the tree),
-`insert_node` (a chunk becomes a node of its own), `remove_node` (such a node gives its slots back).
+`insert_node` (a chunk becomes a node of its own), `remove_node` (such a node gives its slots back), `insert` and
+`evict_leaf` (SGLang's, counted by partition), `evict_above` (partitions above their share give way).
 
 Promises: the tree owns every slot; nothing here outlives an eviction. Where a path or node was last seen is only a
 hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
@@ -19,17 +20,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.keys import Partition
+from chunk_cache.keys import Partition, partition_key
+from chunk_cache.quota import Shares
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 
 if TYPE_CHECKING:
     import torch
 
 _PADDING_TOKEN = 0
+
+LOOK_SHARE = 1 / 16
+"""Of its share that a partition above it gives up at least, since each look goes through all leaves of the tree."""
 
 
 @dataclass(slots=True)
@@ -53,10 +59,14 @@ class VariantStore:
 
     Args:
         tree: SGLang's cache; what we override in it is called as SGLang has it, so nothing here calls us back.
+        shares: tokens that each partition has in the tree; counted here where they are limited.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, shares: Shares) -> None:
         self._tree = tree
+        self.shares = shares
+        self.num_evicted_above = 0
+        """Tokens that went because their partition was above its share."""
         self._num_behind = int(tree.tree_core.is_eagle)
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
@@ -156,10 +166,8 @@ class VariantStore:
         num_padding = len(slots) + self._num_behind - len(token_ids)
         node_key = token_ids + array("q", [_PADDING_TOKEN]) * num_padding
         self._num_namespaces += 1
-        namespace = f"{partition.extra_key or ''}\x1f{self._secret}\x1f{self._num_namespaces}"
-        result = UnifiedRadixCache.insert(
-            self._tree, InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority)
-        )
+        namespace = f"{self._secret}\x1f{partition_key(partition).hex()}\x1f{self._num_namespaces}"
+        result = self.insert(InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority))
         assert result.prefix_len == 0, "a namespace of ours is never used twice"
         return NodeHome(node_key, namespace, _Seen(result.last_device_node), partition=partition)
 
@@ -176,16 +184,85 @@ class VariantStore:
         for node in reversed(path):  # more than one where it was split
             if self.is_locked(node.node_id):
                 break
-            self._tree._evict_device_leaf(node.node_id, freed)
+            self.evict_leaf(node.node_id, freed)
         self.note_change()
         return sum(freed.values())
+
+    # What each partition has.
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As SGLang does; what is new is counted."""
+        if not self.shares.is_limited:
+            return UnifiedRadixCache.insert(self._tree, params)
+        before = self._num_tokens()
+        result = UnifiedRadixCache.insert(self._tree, params)
+        self.shares.add(self._owner(params.key.extra_key, params.key.cache_salt), self._num_tokens() - before)
+        return result
+
+    def evict_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> Any:
+        """As SGLang does; what goes is counted."""
+        if not self.shares.is_limited:
+            return UnifiedRadixCache._evict_device_leaf(self._tree, node_id, tracker)
+        owner, before = self._owner_of(node_id), self._num_tokens()
+        backup = UnifiedRadixCache._evict_device_leaf(self._tree, node_id, tracker)
+        self.shares.remove(owner, before - self._num_tokens())
+        return backup
+
+    def num_above(self, num_tokens: int) -> int:
+        """Tokens that partitions above their share shall give up where room for so many is needed."""
+        if not num_tokens or not self.shares.above:
+            return 0
+        return max(num_tokens, int(LOOK_SHARE * self.shares.most))
+
+    def evict_above(self, num_tokens: int, tracker: dict[ComponentType, int]) -> None:
+        """Partitions above their share give way, in the tree's order, none to less than most of its share.
+
+        Args:
+            num_tokens: for which room is needed; fewer go where their leaves are in use.
+            tracker: counts what goes, as SGLang's walk does.
+        """
+        num_wanted = self.num_above(num_tokens)
+        if not num_wanted:
+            return
+        kind, core, before = ComponentType.FULL, self._tree.tree_core, self._num_tokens()
+        above, least = set(self.shares.above), int((1 - LOOK_SHARE) * self.shares.most)
+        core.evict_device_start(kind, core.full_evictable_size())
+        try:
+            while above and self._num_tokens() > before - num_wanted:
+                node_id, _ = self._tree._evict_device_next_node(kind, tracker)
+                if node_id is None:
+                    break
+                owner = self._owner_of(node_id)
+                if owner in above:
+                    self.evict_leaf(node_id, tracker)
+                    if self.shares.held(owner) <= least:
+                        above.remove(owner)
+        finally:
+            core.evict_device_end(kind)
+        self.num_evicted_above += before - self._num_tokens()
+
+    def _num_tokens(self) -> int:
+        core = self._tree.tree_core
+        return int(core.full_evictable_size() + core.full_protected_size())
+
+    def _owner_of(self, node_id: int) -> bytes:
+        return self._owner(*self._tree.tree_core.prefetch_anchor_info(node_id))
+
+    def _owner(self, extra_key: str | None, cache_salt: str | None) -> bytes:
+        """`partition_key` of what lies under these in the tree; a namespace of ours names it."""
+        if extra_key is not None and extra_key.startswith(self._secret):
+            return bytes.fromhex(extra_key.split("\x1f")[1])
+        return partition_key(Partition(extra_key, cache_salt))
 
     def check_integrity(self, variants: Iterable[Variant]) -> None:
         """Compares what `resolve` says with a match of the tokens, which no hint shortens.
 
         Raises:
-            AssertionError: tokens of another prompt would be taken for a chunk's.
+            AssertionError: tokens of another prompt would be taken for a chunk's, or some are not counted.
         """
+        if self.shares.is_limited:
+            counted = self.shares.total
+            assert counted == self._num_tokens(), f"partitions have {counted} tokens, the tree {self._num_tokens()}"
         for variant in variants:
             key, page_size = self._radix_key(variant), self._tree.page_size
             matched, _, _ = self._tree.tree_core.match_full_device_prefix(key)

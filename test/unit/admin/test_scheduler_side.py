@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from chunk_cache.config import Config
-from chunk_cache.keys import Partition
+from chunk_cache.keys import DEFAULT_PARTITION, Partition
 from chunk_cache.manager import ChunkManager
+from chunk_cache.quota import Shares
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
@@ -25,6 +26,8 @@ class Store:
         return variant.length
 
     version = 0
+    num_evicted_above = 0
+    shares = Shares(64)
 
     def node_id(self, variant: Variant) -> Any:
         return variant.holder.seen
@@ -86,10 +89,19 @@ def test_stats_are_plain_json(admin):
             "evictable_tokens": 40,
             "protected_tokens": 0,
             "kept_tokens": 0,
+            "share_evicted_tokens": 0,
         },
     }
     assert stats["index"]["num_variants"] == 3
+    assert stats["partitions"] == {"variants": {"default": 3}, "path_tokens": {"default": 40}}
     assert stats["pins"]["max_tokens"] == 32
+
+
+def test_stats_have_what_a_quota_counts_of_the_pool(admin):
+    admin.store.shares = Shares(64, 0.5)
+    admin.store.shares.add(DEFAULT_PARTITION, 33)
+    found = json.loads(json.dumps(admin.answer(messages.ChunkCacheStatsReq())))["partitions"]
+    assert (found["pool_tokens"], found["max_pool_tokens"]) == ({"default": 33}, 32)
 
 
 def test_pages_are_by_id(admin):
