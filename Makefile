@@ -11,6 +11,7 @@
 # make bench     stock SGLang, the reordering baseline and reuse under load, side by side (17 to 30 minutes on two cores)
 # make bench-ttft, make bench-index   the measurements behind the README's figures
 # make bench-tiers, make soak-tiers   what loading from slow tiers costs; twenty minutes of traffic over them
+# make soak-fleet   twenty minutes of a fleet in which one process after the other is killed (STORE=mooncake: on that store)
 # make gpu-check   on a CUDA host: checks and measures all that needs a GPU, about an hour, one report (docs/gpu.md);
 #                  GPU_CHECK="--rehearse" tries it on a CPU
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
@@ -20,7 +21,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers bench-quality gpu-check bundle docs \
+.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers soak-fleet bench-quality gpu-check bundle docs \
 	clean distclean
 
 BIN := .venv/bin
@@ -94,6 +95,9 @@ bench-tiers: $(STAMP)
 
 soak-tiers: $(STAMP)
 	$(PY) benchmark/tiers/soak.py
+
+soak-fleet: gateway
+	$(PY) test/server/soak_fleet.py $(if $(STORE),--store $(STORE))
 
 bench-quality: $(STAMP)
 	$(PY) benchmark/quality/evaluate.py

@@ -6,11 +6,14 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.refresh import Origin
 from chunk_cache.variant import NodeHome
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
+from sglang_chunk_cache.admin.messages import ChunkCacheEvictReq
 from sglang_chunk_cache.host.refresh import refresh_request
 
 __all__ = ["CASES", "Session"]
@@ -153,6 +156,38 @@ def case_frequency(s: Session) -> list[str]:
         use(s, popular)
     plain_prompts(s, 2 * s.local.scheduler.max_total_num_tokens // 200)
     return s.statuses(use(s, popular))
+
+
+def case_forgotten(s: Session) -> dict[str, Any]:
+    """A chunk that is in a prompt, in front of another, in an unmarked prompt, and in a node of its own: all go."""
+    a, b, c = s.chunks(40, 33, 51)
+    s.prime([c])
+    s.send(s.prompt([a, b]), max_new_tokens=1)
+    s.send(s.prompt([s.tokens(9), a, s.tokens(6)]), marked=False, max_new_tokens=1)
+    s.send(s.prompt([c, s.tokens(17), a]), ratio=0.3)
+    chunks, pool = s.local.cache.chunks, s.local.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    keys, values = pool.k_buffer[1], pool.v_buffer[1]
+    slots = torch.cat(
+        [chunks.store.slots(v, 0, v.length).to(torch.int64) for v in variants_of(s, a) + variants_of(s, b)]
+    )
+    rows = keys[slots].clone(), values[slots].clone()
+
+    def num_traces() -> int:
+        """Rows of the pool that are what one of them was."""
+        k, v = (torch.cdist(found.flatten(1), was.flatten(1)) for found, was in zip((keys, values), rows, strict=True))
+        return int(((k < 1e-6) | (v < 1e-6)).any(dim=1).sum())
+
+    before, num_variants = num_traces(), len(variants_of(s, a)) + len(variants_of(s, b))
+    request = ChunkCacheEvictReq(keys=list(keys_of(a)), is_everywhere=True)
+    result = chunks.admin.answer(request)
+    return {
+        "traces": (before, num_traces()),
+        "num": (len(slots), num_variants),
+        "left": [len(variants_of(s, chunk)) for chunk in (a, b)],
+        "result": result,
+        "key": keys_of(a)[0].hex(),
+        "again": s.send(s.prompt([b, a]), max_new_tokens=4)[0],
+    }
 
 
 def case_crowd(s: Session) -> list[str]:

@@ -64,6 +64,26 @@ def test_without_promotion_the_path_stays_as_long_as_the_variant_is_used() -> No
     assert found["left_of_path"] == [60, 60, 60]
 
 
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (EVERYTHING, {}),
+        (BY_FREQUENCY, {"page_size": 16}),
+        pytest.param(BY_RECENCY, {"tp_size": 2}, marks=pytest.mark.all),
+    ],
+)
+def test_what_is_evicted_everywhere_leaves_no_bytes(options: Any, fields: dict[str, Any]) -> None:
+    found = outcome("forgotten", options, **fields)
+    before, after = found["traces"]
+    num_rows, num_variants = found["num"]
+    assert (before >= num_rows, after) == (True, 0)
+    assert found["left"] == [0, 0]
+    result = found["result"]
+    assert result["behind"]["variants"] + result["evicted"][found["key"]]["variants"] == num_variants
+    assert result["in_use_tokens"] == 0
+    assert [chunk["status"] for chunk in found["again"].info["chunks"]] == ["miss", "miss"]
+
+
 @pytest.mark.parametrize(("options", "tp_size"), [(EVERYTHING, 1), pytest.param(BY_RECENCY, 2, marks=pytest.mark.all)])
 def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, tp_size: int) -> None:
     found = outcome("refresh", options, tp_size=tp_size)

@@ -95,6 +95,7 @@ def test_the_page_needs_no_key_and_is_the_same_for_all(admin):
         ("unpin", {}, "texts: missing"),
         ("evict", {"keys": ["abc"]}, "keys[0]: 'abc' is not a chunk key"),
         ("evict", [], "body: "),
+        ("evict", {"texts": ["a"], "everywhere": 1}, "everywhere: 1 is neither true nor false"),
         ("flush", {"timeout_s": -1}, "timeout_s: "),
         ("warm", {"texts": [3]}, "texts[0]: "),
         ("warm", {"texts": ["a"], "batch": 1000}, "batch: "),

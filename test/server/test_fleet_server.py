@@ -1,7 +1,8 @@
-"""docs/fleet.md as it stands: its commands and its program are run, and its dashboard shows what they count."""
+"""docs/fleet.md as it stands: its commands and its program are run, its dashboard shows what they count; its soak."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port, signal_group
 
 from gateway import find_gateway
+from server import soak_fleet
 from server.conftest import FLAGS
 from server.contract import Marked, marked
 from server.tier_contract import wait_until
@@ -108,3 +110,10 @@ def test_the_commands_of_the_page(started, passages):
     shown = set(re.findall(r"(?:smg_|sglang:)\w+", DASHBOARD.read_text()))
     served = httpx.get(f"{started['29000']}/metrics").text + httpx.get(f"{started['30002']}/metrics").text
     assert {name.removesuffix("_bucket") for name in shown} <= set(re.findall(r"^# TYPE (\S+)", served, re.MULTILINE))
+
+
+def test_a_soak_of_two_minutes(tmp_path):
+    assert soak_fleet.main(["--store", "valkey", "--minutes", "2", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "soak-valkey.json").read_text())
+    assert len(report["faults"]) >= 2
+    assert report["tiers"]["remote"] > 0

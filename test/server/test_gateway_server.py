@@ -5,25 +5,22 @@ A gateway passes bodies on as they are (`VERBATIM`), or reads them, so that it c
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway import QUICK, Gateway, find_gateway
 from server.conftest import FLAGS, STRICT
 from server.contract import FULL, SEP, Marked, check_reply, marked, prime, statuses
+from server.fleet_load import NUM_THREADS, NUM_TOKENS, Load, generate_body, replies_in
 from server.tier_contract import wait_until
 from server_fixture import Server
 from sglang_chunk_cache.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
@@ -36,7 +33,6 @@ pytestmark = [
 
 HASHING = ("--policy", "consistent_hashing")
 VERBATIM = (*HASHING, "--max-buffered-request-bytes", "0")
-NUM_TOKENS = 6
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "model": "default"}
 
 
@@ -73,11 +69,6 @@ def reading(replicas: list[Server]) -> Iterator[Gateway]:
 # What passes.
 
 
-def generate_body(prompt: Marked) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "custom_params": {"chunk_cache": FULL}}
-    return {"text": prompt.text, "sampling_params": params}
-
-
 def chat_body(prompt: Marked) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt.text}], "chunk_cache": FULL, **GREEDY}
 
@@ -88,16 +79,6 @@ BODIES = {
     "/v1/chat/completions": chat_body,
     "/v1/messages": chat_body,
 }
-
-
-def replies_in(value: Any) -> list[Any]:
-    """Every `chunk_cache` object in a reply, or in the events of a stream."""
-    if isinstance(value, list):
-        return [found for one in value for found in replies_in(one)]
-    if not isinstance(value, dict):
-        return []
-    own = [value["chunk_cache"]] if isinstance(value.get("chunk_cache"), dict) else []
-    return own + [found for key, one in value.items() if key != "chunk_cache" for found in replies_in(one)]
 
 
 def text_of(path: str, value: Any) -> str:
@@ -303,91 +284,6 @@ def test_who_knows_what_is_held_steers(replicas, verbatim, passages):
 
 
 # What dies and comes back.
-
-NUM_THREADS = 4
-NUM_COMPARED = 150
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A reply of the load: when it was there, from which replica, and what became of its chunks."""
-
-    at: float
-    url: str
-    prompt: Marked
-    text: str
-    statuses: list[str]
-
-
-@dataclass
-class Load:
-    """Requests over sets of chunks, each with a beginning of its own, until it is left.
-
-    Attributes:
-        retries: whether a request is sent again that finds no gateway, or one that has found no replica yet.
-        lost: when they were sent, of requests that failed.
-    """
-
-    gateway: Gateway
-    sets: list[list[str]]
-    retries: bool = False
-    answers: list[Answer] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
-
-    def __enter__(self) -> Load:
-        self._is_over = threading.Event()
-        self._pool = ThreadPoolExecutor(NUM_THREADS)
-        self._threads = [self._pool.submit(self._run, i) for i in range(NUM_THREADS)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for one in self._threads:
-            one.result(timeout=120)
-        self._pool.shutdown()
-
-    def statuses_of(self, url: str, since: float = 0.0) -> list[str]:
-        """Of the chunks of requests that a replica has answered since then."""
-        return [status for one in list(self.answers) if one.url == url and one.at > since for status in one.statuses]
-
-    def has_hits(self, server: Server, since: float = 0.0, num: int = 10) -> bool:
-        return self.statuses_of(server.url, since).count("hit") >= num
-
-    def check_answers(self, server: Server) -> None:
-        """Those without reuse, of a part of all, evenly spread."""
-        for one in self.answers[:: 1 + len(self.answers) // NUM_COMPARED]:
-            off = {"chunk_cache": {"mode": "off"}, "sampling": {"ignore_eos": False}}
-            assert one.text == server.generate(one.prompt.text, max_new_tokens=NUM_TOKENS, **off)["text"], one
-
-    def _run(self, thread: int) -> None:
-        with httpx.Client(base_url=self.gateway.url, timeout=60, trust_env=False) as http:
-            for i in itertools.count():
-                if self._is_over.is_set():
-                    return
-                chunks = self.sets[i % len(self.sets)]
-                self._ask(http, marked(chunks[:: 1 if i % 2 else -1], head=f"{thread} {i} "))
-
-    def _ask(self, http: httpx.Client, prompt: Marked) -> None:
-        headers = {KEY_HEADER: routing_key(prompt.chunks)}
-        sent = time.monotonic()
-        while True:
-            try:
-                response = http.post("/generate", json=generate_body(prompt), headers=headers)
-                if not (self.retries and response.headers.get("x-smg-error-code") == "model_not_found"):
-                    break
-            except httpx.TransportError:
-                if not self.retries:
-                    raise
-            assert time.monotonic() < sent + 60, "no gateway for a minute"
-            time.sleep(0.05)
-        if response.status_code != 200:
-            self.lost.append(sent)
-            return
-        value = response.json()
-        (reply,) = replies_in(value)
-        check_reply(reply, value["meta_info"]["prompt_tokens"])
-        url = response.headers[REPLICA_HEADER]
-        self.answers.append(Answer(time.monotonic(), url, prompt, value["text"], statuses(reply)))
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from server.contract import Marked, Passages, marked, prime, reasons, statuses
+from chunk_cache.keys import Partition, chunk_key
+from server.contract import Marked, Passages, encode, marked, prime, reasons, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     assert_right,
@@ -101,6 +102,75 @@ def test_partitions_do_not_meet(fleet: Fleet, passages: Passages, tokenizer: Any
     out, reply = reuse(fleet.second, prompt, tokenizer, extra_key="another tenant")
     assert (statuses(reply), reasons(reply)) == (["miss"] * 2, ["not_stored"] * 2)
     assert_right(fleet.second, prompt, out, extra_key="another tenant")
+
+
+def _values(store: RedisServer) -> dict[tuple[bytes, bytes], bytes]:
+    """All that a store holds of chunks."""
+    client = store.client()
+    names = [name for name in client.scan_iter("chunk_cache:*") if client.type(name) == b"hash"]
+    return {(name, field): value for name in names for field, value in client.hgetall(name).items()}
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_what_was_damaged_in_the_store_is_never_used(fleet: Fleet, passages: Passages, tokenizer: Any, damage: str):
+    if not isinstance(fleet.store, RedisServer):
+        pytest.skip("values of Mooncake's store are in the replicas' own memory")
+    chunks = passages.several(2)
+    before = _values(fleet.store)
+    store_on(fleet.first, "remote", chunks)
+    for (name, field), value in _values(fleet.store).items():
+        if (name, field) not in before and field not in (b"layers",) and len(value) > 1000:
+            flipped = value[:-1] + bytes([value[-1] ^ 1])
+            fleet.store.client().hset(name, field, flipped if damage == "flip" else value[: len(value) // 2])
+    fleet.second.flush()
+    prompt = marked(chunks, head=f"Damaged {damage}. ")
+    out, reply = reuse(fleet.second, prompt, tokenizer)
+    assert (statuses(reply), reasons(reply)) == (["miss"] * 2, ["tier_corrupt"] * 2)
+    assert_right(fleet.second, prompt, out)
+
+
+def test_what_is_deleted_everywhere_is_nowhere(fleet: Fleet, passages: Passages, tokenizer: Any):
+    """Each replica is asked; then a chunk, and what stood behind it, is in no pool and not in the store."""
+    before = _values(fleet.store) if isinstance(fleet.store, RedisServer) else {}
+    gone, behind, other = passages.several(3)
+    store_on(fleet.first, "remote", [other])
+    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
+    fleet.first.generate(marked([gone, behind], head="Together. ").text, max_new_tokens=0)
+    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") == written + 2, "not written")
+    reuse(fleet.second, marked([other, gone], head="Used. "), tokenizer)
+
+    servers = (fleet.first, fleet.second)
+    body = {"texts": [gone], "everywhere": True}
+    replies = [server.post("/chunk_cache/evict", body).json() for server in servers]
+    assert replies[0]["behind"]["variants"] == 1
+    assert [reply["in_use_tokens"] for reply in replies] == [0, 0]
+    key = replies[0]["evicted"][0]["key"]
+    for server in servers:
+        assert server.get(f"/chunk_cache/variants?key={key}", check=False).status_code == 404
+    if isinstance(fleet.store, RedisServer):
+
+        def is_gone() -> bool:
+            new = {place: value for place, value in _values(fleet.store).items() if place not in before}
+            return not any(key.encode() in name or key.encode() in value for (name, _), value in new.items())
+
+        wait_until(is_gone, "its key is still in the store, or in what was computed behind it")
+    prompt = marked([other, gone, behind], head="Asked. ")
+    out, reply = reuse(fleet.second, prompt, tokenizer)
+    assert statuses(reply) == ["hit", "miss", "miss"]
+    assert_right(fleet.second, prompt, out)
+
+
+def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, tokenizer: Any):
+    """Neither a request nor the administration nor a key of the store tells that a tenant has a text."""
+    (text,) = passages.several(1)
+    fields = {"cache_salt": "of the first tenant"}
+    prime(fleet.first, [text], **fields)
+    fleet.second.flush()
+    _, reply = reuse(fleet.second, marked([text], head="Guessed. "), tokenizer)
+    assert (statuses(reply), reasons(reply)) == (["miss"], ["not_stored"])
+    if isinstance(fleet.store, RedisServer):
+        own = chunk_key(Partition(), encode(tokenizer, text)).hex().encode()
+        assert not any(own in name for name, _ in _values(fleet.store))
 
 
 def test_the_store_is_killed_and_comes_back(fleet: Fleet, passages: Passages, tokenizer: Any):

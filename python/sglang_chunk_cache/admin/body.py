@@ -1,6 +1,6 @@
 """What a client may send to the admin routes, checked.
 
-Verbs: `parse_selection`, `parse_pin`, `parse_unpin`, `parse_warm`, `parse_flush`, `parse_listing`; each turns decoded
+Verbs: `parse_evict`, `parse_pin`, `parse_unpin`, `parse_warm`, `parse_flush`, `parse_listing`; each turns decoded
 JSON (a query string for the listing) into a frozen value. Promise: what is wrong is one sentence with the JSON path and
 the remedy, before anything is asked of a scheduler.
 """
@@ -66,6 +66,14 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """Chunks to forget, and whether also all that may hold anything of them."""
+
+    selection: Selection
+    everywhere: bool
+
+
+@dataclass(frozen=True)
 class Warm:
     """Chunks to compute, what stands in front of each, and how many at a time.
 
@@ -95,13 +103,14 @@ class Listing:
     order: str
 
 
-def parse_selection(body: object) -> Selection:
+def parse_evict(body: object) -> Eviction:
     """The body of `evict`.
 
     Raises:
         ChunkCacheRequestError: anything that is not in the contract, as for all of these.
     """
-    return _selection(_object(body, _SELECTORS + _PARTITION), _SELECTORS)
+    fields = _object(body, (*_SELECTORS, *_PARTITION, "everywhere"))
+    return Eviction(_selection(fields, _SELECTORS), _boolean(fields.get("everywhere", False), "everywhere"))
 
 
 def parse_pin(body: object) -> Pin:
@@ -138,9 +147,6 @@ def parse_warm(body: object) -> Warm:
     retriever = _text(fields.get("retriever"), "retriever")
     if retriever is not None and not isinstance(neighbours, int):
         raise request_error("retriever", "given without a number of neighbours to find", "drop it, or give neighbours")
-    dry_run = fields.get("dry_run", False)
-    if not isinstance(dry_run, bool):
-        raise request_error("dry_run", f"{show(dry_run)} is neither true nor false", "give one of them")
     return Warm(
         selection=selection,
         prefix_text=_text(fields.get("prefix_text"), "prefix_text"),
@@ -148,7 +154,7 @@ def parse_warm(body: object) -> Warm:
         batch=_integer(fields.get("batch", DEFAULT_BATCH), "batch", 1, MAX_BATCH),
         neighbours=neighbours,
         retriever=retriever or DEFAULT_RETRIEVER,
-        dry_run=dry_run,
+        dry_run=_boolean(fields.get("dry_run", False), "dry_run"),
     )
 
 
@@ -279,6 +285,12 @@ def _positive(value: object, path: str, highest: float) -> float:
             path, f"{show(value)} is not a number of seconds", f"give a number above 0, up to {highest:g}"
         )
     return float(value)
+
+
+def _boolean(value: object, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise request_error(path, f"{show(value)} is neither true nor false", "give one of them")
+    return value
 
 
 def _integer(value: object, path: str, lowest: int, highest: int) -> int:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +25,7 @@ from chunk_cache.config import describe
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache.admin import messages, warming
-from sglang_chunk_cache.admin.body import MAX_BATCH, Listing, Pin, Selection, Warm
+from sglang_chunk_cache.admin.body import MAX_BATCH, Eviction, Listing, Pin, Selection, Warm
 from sglang_chunk_cache.api.marks import Mark, MarkedText
 from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
@@ -184,17 +185,25 @@ class Admin:
         _check_known(selection, chunks, unpinned)
         return {"unpinned": unpinned, "not_pinned": others, "pinned_tokens": pinned_tokens}
 
-    async def evict(self, selection: Selection) -> dict[str, Any]:
-        """Forgets chunks; nodes of their own give their slots back.
+    async def evict(self, eviction: Eviction) -> dict[str, Any]:
+        """Forgets chunks; nodes of their own give their slots back, or all that no request reads.
 
         Raises:
-            AdminRefused: none of the keys is known.
+            AdminRefused: none of the keys is known; not where everything is looked through, which needs no key.
         """
-        chunks = self.chunks_of(selection)
-        replies = await self._ask(messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks)))
+        chunks = self.chunks_of(eviction.selection)
+        request = messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks), is_everywhere=eviction.everywhere)
+        replies = await self._ask(request)
         evicted, missing = _split(chunks, _merged((reply.ranks[0]["evicted"] for reply in replies), _added))
-        _check_known(selection, chunks, evicted)
-        return {"evicted": evicted, "not_stored": missing}
+        reply = {"evicted": evicted, "not_stored": missing}
+        if not eviction.everywhere:
+            _check_known(eviction.selection, chunks, evicted)
+            return reply
+        if self.manager.chunk_cache_selector is not None:
+            self.manager.chunk_cache_selector.restart("has to forget passages")
+        more = [one.ranks[0] for one in replies]
+        sums = {name: sum(one[name] for one in more) for name in ("emptied_tokens", "in_use_tokens")}
+        return reply | {"behind": reduce(_added, (one["behind"] for one in more))} | sums
 
     async def flush(self, timeout_s: float) -> dict[str, Any]:
         """Empties index and KV pool where the server is idle.

@@ -60,9 +60,10 @@ class ChunkCacheUnpinReq(BaseReq, kw_only=True):
 
 
 class ChunkCacheEvictReq(BaseReq, kw_only=True):
-    """Forget these chunks."""
+    """Forget these chunks; where it says so, also all that was computed behind them, and overwrite what is freed."""
 
     keys: list[bytes]
+    is_everywhere: bool = False
 
 
 class ChunkCacheAdminReply(BaseReq, kw_only=True):

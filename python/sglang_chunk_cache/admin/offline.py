@@ -44,7 +44,7 @@ class EngineAdmin:
 
     def evict(self, **fields: Any) -> dict[str, Any]:
         """POST /chunk_cache/evict"""
-        return self._run(self._admin.evict(body.parse_selection(fields)))
+        return self._run(self._admin.evict(body.parse_evict(fields)))
 
     def flush(self, **fields: Any) -> dict[str, Any]:
         """POST /chunk_cache/flush"""

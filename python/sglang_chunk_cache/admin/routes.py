@@ -99,7 +99,7 @@ ROUTES: tuple[Route, ...] = (
     ("GET", f"{PREFIX}/variants", _variants),
     ("POST", f"{PREFIX}/pin", _with_body(body.parse_pin, Admin.pin)),
     ("POST", f"{PREFIX}/unpin", _with_body(body.parse_unpin, Admin.unpin)),
-    ("POST", f"{PREFIX}/evict", _with_body(body.parse_selection, Admin.evict)),
+    ("POST", f"{PREFIX}/evict", _with_body(body.parse_evict, Admin.evict)),
     ("POST", f"{PREFIX}/flush", _with_body(body.parse_flush, Admin.flush)),
     ("POST", f"{PREFIX}/warm", _warm),
 )

@@ -10,8 +10,11 @@ client. What is evicted here leaves the tiers below the pool too, whenever their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from chunk_cache.discover import Discoverer
     from chunk_cache.manager import ChunkManager
     from sglang_chunk_cache.gate.gate import Gate
+    from sglang_chunk_cache.kv.assembler import KVAssembler
     from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.tiers.manager import ChunkTiers
 
@@ -40,6 +44,7 @@ class ChunkAdmin:
         gate: verifies replies; None = nobody does.
         discoverer: finds passages that nobody marked; None = nobody does.
         journal: what became of requests.
+        assembler: overwrites what must leave no trace.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class ChunkAdmin:
         gate: Gate | None = None,
         discoverer: Discoverer | None = None,
         journal: Journal | None = None,
+        assembler: KVAssembler | None = None,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -60,6 +66,7 @@ class ChunkAdmin:
         self.gate = gate
         self.discoverer = discoverer
         self.journal = journal or Journal()
+        self.assembler = assembler
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -174,6 +181,7 @@ class ChunkAdmin:
 
     def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
+        more = self._evict_behind(request.keys) if request.is_everywhere else {}
         below = {} if self.tiers is None else self.tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
@@ -183,7 +191,27 @@ class ChunkAdmin:
             if variants or tiers:
                 num_freed = sum(self._forget(variant) for variant in variants)
                 evicted[key.hex()] = {"variants": len(variants), "freed_tokens": num_freed, "tiers": tiers}
-        return {"evicted": evicted}
+        return {"evicted": evicted} | more | (self._empty_pool() if request.is_everywhere else {})
+
+    def _evict_behind(self, keys: Sequence[bytes]) -> Result:
+        """Forgets what was computed behind these chunks."""
+        gone = set(keys)
+        behind = [variant for variant in self.index if not gone.isdisjoint(variant.context)]
+        self.pins.unpin(dict.fromkeys(variant.key for variant in behind))
+        num_freed = sum(self._forget(variant) for variant in behind)
+        below = {} if self.tiers is None else self.tiers.evict_behind(gone)
+        return {"behind": {"variants": len(behind), "freed_tokens": num_freed, "tiers": below}}
+
+    def _empty_pool(self) -> Result:
+        """Any prompt may hold what was forgotten: all goes that no request reads, and what is free is overwritten."""
+        num_evicted = self.cache.evict(EvictParams(num_tokens=int(self.cache.evictable_size()))).num_tokens_evicted
+        allocator = self.cache.token_to_kv_pool_allocator
+        assert self.assembler is not None, "nobody can overwrite"
+        pages = allocator.get_all_free_pages().to(torch.int64) * allocator.page_size
+        places = torch.arange(allocator.page_size, device=pages.device)
+        self.assembler.erase((pages[:, None] + places).reshape(-1))
+        in_use = allocator.size - allocator.available_size() - self.pins.num_tokens
+        return {"emptied_tokens": int(num_evicted), "in_use_tokens": int(in_use)}
 
     def _forget(self, variant: Variant) -> int:
         """Tokens of the pool that it frees."""

@@ -211,7 +211,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         discoverer=discoverer,
         tiers=tiers,
         landings=landings,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, assembler),
         metrics=metrics,
         clock=clock,
         journal=journal,

@@ -168,6 +168,14 @@ class KVAssembler:
                     for layer, value in zip(part, values, strict=True):
                         buffers[layer].index_copy_(0, slots, value)
 
+    def erase(self, slots: torch.Tensor) -> None:
+        """Overwrites K and V of every layer at `slots`, int64 on the pool's device, with zeros."""
+        with self._behind_launched_forwards(slots):
+            for buffer in (*self._k_buffers, *self._v_buffers):
+                buffer.index_fill_(0, slots, 0)
+        if self.draft is not None:
+            self.draft.erase(slots)
+
     def fingerprint(self, server_args: Any, tp_rank: int, tp_size: int) -> Fingerprint:
         """What the KV of this rank depends on."""
         k, v = self._k_buffers[0], self._v_buffers[0]

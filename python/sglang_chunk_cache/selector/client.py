@@ -227,13 +227,19 @@ class SelectorClient:
             process.heard_at = now
         code = process.popen.poll()
         if code is not None:
-            self._restart(f"has ended with code {code}")
+            self.restart(f"has ended with code {code}")
         elif now - process.heard_at > (SILENT_S if process.is_ready else START_S):
-            self._restart(f"has given no sign of life for {now - process.heard_at:.0f} s")
+            self.restart(f"has given no sign of life for {now - process.heard_at:.0f} s")
 
-    def _restart(self, what: str) -> None:
+    def restart(self, what: str) -> None:
+        """Ends the process, with all that it has read, and starts another; requests that wait go on without it.
+
+        Args:
+            what: end of a sentence about the process, for the log.
+        """
         process, self._process = self._process, None
-        assert process is not None
+        if process is None:
+            return  # another is about to be started
         logger.warning(
             "Chunk cache: the selector's process %d %s; it is started again in %.1f s, %d requests go on without it",
             process.popen.pid,

@@ -1,7 +1,7 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `stored_lens`, `prepared_keys`, `evict`, `flush`,
+(see `writer` and `loader`), `stored_lens`, `prepared_keys`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
@@ -206,13 +206,29 @@ class ChunkTiers:
                     problem = f"a chunk was not deleted from tier {tier.name}"
                     find = partial(tier.medium.find, key)
                     self._workers.submit(partial(_listed, tier, find, problem), self._forget_all)
-        if self.reduce_max is not None and keys:  # the ledgers of the ranks learn of it at different times
-            num_known = self.reduce_max(num_known.reshape(-1)).reshape(num_known.shape)
-        return {
-            key: {tier.name: num for tier, num in zip(self._tiers, row, strict=True) if num}
-            for key, row in zip(keys, num_known.tolist(), strict=True)
-            if any(row)
-        }
+        return {key: known for key, known in zip(keys, self._by_tier(num_known), strict=True) if known}
+
+    def evict_behind(self, keys: set[bytes]) -> dict[str, int]:
+        """Deletes all variants that were computed behind these chunks, as `evict`; a store is looked through for them.
+
+        Returns:
+            By tier, how many any rank knew of; tiers without any are left out.
+        """
+        num_known = np.zeros((1, len(self._tiers)), dtype=np.int64)
+        for j, tier in enumerate(self._tiers):
+            known = [info for info in tier.infos.values() if not keys.isdisjoint(info.context)]
+            num_known[0, j] = len(known)
+            self._forget_all((tier, known))
+            if not tier.is_host:
+                problem = f"chunks behind deleted ones were not deleted from tier {tier.name}"
+                self._workers.submit(partial(_listed, tier, partial(_behind, tier, keys), problem), self._forget_all)
+        return self._by_tier(num_known)[0]
+
+    def _by_tier(self, nums: np.ndarray) -> list[dict[str, int]]:
+        """Rows of numbers by tier, without zeros; the most of any rank, whose ledgers learn at different times."""
+        if self.reduce_max is not None and nums.size:
+            nums = self.reduce_max(nums.reshape(-1)).reshape(nums.shape)
+        return [{tier.name: n for tier, n in zip(self._tiers, row, strict=True) if n} for row in nums.tolist()]
 
     def _forget_all(self, found: tuple[Tier, list[VariantInfo]]) -> None:
         tier, infos = found
@@ -337,6 +353,11 @@ def create_tiers(
 
 def _is_prepared_behind(neighbours: tuple[bytes, ...], info: VariantInfo) -> bool:
     return info.is_prepared and info.context == neighbours
+
+
+def _behind(tier: Tier, keys: set[bytes]) -> list[VariantInfo]:
+    """What a tier holds that was computed behind these chunks, whoever wrote it."""
+    return [info for info in tier.medium.scan() if not keys.isdisjoint(info.context)]
 
 
 def _listed(

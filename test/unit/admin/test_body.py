@@ -41,7 +41,7 @@ BAD_SELECTIONS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("value", "start"), BAD_SELECTIONS)
 def test_bad_selection_is_named(value, start):
     with pytest.raises(ChunkCacheRequestError) as raised:
-        body.parse_selection(value)
+        body.parse_evict(value)
     assert str(raised.value).startswith(start)
     assert "; " in str(raised.value), "a remedy"
 

@@ -56,6 +56,7 @@ def admin(schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch) -> Admin:
         model_config=SimpleNamespace(vocab_size=100),
         tokenizer=None,
         auto_create_handle_loop=lambda: None,
+        chunk_cache_selector=None,
     )
     manager.chunk_cache_admin = Admin(manager, schedulers)
     monkeypatch.setattr(admin_routes, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
@@ -183,6 +184,24 @@ def test_what_is_evicted_of_all_replicas_is_counted(admin, schedulers):
     first, second = ask("POST", "evict", {"input_ids": IDS}).json()["evicted"]
     assert first == {"index": 0, "key": KEY, **gone(3, 9, remote=2, host=1)}
     assert second == {"index": 1, "key": KEYS[1].hex(), **gone(0, 0, host=1)}
+
+
+def test_evicting_everywhere_tells_what_stood_behind(admin, schedulers):
+    def result(variants: int, freed: int, in_use: int, **tiers: int) -> dict[str, Any]:
+        behind = {"variants": variants, "freed_tokens": freed, "tiers": tiers}
+        return {"evicted": {}, "behind": behind, "emptied_tokens": 50, "in_use_tokens": in_use}
+
+    schedulers.results = {messages.ChunkCacheEvictReq: [result(2, 6, 0, remote=4), result(1, 3, 7, remote=5)]}
+    response = ask("POST", "evict", {"keys": [KEY], "everywhere": True})
+    assert response.status_code == 200, "also where nobody knows the key any more"
+    assert response.json() == {
+        "evicted": [],
+        "not_stored": [{"index": 0, "key": KEY}],
+        "behind": {"variants": 3, "freed_tokens": 9, "tiers": {"remote": 5}},
+        "emptied_tokens": 100,
+        "in_use_tokens": 7,
+    }
+    assert schedulers.seen == [messages.ChunkCacheEvictReq(keys=[bytes.fromhex(KEY)], is_everywhere=True)]
 
 
 def test_variants_of_all_replicas_are_listed(admin, schedulers):

@@ -195,6 +195,20 @@ def test_evict_deletes_what_another_server_has_written_meanwhile(open_chunk_tier
     assert on_disk(tmp_path / "disk") == set()
 
 
+def test_what_was_computed_behind_a_chunk_is_deleted_too(open_chunk_tiers, tmp_path):
+    first, second, third = wanted(1).key, wanted(2).key, wanted(3).key
+    medium = DiskMedium(tmp_path / "disk", FINGERPRINT)
+    for number, context in ((1, ()), (2, (first,)), (3, (second,))):
+        medium.write(stored(variant(number, context=context)))
+    tiers = open_chunk_tiers(host_bytes=100 * SIZE)
+    idle(tiers)
+    medium.write(stored(variant(4, context=(third, first))))  # by another server, meanwhile
+    assert tiers.evict_behind({first}) == {"disk": 1}
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == {1, 3}
+    assert tiers.evict_behind({b"nobody's"}) == {}
+
+
 def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
     for rank, numbers in enumerate(((1, 2), (2, 3))):
         for number in numbers:
