@@ -31,7 +31,7 @@ from benchmark.simulate.store import SYSTEM, Node, Pool
 from benchmark.simulate.tally import FIELDS, Counts, Outcome
 from benchmark.simulate.trace import Request, Trace
 
-from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.keys import Partition, chunk_key, partition_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import ChunkPlan, RecomputePlan, replan_without_load
 from chunk_cache.request_options import RequestOptions
@@ -40,8 +40,6 @@ from chunk_cache.types import Status
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 
 METHOD = "cache-craft"
-_PARTITION = Partition()
-
 
 Observe: TypeAlias = Callable[[ChunkPrompt, Sequence[tuple[ChunkPlan, Variant]]], None]
 """Told of every prompt and of the variants that are brought in for it."""
@@ -95,13 +93,17 @@ class Replay:
     def __post_init__(self) -> None:
         settings = self.settings
         self.pool = Pool(
-            settings.pool_tokens, settings.policy, age=lambda: self.manager.index.age, on_evicted=self._note_evicted
+            settings.pool_tokens,
+            settings.policy,
+            share=settings.partition_share,
+            age=lambda: self.manager.index.age,
+            on_evicted=self._note_evicted,
         )
         self.manager = ChunkManager(
             settings.config, self.pool, method=METHOD, ratio=settings.ratio, capacity=settings.pool_tokens
         )
         self.attention = SyntheticAttention(settings.seed)
-        self.keys = [chunk_key(_PARTITION, array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
+        self.keys = [chunk_key(Partition(), array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
 
     @property
     def _holds_prompts(self) -> bool:
@@ -126,7 +128,7 @@ class Replay:
     def answer(self, request: Request) -> Counts:
         """One request, from its lookup to what it leaves behind; returns `[len(FIELDS)]`."""
         layout = _Layout.of(self.trace, request, self.settings, self.keys)
-        prefix = self.pool.match(layout.labels) if self._holds_prompts else []
+        prefix = self.pool.match(layout.labels, layout.owner) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
         plan = self.manager.plan(
             layout.prompt, prompt_len=layout.length, prefix_len=prefix_len, max_prefix_len=layout.length - 1
@@ -197,12 +199,13 @@ class Replay:
         return [*layout.labels, SYSTEM - 1 - self.num_answered]
 
     def _remember_exact(self, layout: _Layout, plan: RecomputePlan) -> None:
-        nodes = self.pool.add_path(self._labels(layout), layout.part_lens)
+        nodes = self.pool.add_path(self._labels(layout), layout.part_lens, layout.owner)
         spans = layout.prompt.options.spans
-        path = PathTokens(_tokens(spans[-1][1] if spans else 0), _PARTITION)
+        path = PathTokens(_tokens(spans[-1][1] if spans else 0), layout.partition)
         keeps = self.manager.remember_exact(layout.prompt, plan, in_tree=layout.length, up_to=layout.length)
         for keep in keeps:
-            self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[layout.places[keep.chunk]])
+            if isinstance(keep, Keep):
+                self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[layout.places[keep.chunk]])
 
     def _remember_fused(self, layout: _Layout, plan: RecomputePlan) -> None:
         self._keep_own(layout, self.manager.remember_fused(layout.prompt, plan, up_to=layout.length))
@@ -210,8 +213,8 @@ class Replay:
             variant, source = promotion.variant, self._node_of(promotion.variant)
             self.pool.lock([source])
             if self.pool.reserve(variant.length):
-                node = self.pool.add_own(variant.length, promotion.priority)
-                self.manager.index.move(variant, NodeHome(_tokens(variant.length), ""))
+                node = self.pool.add_own(variant.length, promotion.priority, layout.owner)
+                self.manager.index.move(variant, layout.home(variant.length))
                 self.pool.settle(node, variant)
                 self.num_promoted += 1
             self.pool.unlock([source])
@@ -222,7 +225,7 @@ class Replay:
                 continue
             length = layout.prompt.length(action.chunk)
             if self._holds_prompts or self.pool.reserve(length):
-                self._keep(layout, action, NodeHome(_tokens(length), ""), self.pool.add_own(length))
+                self._keep(layout, action, layout.home(length), self.pool.add_own(length, owner=layout.owner))
 
     def _keep(self, layout: _Layout, keep: Keep, home: Home, node: Node) -> None:
         prompt, i = layout.prompt, keep.chunk
@@ -273,6 +276,7 @@ class _Layout:
     """Tokens of each of them, and of the question."""
     places: tuple[int, ...]
     """Which of them the chunks are."""
+    partition: Partition
 
     @classmethod
     def of(cls, trace: Trace, request: Request, settings: Settings, keys: Sequence[bytes]) -> _Layout:
@@ -288,7 +292,15 @@ class _Layout:
         if settings.counts_system and places:
             system = _marks(labels[: places[0]], part_lens[: places[0]])
         prompt = ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks), system)
-        return cls(prompt, labels, part_lens, places)
+        return cls(prompt, labels, part_lens, places, _partition(request.tenant))
+
+    @property
+    def owner(self) -> bytes:
+        return partition_key(self.partition)
+
+    def home(self, length: int) -> NodeHome:
+        """A new one for a chunk of this prompt."""
+        return NodeHome(_tokens(length), "", partition=self.partition)
 
     @property
     def length(self) -> int:
@@ -299,6 +311,11 @@ class _Layout:
 def _marks(labels: tuple[int, ...], lengths: tuple[int, ...]) -> bytes:
     """Marks of a system prompt that is made of these blocks: two are alike as far as their blocks are."""
     return marks_of(array("q", [label for label, length in zip(labels, lengths, strict=True) for _ in range(length)]))
+
+
+@lru_cache(maxsize=1 << 10)
+def _partition(tenant: int) -> Partition:
+    return Partition(f"tenant {tenant}") if tenant else Partition()
 
 
 def _is_in_full(chunk: ChunkPlan) -> bool:

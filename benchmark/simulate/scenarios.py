@@ -5,6 +5,7 @@ bounds     N x M against the variants of one chunk
 orders     reuse over 10,000 requests of which no two have the same order
 storage    FusionRAG's storage experiment (section 5.3.3) in kind
 snapshot   Cache-Craft's store at the end of a trace (section 5.4.1, figure 25) in kind
+tenants    a noisy and a quiet tenant, with and without a quota (`tenants.py`)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmark.simulate.plots import add_legend, draw_bars, draw_lines
 from benchmark.simulate.report import Report, percent, row_of, spelled
 from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import Outcome
+from benchmark.simulate.tenants import tenants
 from benchmark.simulate.trace import PRESETS, MixSpec, Trace, TraceSpec, generate, generate_mix, shortened
 from matplotlib.figure import Figure
 
@@ -373,4 +375,5 @@ SCENARIOS: Mapping[str, Scenario] = {
     "orders": orders,
     "storage": storage,
     "snapshot": snapshot,
+    "tenants": tenants,
 }

@@ -40,6 +40,8 @@ class Settings:
     remember: str = REMEMBER[0]
     counts_system: bool = True
     """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
+    partition_share: float = 1.0
+    """Of index and KV memory that one tenant may have."""
     promote_uses: int = 8
     ageing: float = AGEING
     """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
@@ -59,6 +61,8 @@ class Settings:
             raise SettingsError(
                 f"ageing: {self.ageing} is not a number of at least 0; give one, {AGEING:g} as the server"
             )
+        if not 0 < self.partition_share <= 1:
+            raise SettingsError(f"partition_share: {self.partition_share} is not in (0, 1]; give such a number")
         if not 0 <= self.ratio <= 1:
             raise SettingsError(f"ratio: {self.ratio} is not in [0, 1]; give a number from 0 to 1")
 
@@ -73,6 +77,7 @@ class Settings:
             alpha=self.alpha,
             max_cfo=self.max_cfo,
             remember=self.remember,
+            partition_share=self.partition_share,
             promote_uses=self.promote_uses,
             eviction="frequency-reuse" if self.policy == "frequency-reuse" else "lru",
             ageing=self.ageing,

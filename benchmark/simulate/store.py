@@ -7,8 +7,9 @@
     use, use_prefix   a variant was brought in from a node; a prompt began with these nodes
 
 It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant (`chunk_cache.variant`). A
-node goes only when nothing stands behind it. Not modelled: pages, splits inside a chunk, tokens of answers, and more
-than one running request.
+node goes only when nothing stands behind it. Partitions (tenants) share no node; those above their share give way
+first, by policy, until they are not. Not modelled: pages, splits inside a chunk, tokens of answers, and more than one
+running request.
 
 Policies: `lru` the least recently used leaf goes; `fifo` the oldest; `lfu` the least often used; `frequency-reuse` the
 one of least worth, as the server's priorities do: a new node has the index's age, and a use lifts the node, and those
@@ -19,8 +20,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TypeAlias
 
+from chunk_cache.keys import DEFAULT_PARTITION
+from chunk_cache.quota import Shares
 from chunk_cache.variant import Variant
 
 POLICIES = ("lru", "lfu", "fifo", "frequency-reuse")
@@ -35,12 +39,24 @@ class Node:
     """Tokens of one chunk (or of the system prompt, or of a question) behind its parent's."""
 
     __slots__ = (
-        *("children", "created", "is_stored", "label", "last_use", "length", "num_locks", "num_uses", "parent"),
+        *(
+            "children",
+            "created",
+            "is_stored",
+            "label",
+            "last_use",
+            "length",
+            "num_locks",
+            "num_uses",
+            "owner",
+            "parent",
+        ),
         *("ticket", "variant", "worth"),
     )
 
-    def __init__(self, parent: Node | None, label: int, length: int, clock: int) -> None:
+    def __init__(self, parent: Node | None, label: int, length: int, clock: int, owner: bytes) -> None:
         self.parent = parent
+        self.owner = owner
         self.label = label
         self.length = length
         self.children: dict[int, Node] = {}
@@ -71,6 +87,7 @@ class Pool:
     Args:
         capacity: tokens, of cached nodes and of the running request together.
         policy: one of `POLICIES`.
+        share: of the capacity that one partition may have when room is needed; 1 = any.
         age: what a new node is worth, of `frequency-reuse` only.
         on_evicted: told how many tokens were evicted just now.
     """
@@ -80,6 +97,7 @@ class Pool:
         capacity: int,
         policy: str,
         *,
+        share: float = 1.0,
         age: Callable[[], float] = float,
         on_evicted: Callable[[int], None] | None = None,
     ) -> None:
@@ -95,9 +113,11 @@ class Pool:
         self.num_evicted = 0
         self.version = 0
         """A number that changes whenever an answer of `resolve` may have changed."""
-        self._root = Node(None, 0, 0, 0)
+        self.shares = Shares(capacity, share)
+        """Tokens of each partition, by its `partition_key`."""
+        self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # variant id -> its node
-        self._heap: list[tuple[Score, int, Node]] = []
+        self._heaps: dict[bytes, list[tuple[Score, int, Node]]] = {}
         self._num_leaves = 0
         self._num_own = 0
         self._serial = 0
@@ -105,9 +125,9 @@ class Pool:
 
     # Lookup.
 
-    def match(self, labels: Iterable[int]) -> list[Node]:
+    def match(self, labels: Iterable[int], owner: bytes = DEFAULT_PARTITION) -> list[Node]:
         """The stored nodes of the longest exact prefix."""
-        nodes, node = [], self._root
+        nodes, node = [], self._root_of(owner)
         for label in labels:
             child = node.children.get(label)
             if child is None:
@@ -177,12 +197,13 @@ class Pool:
         del parent.children[node.label]
         node.is_stored = False
         self.num_stored -= node.length
+        self.shares.remove(node.owner, node.length)
         self.num_evicted += 1
         self._num_leaves -= 1
         if node.variant is not None:
             self.version += 1
             del self._nodes[node.variant.variant_id]
-        if parent is not self._root and not parent.children:
+        if parent.parent is not None and not parent.children:
             self._num_leaves += 1
             self._queue(parent)
 
@@ -192,9 +213,9 @@ class Pool:
 
     # Remember. New nodes take over tokens that are reserved.
 
-    def add_path(self, labels: Sequence[int], lengths: Sequence[int]) -> list[Node]:
+    def add_path(self, labels: Sequence[int], lengths: Sequence[int], owner: bytes = DEFAULT_PARTITION) -> list[Node]:
         """The nodes of an exact prompt, new or found; one per label."""
-        nodes, node = [], self._root
+        nodes, node = [], self._root_of(owner)
         for label, length in zip(labels, lengths, strict=True):
             child = node.children.get(label)
             if child is None:
@@ -204,10 +225,10 @@ class Pool:
             node = child
         return nodes
 
-    def add_own(self, length: int, worth: float = 0.0) -> Node:
+    def add_own(self, length: int, worth: float = 0.0, owner: bytes = DEFAULT_PARTITION) -> Node:
         """A node that no prompt finds as its prefix."""
         self._num_own += 1
-        return self._add(self._root, SYSTEM - self._num_own, length, worth)
+        return self._add(self._root_of(owner), SYSTEM - self._num_own, length, worth)
 
     def settle(self, node: Node, variant: Variant) -> None:
         """The variant lives in this node from now on."""
@@ -231,7 +252,7 @@ class Pool:
 
     def num_dead(self, is_known: Callable[[Variant], bool]) -> int:
         """Tokens of own nodes whose variant the index has dropped: nobody will find them again."""
-        own = (node for label, node in self._root.children.items() if label < SYSTEM)
+        own = (node for root in self._roots.values() for label, node in root.children.items() if label < SYSTEM)
         return sum(node.length for node in own if node.variant is None or not is_known(node.variant))
 
     def check_integrity(self) -> None:
@@ -240,16 +261,24 @@ class Pool:
         Raises:
             AssertionError: something does not agree.
         """
-        nodes = list(self._walk(self._root))
+        nodes = [node for root in self._roots.values() for node in self._walk(root)]
         assert self.num_stored == sum(node.length for node in nodes), "stored tokens"
         assert self.num_stored + self.num_reserved <= self.capacity, "over capacity"
         assert self._num_leaves == sum(not node.children for node in nodes), "leaves"
         assert all(node.is_stored for node in nodes), "an evicted node is in the tree"
         homes = {node.variant.variant_id: node for node in nodes if node.variant is not None}
         assert homes == self._nodes, f"nodes say {homes}, variants {self._nodes}"
-        queued = {node for score, ticket, node in self._heap if ticket == node.ticket and score == self.score(node)}
+        held = {owner: sum(node.length for node in self._walk(root)) for owner, root in self._roots.items()}
+        self.shares.check_integrity(held)
+        heaps = chain.from_iterable(self._heaps.values())
+        queued = {node for score, ticket, node in heaps if ticket == node.ticket and score == self.score(node)}
         missing = [node for node in nodes if not node.children and node not in queued]
         assert not missing, f"leaves that are never evicted: {missing}"
+
+    def _root_of(self, owner: bytes) -> Node:
+        if owner not in self._roots:
+            self._roots[owner] = Node(None, 0, 0, 0, owner)
+        return self._roots[owner]
 
     def _walk(self, node: Node) -> Iterator[Node]:
         for child in node.children.values():
@@ -259,11 +288,12 @@ class Pool:
     def _add(self, parent: Node, label: int, length: int, worth: float = 0.0) -> Node:
         assert self.num_reserved >= length, f"{length} tokens of {self.num_reserved} reserved ones"
         self._clock += 1
-        node = Node(parent, label, length, self._clock)
+        node = Node(parent, label, length, self._clock, parent.owner)
         node.worth = int(max(worth, self._age()))
-        self._num_leaves += 1 if parent is self._root or parent.children else 0
+        self._num_leaves += 1 if parent.parent is None or parent.children else 0
         parent.children[label] = node
         self.num_stored += length
+        self.shares.add(node.owner, length)
         self.num_reserved -= length
         self._queue(node)
         return node
@@ -274,17 +304,26 @@ class Pool:
             return
         self._serial += 1
         node.ticket = self._serial
-        heapq.heappush(self._heap, (self.score(node), node.ticket, node))
-        if len(self._heap) > 4 * self._num_leaves + 1024:
+        heap = self._heaps.setdefault(node.owner, [])
+        heapq.heappush(heap, (self.score(node), node.ticket, node))
+        if len(heap) > 4 * self._num_leaves + 1024:
             # What has got children is queued again when it has lost them.
-            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket and not entry[2].children]
-            heapq.heapify(self._heap)
+            heap[:] = [entry for entry in heap if entry[1] == entry[2].ticket and not entry[2].children]
+            heapq.heapify(heap)
 
     def _evict_one(self) -> bool:
+        return self._evict_of(self.shares.above) or self._evict_of(self._heaps)
+
+    def _evict_of(self, owners: Iterable[bytes]) -> bool:
+        """One leaf of these partitions."""
+        heaps = [heap for owner in owners if (heap := self._heaps.get(owner))]
         locked = []
         is_evicted = False
-        while self._heap and not is_evicted:
-            _, ticket, node = heapq.heappop(self._heap)
+        while heaps and not is_evicted:
+            heap = min(heaps, key=lambda one: one[0])
+            _, ticket, node = heapq.heappop(heap)
+            if not heap:
+                heaps = [one for one in heaps if one]
             if ticket != node.ticket or not node.is_stored or node.children:
                 continue
             if node.num_locks:

@@ -35,7 +35,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: the system prompt that all share, these chunks in this order, a question that comes once."""
+    """One prompt: the system prompt that a tenant's share, these chunks in this order, a question that comes once."""
 
     chunks: tuple[int, ...]
     """Numbers of chunks; what a trace draws brings each at most once."""
@@ -43,6 +43,8 @@ class Request:
     session: int = 0
     plain: tuple[tuple[int, int], ...] = ()
     """Text that is not marked, in the order of the prompt: (chunks in front of it, number of the text)."""
+    tenant: int = 0
+    """Whose prompt it is; chunks of tenants have numbers of their own."""
 
     @property
     def blocks(self) -> tuple[tuple[int, bool], ...]:

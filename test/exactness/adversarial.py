@@ -112,7 +112,6 @@ def case_noisy_tenant(s: Session) -> dict[str, Any]:
         "exact": exact.cached_tokens,
         "statuses": s.statuses(reply)[1:],
         "held": held,
-        "most": store.shares.most,
         "given_way": store.num_evicted_above,
     }
 

@@ -72,8 +72,8 @@ def test_a_tenant_that_floods_makes_room_out_of_its_own(fields: dict[str, Any]) 
     found = outcome(config, "noisy_tenant")
     assert found["exact"] > 100
     assert found["statuses"] == ["hit", "hit"]
-    assert 0 < found["held"]["quiet"] < found["held"]["noisy"] < found["most"] + 220, "what ran together is above"
-    assert found["given_way"] > 0
+    assert 0 < found["held"]["quiet"] < found["held"]["noisy"]
+    assert found["given_way"] > 1024
 
 
 @pytest.mark.slow

@@ -140,5 +140,6 @@ def test_a_tenant_that_floods(model_dir: Path, share: float):
         if share == 1.0:
             assert (given_way, held) == (0, None)
         else:
-            assert given_way > 0
-            assert all(0 < tokens < 1024 * share + 100 for tokens in held.values()), held
+            assert given_way > 1024
+            assert sorted(held.values())[0] > CHUNKS * LENGTH, "of both tenants"
+            assert sum(held.values()) <= 1024

@@ -31,7 +31,7 @@ def test_a_users_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| lru |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["storage", "snapshot", "orders"])
+@pytest.mark.parametrize("name", ["storage", "snapshot", "orders", "tenants"])
 def test_a_scenario_writes_its_report(name: str, tmp_path: Path) -> None:
     assert main(["scenarios", name, "--share", "0.005", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.csv", f"{name}.md", f"{name}.png"}

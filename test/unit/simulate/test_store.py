@@ -107,18 +107,39 @@ def test_a_variant_is_found_until_its_node_goes() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_books_and_bound_hold_under_random_use(policy: str, seed: int) -> None:
     draw = random.Random(seed)
-    pool = Pool(300, policy)
+    pool = Pool(300, policy, share=draw.choice([1.0, 0.4]))
     for step in range(150):
-        prefix = pool.match([SYSTEM, *draw.choices(range(4), k=3)])
+        owner = draw.choice([b"one", b"two"])
+        prefix = pool.match([SYSTEM, *draw.choices(range(4), k=3)], owner)
         pool.lock(prefix[-1:])
         labels = [SYSTEM, *draw.choices(range(4), k=3), -step - 2]
         lengths = [5 + label % 4 for label in labels]
         assert pool.reserve(sum(lengths) + 8)
         pool.use_prefix(prefix)
-        nodes = pool.add_path(labels, lengths)
+        nodes = pool.add_path(labels, lengths, owner)
         pool.use(draw.choice(nodes), draw.random() * 10)
-        pool.add_own(8)
+        pool.add_own(8, owner=owner)
         pool.release()
         pool.unlock(prefix[-1:])
         pool.check_integrity()
     assert pool.num_evicted > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_partition_above_its_share_gives_way_first(policy: str) -> None:
+    pool = Pool(100, policy, share=0.5)
+    quiet, noisy = [b"quiet" + bytes([i]) for i in range(2)], b"noisy"
+    assert pool.reserve(80)
+    others = [pool.add_own(10, owner=owner) for owner in quiet]
+    path = pool.add_path([SYSTEM, 0, -9], [10, 10, 10], noisy)
+    own = [pool.add_own(10, owner=noisy) for _ in range(3)]
+    assert pool.match([SYSTEM, 0], noisy) == path[:2]
+    assert pool.match([SYSTEM, 0], quiet[0]) == []
+    pool.release()
+    assert pool.reserve(30)
+    assert pool.shares.held(noisy) == 50
+    assert all(node.is_stored for node in others)
+    pool.check_integrity()
+    assert pool.reserve(10)  # nobody is above: the order of all
+    assert sum(node.is_stored for node in [*others, *path, *own]) == 6
+    pool.check_integrity()
