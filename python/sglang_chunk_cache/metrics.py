@@ -2,7 +2,8 @@
 
 Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept),
 `count_maintenance` (a variant was promoted or refreshed), `count_fused_batch` (a forward brought chunks in),
-`observe_stage` (of serving a request), `observe_saved` (a request has ended).
+`count_events` (they were published or dropped), `observe_stage` (of serving a request), `observe_saved` (a request has
+ended).
 
 Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
 counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
@@ -68,6 +69,11 @@ class ChunkMetrics:
                 "Variants that were promoted to a node of their own, or computed exactly while idle (refreshed).",
                 ["kind"],
             ),
+            "events": Counter(
+                "sglang:chunk_cache_events_total",
+                "Events that were published, by kind; of those that were dropped, since the queue was full, in all.",
+                ["kind"],
+            ),
             "fused_batches": Counter(
                 "sglang:chunk_cache_fused_batches_total",
                 "Forwards of batches with reused chunks, by the kernels that served them.",
@@ -103,6 +109,11 @@ class ChunkMetrics:
         """Counts one variant that was ``promoted`` or ``refreshed``."""
         if self._counters:
             self._counters["maintenance"].labels(kind).inc()
+
+    def count_events(self, kind: str, num: int = 1) -> None:
+        """Counts events of one of `event_log.KINDS` that were published, or that were ``dropped``."""
+        if self._counters:
+            self._counters["events"].labels(kind).inc(num)
 
     def observe_stage(self, name: str, seconds: float) -> None:
         """One of `STAGES` took so long."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, show, user_error
+from chunk_cache.event_config import EventConfig, parse_events
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.options import ALPHA, Options, OptionValue, layer_numbers
 from chunk_cache.selector_config import SelectorConfig, parse_selector
@@ -83,6 +84,8 @@ class Config:
     """Speculative decoding with a model that drafts is served on a GPU too, where nobody has run it yet."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
+    events: EventConfig | None = None
+    """Where it is published what enters and leaves the server; None = nowhere."""
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     """How the model of `--chunk-cache-selector` runs, where there is one."""
     statistics_layers: str | tuple[int, ...] = "sampled"
@@ -105,11 +108,13 @@ class Config:
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """All keys and values, for logs and replies: without the user and password of a store."""
+    """All keys and values, for logs and replies: without the user and password of a store, and the salt of events."""
     found = asdict(config)
     found["options"] = dict(config.options)
     if config.tiers is not None and config.tiers.remote is not None:
         found["tiers"]["remote"]["url"] = shown_url(config.tiers.remote.url)
+    if config.events is not None:
+        del found["events"]["salt"]
     return found
 
 
@@ -184,6 +189,8 @@ def _check(key: str, value: object) -> object:
         return value
     if key == "tiers":
         return parse_tiers(value, path)
+    if key == "events":
+        return parse_events(value, path)
     if key == "selector":
         return parse_selector(value, path)
     if key == "verify_file":

@@ -26,6 +26,7 @@ from chunk_cache.index_counters import IndexCounters
 from chunk_cache.index_quota import IndexQuota
 from chunk_cache.keys import partition_key
 from chunk_cache.need import Need, system_charge
+from chunk_cache.observer import Observer
 from chunk_cache.paths import PathLedger
 from chunk_cache.peers import behind, check_peers, find_same, is_superseded, ranked
 from chunk_cache.types import REASONS
@@ -114,6 +115,8 @@ class ChunkIndex:
         self._clock = 0
         self.version = 0
         """Changes whenever a lookup may find something better or worse; by a use it only finds another as good."""
+        self.observer: Observer | None = None
+        """Told what comes and goes; sizes are tokens."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -409,6 +412,8 @@ class ChunkIndex:
         self.quota.clear()
         self._turns.clear()
         self._gone_keys.clear()
+        if self.observer is not None:
+            self.observer.cleared()
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters, for metrics and logs."""
@@ -531,6 +536,8 @@ class ChunkIndex:
         self._enter_home(variant)
         self._gone_keys.pop(variant.key, None)
         self._turns.append(variant.variant_id)
+        if self.observer is not None:
+            self.observer.stored(variant.key, variant.name, partition_key(variant.holder.partition), variant.length)
 
     def _remove(self, variant: Variant, *, is_victim: bool = False) -> None:
         self.version += 1
@@ -546,6 +553,8 @@ class ChunkIndex:
         self.quota.remove(variant)
         if len(self._turns) > 2 * len(self) + 64:
             self._turns = deque(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
+        if self.observer is not None:
+            self.observer.removed(variant.key, variant.name)
 
     def _forget_gone(self, variant: Variant) -> None:
         """The store has evicted it."""

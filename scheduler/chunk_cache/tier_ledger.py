@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from chunk_cache.keys import DEFAULT_PARTITION
+from chunk_cache.observer import Observer
 from chunk_cache.quota import Shares
 from chunk_cache.victims import AGEING, EVICTIONS
 
@@ -92,6 +93,8 @@ class TierLedger:
         self._own_heaps: dict[bytes, list[_Rank]] = {}  # the same of each partition, where there is a quota
         self._writing_bytes: dict[bytes, int] = {}  # of each partition, those that are not found
         self._clock = 0
+        self.observer: Observer | None = None
+        """Told what is found from now on, and no more; sizes are bytes."""
 
     def __len__(self) -> int:
         """How many are found."""
@@ -155,6 +158,8 @@ class TierLedger:
         self._stored_bytes += entry.num_bytes
         self._by_key.setdefault(entry_id.key, {})[entry_id] = None
         self._use(entry)
+        if self.observer is not None:
+            self.observer.stored(*entry_id, entry.partition, entry.num_bytes)
         return True
 
     def note_read(self, entry_id: EntryId, *, is_corrupt: bool) -> None:
@@ -196,8 +201,12 @@ class TierLedger:
 
     def clear(self) -> None:
         """Discard everything."""
+        observer, self.observer = self.observer, None
         for entry_id in list(self._entries):
             self.discard(entry_id)
+        if observer is not None:
+            self.observer = observer
+            observer.cleared()
 
     def check_integrity(self) -> None:
         """Raises an `AssertionError` where the parts contradict each other."""
@@ -296,6 +305,8 @@ class TierLedger:
         if not peers:
             del self._by_key[entry.entry_id.key]
         self._remove(entry)
+        if self.observer is not None:
+            self.observer.removed(*entry.entry_id)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.entry_id]

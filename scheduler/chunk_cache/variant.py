@@ -10,6 +10,7 @@ A home may be gone at any time. Whoever looks a variant up asks the tree again, 
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -80,6 +81,16 @@ def rank_of(generation: int, is_prepared: bool) -> Rank:
     return generation, not is_prepared
 
 
+def variant_name(start: int, generation: int, is_prepared: bool, system: bytes, context: tuple[bytes, ...]) -> str:
+    """Hex of 8 bytes: tells the variants of one chunk apart, in every tier of every server."""
+    kind = ",prepared" if is_prepared else ""
+    hasher = hashlib.blake2b(f"{start},{generation}{kind}".encode(), digest_size=8)
+    hasher.update(system)
+    for key in context:
+        hasher.update(len(key).to_bytes(1, "little") + key)
+    return hasher.hexdigest()
+
+
 @dataclass(eq=False, slots=True)
 class Variant:
     """One stored key-value cache of a chunk, computed in one context; compared by identity.
@@ -132,6 +143,11 @@ class Variant:
     def context(self) -> tuple[bytes, ...]:
         """Keys of the chunks before it in its prompt, in order."""
         return self.prompt_keys[: self.num_before]
+
+    @property
+    def name(self) -> str:
+        """See `variant_name`."""
+        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
 
     @property
     def is_exact(self) -> bool:

@@ -107,8 +107,8 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_unified_memory", "the unified memory pool (--enable-unified-memory)"),
     FlagRule("enable_page_major_kv_layout", "the page-major KV layout (--enable-page-major-kv-layout)"),
     FlagRule("kv_canary", "the KV canary (--kv-canary)", _not_null),
-    # They would announce our nodes, whose keys no router can ask for.
-    FlagRule("kv_events_config", "KV events (--kv-events-config)", _not_null),
+    # They would tell the token ids of our nodes, under keys that no router can ask for.
+    FlagRule("kv_events_config", 'KV events (--kv-events-config; here "events" of --chunk-cache-config)', _not_null),
     # Front ends.
     FlagRule("smg_grpc_mode", "gRPC mode (--smg-grpc-mode)"),
     FlagRule("grpc_mode", "gRPC mode (--grpc-mode)"),

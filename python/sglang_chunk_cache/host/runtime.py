@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.config import Config, describe
 from chunk_cache.discover import Discoverer
+from chunk_cache.event_config import check_replicas
+from chunk_cache.event_log import POOL
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
 from chunk_cache.quota import Shares
@@ -23,6 +26,7 @@ from sglang_chunk_cache.gate.gate import Gate
 from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
+from sglang_chunk_cache.host.events import EventPublisher
 from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.journal import Journal
 from sglang_chunk_cache.kv.assembler import KVAssembler
@@ -38,7 +42,7 @@ from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+from sglang_chunk_cache.server_args import ChunkCacheArgs, instance_of, refuse
 from sglang_chunk_cache.tiers.base import TierError
 from sglang_chunk_cache.tiers.landing import Landings
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
@@ -62,6 +66,7 @@ class ChunkRuntime:
         store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
         tiers, landings: below the KV pool; None = there are none.
+        events: tell what is held; None = nobody is told, or another rank does.
         clock: measures forwards; those of all batches where there are tiers, else of those with marked requests.
         journal: what became of requests.
         kernel: backend of the operations.
@@ -84,6 +89,7 @@ class ChunkRuntime:
     discoverer: Discoverer | None
     tiers: ChunkTiers | None
     landings: Landings | None
+    events: EventPublisher | None
     admin: ChunkAdmin
     metrics: ChunkMetrics
     clock: ForwardClock
@@ -184,6 +190,11 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         note_stored=None if tiers is None else tiers.note_stored,
         reduce_max=reduce_max,
     )
+    events = _create_events(config, ctx, metrics)
+    if events is not None:
+        manager.index.observer = events.log.observer(POOL)
+        if tiers is not None:
+            tiers.observe(events.log.observer)
     discoverer = Discoverer() if args.discover else None
     journal = Journal()
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
@@ -211,6 +222,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         discoverer=discoverer,
         tiers=tiers,
         landings=landings,
+        events=events,
         admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, assembler),
         metrics=metrics,
         clock=clock,
@@ -225,6 +237,18 @@ def _min_run_len(attention: str, device: str) -> int | None:
     if attention == "rows" or (attention == "auto" and torch.device(device).type == "cpu"):
         return None
     return 1 if attention == "runs" else WORTHWHILE_LEN
+
+
+def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMetrics) -> EventPublisher | None:
+    """Of rank 0, since all hold the same; each data-parallel replica has one."""
+    if config.events is None or ctx.tp_rank != 0:
+        return None
+    instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0
+    try:
+        check_replicas(config.events, get_parallel().dp_size)
+        return EventPublisher(config.events, metrics, instance=instance, dp_rank=dp_rank)
+    except ValueError as error:
+        refuse(f"--chunk-cache-config: events: {error}.")
 
 
 def _create_gate(

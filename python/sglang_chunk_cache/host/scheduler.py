@@ -92,6 +92,8 @@ class ChunkScheduler(Scheduler):
             assert landings is not None
             tiers.poll([req.rid for req in queue])
             landings.poll()
+        if self._chunks.events is not None:
+            self._chunks.events.publish()
         held = {id(req) for req in queue if self._is_held(req)}
         if not held:
             return super()._get_new_batch_prefill_raw(*args, **kwargs)

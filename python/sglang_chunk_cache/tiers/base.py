@@ -15,7 +15,6 @@ is a `TierError`, never another exception of the storage; asserts are mistakes o
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -29,7 +28,7 @@ import torch
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import DEFAULT_PARTITION
 from chunk_cache.tier_ledger import EntryId
-from chunk_cache.variant import Rank, rank_of
+from chunk_cache.variant import Rank, rank_of, variant_name
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
 __all__ = [
@@ -94,13 +93,8 @@ class VariantInfo:
 
     @property
     def name(self) -> str:
-        """Hex of 8 bytes: tells the variants of one chunk apart."""
-        kind = ",prepared" if self.is_prepared else ""
-        hasher = hashlib.blake2b(f"{self.start},{self.generation}{kind}".encode(), digest_size=8)
-        hasher.update(self.system)
-        for key in self.context:
-            hasher.update(len(key).to_bytes(1, "little") + key)
-        return hasher.hexdigest()
+        """See `variant_name`."""
+        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
 
     @property
     def rank(self) -> Rank:

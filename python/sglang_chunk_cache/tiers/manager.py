@@ -1,7 +1,7 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `stored_lens`, `prepared_keys`, `evict`, `evict_behind`, `flush`,
+(see `writer` and `loader`), `observe`, `stored_lens`, `prepared_keys`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
@@ -38,6 +38,7 @@ from sglang_chunk_cache.tiers.writer import TierWriter
 
 if TYPE_CHECKING:
     from chunk_cache.config import Config
+    from chunk_cache.observer import Observer
     from chunk_cache.tier_config import TierConfig
     from chunk_cache.tier_ledger import EntryId
     from chunk_cache.variant import Variant
@@ -100,6 +101,11 @@ class ChunkTiers:
             if not tier.is_host:
                 self._workers.submit(partial(_scanned, tier), self._adopt_all)
         self._noted_at = time.monotonic()
+
+    def observe(self, observer_of: Callable[[str, int], Observer]) -> None:
+        """Has what comes and goes told to an observer for each tier, of its name and the bytes of a token there."""
+        for tier in self._tiers:
+            tier.ledger.observer = observer_of(tier.name, self._bytes_per_token)
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -251,6 +257,10 @@ class ChunkTiers:
         self._disabled_reason = reason
         self._loader.clear()
         self._writer.clear_host()
+        for tier in self._tiers:
+            if tier.ledger.observer is not None:
+                tier.ledger.observer.cleared()
+                tier.ledger.observer = None
 
     def stats(self) -> dict[str, Any]:
         """Plain JSON values: per tier what the ledger counts and what loads take, and whether estimates were true."""

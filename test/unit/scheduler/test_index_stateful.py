@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
-from chunk_cache.keys import Partition
+from chunk_cache.keys import Partition, partition_key
 from chunk_cache.need import Need
 from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.system_prompt import marks_of, num_pieces
 from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.victims import AGEING, EVICTIONS
+from unit.scheduler.mirror import Mirror
 
 LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))
@@ -237,6 +238,7 @@ class IndexMachine(RuleBasedStateMachine):
             prefers_prepared=prefers_prepared,
             partition_share=share,
         )
+        self.index.observer = self.mirror = Mirror()
         self.model = Model(max_variants, max_per_chunk, max_path_tokens, eviction, share)
         self.stored: dict[PathTokens | NodeHome, int] = {}  # home -> leading tokens that are still in the store
 
@@ -454,6 +456,9 @@ class IndexMachine(RuleBasedStateMachine):
             of_chunk = sorted(r.variant_id for r in records if r.chunk == chunk)
             assert [v.variant_id for v in self.index.variants_of(key)] == of_chunk
         assert self.index.num_chunks == len({r.chunk for r in records})
+        assert self.mirror.held == {
+            (v.key, v.name): (partition_key(v.holder.partition), v.length) for v in self.index
+        }, "its observer was told something else"
         assert self.index.num_path_tokens == sum(len(p) for p in self.model.paths())
 
 

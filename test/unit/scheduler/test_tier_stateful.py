@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chunk_cache.tier_ledger import COUNTERS, REFUSALS, EntryId, TierLedger
 from chunk_cache.victims import EVICTIONS
+from unit.scheduler.mirror import Mirror
 
 IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in "01")
 ENTRIES = st.sampled_from(IDS)
@@ -125,6 +126,7 @@ class TierMachine(RuleBasedStateMachine):
     def start(self, max_bytes: int | None, eviction: str, ageing: float, share: float) -> None:
         self.tier = TierLedger(max_bytes, eviction, ageing, share)
         self.again = TierLedger(max_bytes, eviction, ageing, share)  # another rank: the same calls
+        self.tier.observer = self.mirror = Mirror()
         self.model = Model(max_bytes, eviction, ageing, share)
 
     def call(self, name: str, *args: object, **options: object) -> object:
@@ -199,6 +201,7 @@ class TierMachine(RuleBasedStateMachine):
         stored = self.model.in_order()
         assert list(self.tier) == list(self.again) == [r.entry_id for r in stored]
         assert (len(self.tier), self.tier.num_bytes) == (len(stored), self.model.num_bytes())
+        assert self.mirror.held == {tuple(r.entry_id): (r.partition, r.num_bytes) for r in stored}
         assert self.tier.age == pytest.approx(self.model.age)
         assert self.tier.stats() == self.model.counts | {f"refused_{k}": n for k, n in self.model.refused.items()}
         for entry_id in IDS:

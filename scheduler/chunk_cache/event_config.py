@@ -1,0 +1,110 @@
+"""The key `events` of `--chunk-cache-config`: where a server tells what it holds.
+
+{"events": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "salt": "..."}}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+from chunk_cache.errors import ChunkCacheConfigError, is_unicode, show, user_error
+
+_TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
+
+
+def _endpoint(value: object, path: str) -> str:
+    if isinstance(value, str) and (port_of(value) is not None or value.removeprefix("ipc://") not in ("", value)):
+        return value
+    problem = f"{show(value)} is not an address of ZMQ"
+    raise user_error(ChunkCacheConfigError, path, problem, "give one such as tcp://*:5557 or ipc:///run/chunks")
+
+
+def _replay_endpoint(value: object, path: str) -> str | None:
+    return None if value is None else _endpoint(value, path)
+
+
+def _salt(value: object, path: str) -> str:
+    if not isinstance(value, str) or not value or not is_unicode(value):
+        remedy = "give a secret text, the same to all replicas and to those who may ask what they hold"
+        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a salt", remedy)
+    return value
+
+
+def _topic(value: object, path: str) -> str:
+    if not isinstance(value, str) or not is_unicode(value):
+        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a string", "give a string")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class EventConfig:
+    """How events are published."""
+
+    endpoint: str = field(metadata={"parse": _endpoint})
+    """Where the server publishes: `tcp://*:port` (data-parallel rank N: port + N), or `ipc://path`."""
+    salt: str = field(repr=False, metadata={"parse": _salt})
+    """Secret of the replicas and of those who may ask what they hold; without it the hashes tell nothing."""
+    replay_endpoint: str | None = field(default=None, metadata={"parse": _replay_endpoint})
+    """Where missed events are asked for; null = nowhere. Ports as of `endpoint`."""
+    topic: str = field(default="chunks", metadata={"parse": _topic})
+    """Of the messages."""
+
+
+def port_of(endpoint: str) -> int | None:
+    """The port of a `tcp://host:port`; None where it is no such thing."""
+    found = _TCP.fullmatch(endpoint)
+    return int(found[2]) if found and 0 < int(found[2]) < 2**16 else None
+
+
+def parse_events(value: object, path: str) -> EventConfig | None:
+    """Check the value of the key.
+
+    Args:
+        path: where it stood, for messages.
+
+    Raises:
+        ChunkCacheConfigError: not an object, an unknown or missing key, or a bad value.
+    """
+    if value is None:
+        return None
+    parsers: dict[str, Callable[[object, str], object]] = {
+        key.name: key.metadata["parse"] for key in fields(EventConfig)
+    }
+    if not isinstance(value, Mapping):
+        remedy = f"give an object with {', '.join(parsers)}"
+        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not an object", remedy)
+    for key in value:
+        if key not in parsers:
+            remedy = f"known keys: {', '.join(parsers)}"
+            raise user_error(ChunkCacheConfigError, f"{path}.{key}", f"unknown key {show(key)}", remedy)
+    given = {"endpoint": None, "salt": None, **value}
+    config = EventConfig(**{key: parsers[key](item, f"{path}.{key}") for key, item in given.items()})  # type: ignore[arg-type]
+    if config.replay_endpoint == config.endpoint:
+        raise user_error(ChunkCacheConfigError, f"{path}.replay_endpoint", "is that of endpoint", "give another")
+    return config
+
+
+def check_replicas(config: EventConfig, num_replicas: int) -> None:
+    """Check that each data-parallel rank of a server has addresses of its own: port + rank.
+
+    Raises:
+        ChunkCacheConfigError: it has not.
+    """
+    if num_replicas == 1:
+        return
+    ports = {}
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name)
+        if endpoint is None:
+            continue
+        port = port_of(endpoint)
+        if port is None or port + num_replicas > 2**16:
+            problem = f"{show(endpoint)} has no {num_replicas} ports for as many data-parallel ranks"
+            raise user_error(ChunkCacheConfigError, name, problem, "give one such as tcp://*:5557")
+        ports[name] = port
+    if len(ports) == 2 and abs(ports["endpoint"] - ports["replay_endpoint"]) < num_replicas:
+        problem = f"its ports and those of endpoint overlap with {num_replicas} data-parallel ranks"
+        remedy = f"leave {num_replicas} from one to the other"
+        raise user_error(ChunkCacheConfigError, "replay_endpoint", problem, remedy)

@@ -1,0 +1,137 @@
+"""EventLog: what one replica tells others of the variants that it holds, tier by tier.
+
+    observer   what the index, or the ledger of a tier, tells its changes to
+    take       what is to be told now
+    drop       it cannot be told now
+
+Who listens keeps the last `buffer_len` batches, or asks for them. So that these are enough to know all, however long
+the replica has run, each batch tells some of what is held again, the longest untold first. No clock and no set order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeAlias
+
+from chunk_cache.event_keys import EventKeys
+from chunk_cache.observer import Observer
+
+POOL = "pool"
+"""The tier of the index; below it those of `tier_config.TIERS`."""
+
+KINDS = ("stored", "removed", "cleared", "told_again")
+"""Of events; `told_again` is `stored` of what was told before."""
+
+MAX_TOLD_AGAIN = 256
+"""Variants of one tier that a batch tells again, at most: a batch takes no more than a millisecond for it."""
+
+_Place: TypeAlias = tuple[str, int]  # tier, variant
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change; the numbers are `EventKeys`."""
+
+    kind: str
+    """One of `KINDS`."""
+    tier: str | None
+    """None, of `cleared`: all tiers."""
+    chunk: int = 0
+    partition: int = 0
+    variant: int = 0
+    num_tokens: int = 0
+
+
+class EventLog:
+    """See the head of this file.
+
+    Args:
+        buffer_len: batches that can be asked for again.
+    """
+
+    def __init__(self, keys: EventKeys, buffer_len: int) -> None:
+        assert buffer_len >= 4, f"a buffer of {buffer_len} batches"
+        self._keys = keys
+        self._buffer_len = buffer_len
+        self._held: dict[_Place, Event] = {}  # the longest untold first
+        self._changes: list[Event] = [Event("cleared", None)]  # whoever listened to the process before this one
+        self._num_dropped = 0  # variants that are to be told again for it
+
+    def __len__(self) -> int:
+        """Variants that are held, in each tier counted."""
+        return len(self._held)
+
+    def observer(self, tier: str, size_per_token: int = 1) -> Observer:
+        """Of one tier.
+
+        Args:
+            size_per_token: what its sizes are divided by.
+        """
+        return _TierObserver(self, tier, size_per_token)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has anything to tell."""
+        return bool(self._changes or self._num_dropped)
+
+    def take(self) -> list[Event]:
+        """What has happened since the last call, then some that is told again; nothing where nothing has happened."""
+        if not self.has_news:
+            return []
+        events, self._changes = self._changes, []
+        # Four times as fast as the buffer turns over: variants that come and go meanwhile change the pace.
+        pace = -(-4 * len(self._held) // self._buffer_len)
+        num_old = len(self._held) - sum(event.kind == "stored" for event in events)
+        for place in list(islice(self._held, max(0, min(MAX_TOLD_AGAIN, max(pace, self._num_dropped), num_old)))):
+            event = self._held[place] = self._held.pop(place)
+            events.append(replace(event, kind="told_again"))
+        self._num_dropped = max(0, min(self._num_dropped - MAX_TOLD_AGAIN, num_old))
+        return events
+
+    def drop(self) -> int:
+        """Forgets what was to be told, since no listener would notice that it is missing: all is told anew.
+
+        Returns:
+            How many events.
+        """
+        num_dropped = len(self._changes)
+        self._changes = [Event("cleared", None)]
+        self._num_dropped = len(self._held)
+        return num_dropped
+
+    def _store(self, tier: str, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
+        variant = self._keys.variant(key, name)
+        event = Event(
+            "stored", tier, self._keys.chunk(partition, key), self._keys.partition(partition), variant, num_tokens
+        )
+        self._held.pop((tier, variant), None)
+        self._held[tier, variant] = event
+        self._changes.append(event)
+
+    def _remove(self, tier: str, key: bytes, name: str) -> None:
+        event = self._held.pop((tier, self._keys.variant(key, name)), None)
+        if event is not None:
+            self._changes.append(replace(event, kind="removed"))
+
+    def _clear(self, tier: str) -> None:
+        self._held = {place: event for place, event in self._held.items() if place[0] != tier}
+        self._changes.append(Event("cleared", tier))
+
+
+@dataclass(frozen=True, slots=True)
+class _TierObserver:
+    """The `Observer` of one tier."""
+
+    log: EventLog
+    tier: str
+    size_per_token: int
+
+    def stored(self, key: bytes, name: str, partition: bytes, size: int) -> None:
+        self.log._store(self.tier, key, name, partition, size // self.size_per_token)
+
+    def removed(self, key: bytes, name: str) -> None:
+        self.log._remove(self.tier, key, name)
+
+    def cleared(self) -> None:
+        self.log._clear(self.tier)
