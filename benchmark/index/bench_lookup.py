@@ -3,9 +3,10 @@
     python benchmark/index/bench_lookup.py [--out result.json]
 
 The index holds chunks of random tokens, each with variants in random contexts, half of them in exact paths, half in
-nodes of their own. Each measured prompt picks chunks at random, so that caches are as cold as in service: keys, lookups
-(all variants weighed against the new context), plan, touch. The store is a dict, so the time of the radix tree's own
-match is not in it. The cyclic garbage collector stays on, as in a server. Memory is measured on a smaller index.
+nodes of their own; with `--share` all of one partition, which has its share then. Each measured prompt picks chunks at
+random, so that caches are as cold as in service: keys, lookups (all variants weighed against the new context), plan,
+touch. The store is a dict, so the time of the radix tree's own match is not in it. The cyclic garbage collector stays
+on, as in a server. Memory is measured on a smaller index.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import random
 import sys
@@ -57,13 +59,23 @@ class Filled:
         return self.stored_len[variant.variant_id]
 
 
-def fill(num_chunks: int, chunk_len: int, num_variants: int, seed: int) -> Filled:
-    """Remember `num_chunks` chunks, each in `num_variants` prompts of `NUM_MARKED` random chunks."""
+def fill(num_chunks: int, chunk_len: int, num_variants: int, seed: int, share: float = 1.0) -> Filled:
+    """Remember `num_chunks` chunks, each in `num_variants` prompts of `NUM_MARKED` random chunks.
+
+    Args:
+        share: of the index that these fill, and their partition may have; 1 = there is no quota.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, size=(num_chunks, chunk_len), dtype=np.int64)
     chunks = [array("q", row.tobytes()) for row in tokens]
     path_tokens = num_variants * num_chunks * (chunk_len + PREFIX_LEN)
-    filled = Filled(ChunkIndex(num_variants * num_chunks, num_variants, path_tokens), chunks, {})
+    index = ChunkIndex(
+        math.ceil(num_variants * num_chunks / share),
+        num_variants,
+        math.ceil(path_tokens / share),
+        partition_share=share,
+    )
+    filled = Filled(index, chunks, {})
     keys = [chunk_key(PARTITION, chunk) for chunk in chunks]
     rankings = rng.random((64, 2, chunk_len), dtype=np.float32)
     for _ in range(num_variants):
@@ -101,12 +113,12 @@ def fill_prompt(
         start += len(chunk)
 
 
-def bytes_per_variant(chunk_len: int) -> float:
+def bytes_per_variant(chunk_len: int, share: float) -> float:
     """What the index allocates for a variant, without its ranking and without the tokens of chunks and paths."""
     num_chunks = 2000
-    fill(10, chunk_len, 1, seed=0)  # what is imported at first use
+    fill(10, chunk_len, 1, 0, share)  # what is imported at first use
     tracemalloc.start()
-    filled = fill(num_chunks, chunk_len, NUM_VARIANTS, seed=0)
+    filled = fill(num_chunks, chunk_len, NUM_VARIANTS, 0, share)
     stored = len(filled.index)
     total = tracemalloc.get_traced_memory()[0]
     paths = {v.holder for v in filled.index if isinstance(v.holder, PathTokens)}
@@ -198,13 +210,14 @@ def main() -> None:
     parser.add_argument("--chunk-len", type=int, default=400, help="tokens per chunk")
     parser.add_argument("--prompts", type=int, default=1000, help="prompts measured per method")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--share", type=float, default=1.0, help="partition_share (default: 1, no quota)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
     args = parser.parse_args()
 
     began = time.perf_counter()
-    memory = bytes_per_variant(args.chunk_len)
-    filled = fill(NUM_CHUNKS, args.chunk_len, NUM_VARIANTS, args.seed)
+    memory = bytes_per_variant(args.chunk_len, args.share)
+    filled = fill(NUM_CHUNKS, args.chunk_len, NUM_VARIANTS, args.seed, args.share)
     fill_s = time.perf_counter() - began
     index = filled.index
     machine = {"cpu": cpu_model(), "python": platform.python_version(), "numpy": np.__version__}

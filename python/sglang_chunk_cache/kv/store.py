@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _PADDING_TOKEN = 0
 
 LOOK_SHARE = 1 / 16
-"""Of its share that a partition above it gives up at least, since each look goes through all leaves of the tree."""
+"""Of its share that a partition above it gives up at least, since each look may go through all leaves of the tree:
+45 ms for 8,000 of others (SGLang's core in Rust, one core of an AMD EPYC)."""
 
 
 @dataclass(slots=True)
