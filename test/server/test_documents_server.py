@@ -82,9 +82,7 @@ def name_of(one: tuple[str, int, str]) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What the commands name is in it."""
-    bin_dir = tmp_path / ".venv" / "bin"
-    bin_dir.mkdir(parents=True)
-    (bin_dir / "python").symlink_to(sys.executable)
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     (tmp_path / "benchmark").symlink_to(ROOT / "benchmark")
     (tmp_path / "corpus.jsonl").write_text('{"text": "Paris is in France.\\n"}\n{"text": "Oslo is in Norway.\\n"}\n')
     for name in ("prompt.txt", "first.txt", "second.txt"):
@@ -96,7 +94,7 @@ def folder(tmp_path: Path) -> Path:
 
 def shell(commands: str, folder: Path) -> list[str]:
     """A shell that runs them, and fails where a command does, or a reply is an error."""
-    rules = f"set -eu; export PATH={folder}/.venv/bin:{Path(sys.executable).parent}:$PATH\n"
+    rules = f"set -eu; export PATH={folder}/.venv/bin:$PATH\n"
     return ["bash", "-c", rules + 'curl() { command curl --fail-with-body -sS "$@"; }\n' + commands]
 
 
@@ -108,9 +106,8 @@ def test_a_server_starts_as_the_page_says(block: tuple[str, int, str], folder: P
     for name in PLACEHOLDERS:
         commands = re.sub(rf"\b{name}\b", str(TRAINED_MODEL), commands)
     commands = commands.replace("HuggingFaceTB/SmolLM2-135M", str(TRAINED_MODEL))
-    commands = (
-        commands.replace("/var/cache/chunks", str(folder / "chunks")).replace("8GB", "8MB").replace("500GB", "5MB")
-    )
+    for shown, small in (("/var/cache/chunks", str(folder / "chunks")), ("8GB", "8MB"), ("500GB", "5MB")):
+        commands = commands.replace(shown, small)
     commands = commands.replace("sglang.launch_server", f"sglang.launch_server {words}")
     log = folder / "log"
     with log.open("wb") as out:
