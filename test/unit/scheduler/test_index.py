@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from chunk_cache.index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
-from chunk_cache.keys import Partition
+from chunk_cache.keys import Partition, partition_key
 from chunk_cache.need import Need
 from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 
@@ -327,3 +327,16 @@ def test_misuse_is_an_assertion(index: ChunkIndex) -> None:
         add(index, B, own)
     with pytest.raises(AssertionError, match="tokens stored"):
         index.lookup(A, lambda _: LENGTH + 1)
+
+
+def test_victims_of_partitions_above_their_share_come_first() -> None:
+    index = ChunkIndex(100, 8, 10_000, partition_share=0.5)
+    tenants = [Partition(name) for name in ("one", "two", "three")]
+    for i in range(9):
+        home = NodeHome(array("q", range(10)), "", partition=tenants[i % 3])
+        index.add(bytes([i]) * 16, length=10, start=0, generation=1, context=(), home=home)
+    owners = [partition_key(tenant) for tenant in tenants]
+    assert [variant.key[0] for variant in index.victims([])] == list(range(9))
+    assert [variant.key[0] for variant in index.victims([owners[1]])] == [1, 4, 7, 0, 2, 3, 5, 6, 8]
+    unknown = partition_key(Partition("none of the index"))
+    assert [variant.key[0] for variant in index.victims([unknown, owners[2]])] == [2, 5, 8, 0, 1, 3, 4, 6, 7]
