@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from chunk_cache.config import Config
+from chunk_cache.event_config import EventConfig
 from chunk_cache.gate.target import Target
 from chunk_cache.methods import METHODS, options
 from chunk_cache.request_options import RequestOptions
@@ -33,6 +35,7 @@ from sglang_chunk_cache.server_args import add_flags
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 
 FILE = Path(__file__).with_suffix(".md")
+COMMANDS = ("doctor.__main__", "explain.__main__", "verify.__main__", "warm.__main__", "selector.train")
 HEAD = """\
 # Reference
 
@@ -43,9 +46,10 @@ Everything with a name, made from the code by `python docs/reference.py`.
 def page() -> str:
     """The page as Markdown."""
     sections = {
-        "Flags of the server": _table(("flag", "meaning"), _flags()),
+        "Flags of the server": _table(("flag", "meaning"), _flags(_server())),
         "Keys of `--chunk-cache-config`": _table(("key", "default", "meaning"), _fields(Config)),
         "Keys of `tiers`": _table(("key", "default", "meaning"), _fields(TierConfig)),
+        "Keys of `events`": _table(("key", "default", "meaning"), _fields(EventConfig)),
         "Keys of `selector`": _table(("key", "default", "meaning"), _fields(SelectorConfig)),
         "Keys of `--chunk-cache-target`": _table(("key", "default", "meaning"), _fields(Target)),
         "Options of a request": _table(("option", "default", "meaning"), _fields(RequestOptions, ("turn_tokens",))),
@@ -55,6 +59,10 @@ def page() -> str:
         "Routes of administration": _table(("route", "meaning"), _routes()),
         "Metrics": _table(("metric", "type", "labels", "meaning"), _metrics()),
     }
+    for module in COMMANDS:
+        parser = importlib.import_module(f"sglang_chunk_cache.{module}")._parser()
+        title = f"Flags of the command `{parser.prog.partition('sglang_chunk_cache.')[2]}`"
+        sections[title] = _table(("flag", "meaning"), _flags(parser, "--help", "--chunk-cache"))
     return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(table) + "\n" for title, table in sections.items())
 
 
@@ -71,11 +79,20 @@ def metrics() -> list[Any]:
     return ours
 
 
-def _flags() -> Iterator[Sequence[str]]:
+def _server() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
+    return parser
+
+
+def _flags(parser: argparse.ArgumentParser, *left_out: str) -> Iterator[Sequence[str]]:
+    """Of a command; without those that begin with one of `left_out`."""
     for action in parser._actions:
-        yield f"`{action.option_strings[0]}{' ' + str(action.metavar) if action.metavar else ''}`", action.help or ""
+        names = [name for name in action.option_strings if name.startswith("--")] or [str(action.metavar)]
+        value = f" {action.metavar}" if action.metavar and action.option_strings else ""
+        if not names[0].startswith(left_out):
+            meaning = parser._get_formatter()._expand_help(action).replace("(default: None)", "(default: none)")
+            yield f"`{names[0]}{value}`", meaning
 
 
 def _fields(owner: type, left_out: Sequence[str] = ()) -> Iterator[Sequence[str]]:

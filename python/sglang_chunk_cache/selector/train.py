@@ -256,8 +256,7 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
     return before, after
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_chunk_cache.selector.train",
         description="Fine-tune an auxiliary model to the attention of the main one.",
@@ -268,12 +267,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--selector", required=True, metavar="DIR", help="the auxiliary model to start from")
     add("--data", required=True, type=Path, metavar="FILE", help="JSON lines with system, chunks, question")
     add("--out", required=True, type=Path, metavar="DIR", help="where the trained model goes")
-    add("--steps", type=int, default=200, metavar="N", help="(default: %(default)s)")
+    add("--steps", type=int, default=200, metavar="N", help="of the optimizer (default: %(default)s)")
     add("--batch", type=int, default=4, metavar="N", help="prompts per step (default: %(default)s)")
     add("--learning-rate", type=float, default=2e-5, metavar="RATE", help="largest (default: %(default)s)")
     add("--held-out", type=float, default=0.2, metavar="SHARE", help="of the questions (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: %(default)s)")
     add("--device", default="cpu", help="of torch (default: %(default)s)")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = _parser()
     args = parser.parse_args(argv)
     for name in ("steps", "batch"):
         if getattr(args, name) < 1:

@@ -60,8 +60,7 @@ PATIENCE_S = 1800.0  # large models load for long, and answer a call of many pro
 TOLERATED = ("too_short", "prompt_end")  # such chunks are computed for every user, too
 
 
-def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and what stands behind `--`: flags of the server."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROG,
         description=__doc__,
@@ -91,6 +90,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--tolerance", type=float, help="of log-probabilities at ratio 1.0 (default: by number format)")
     add("--out", type=Path, default=Path("chunk-cache-verify"), metavar="DIR", help="default: %(default)s")
     add("--fresh", action="store_true", help="forget the replies that an earlier run has left in --out")
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and what stands behind `--`: flags of the server."""
+    parser = _parser()
     given = list(argv)
     cut = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:cut])

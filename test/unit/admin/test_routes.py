@@ -286,14 +286,6 @@ def test_every_route_is_guarded_and_in_the_docs_and_added_once(path):
     assert f"$URL{path}" in DOC.read_text()
 
 
-def test_the_docs_know_every_flag_of_the_command():
-    from sglang_chunk_cache.warm.__main__ import _parser
-
-    for action in _parser()._actions:
-        for flag in action.option_strings:
-            assert flag in ("-h", "--help") or f"`{flag}`" in DOC.read_text()
-
-
 def test_client_module_knows_no_clock_of_the_schedulers():
     from sglang_chunk_cache.admin import pins, scheduler_side
 
