@@ -65,6 +65,15 @@ class ReplicaKeys:
         """The key that leads to a replica; one that was never sent where none is known to."""
         return self._key_to.get(replica) or self.new_key()
 
+    def key_to_most(self, held: Mapping[str, int], otherwise: str) -> str:
+        """The key that leads to the replica that holds most; `otherwise` where none holds anything, or is known.
+
+        Args:
+            held: tokens by replica, as `Holders.who_holds` tells.
+        """
+        most = max(held, key=lambda replica: held[replica], default="")
+        return self._key_to.get(most, otherwise) if held.get(most) else otherwise
+
     def new_key(self) -> str:
         """A key that was never sent: it leads to one of the replicas."""
         self._num_asked += 1

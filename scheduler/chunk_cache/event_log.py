@@ -10,8 +10,8 @@ the replica has run, each batch tells some of what is held again, the longest un
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import deque
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from chunk_cache.event_keys import EventKeys
@@ -24,9 +24,12 @@ KINDS = ("stored", "removed", "cleared", "told_again")
 """Of events; `told_again` is `stored` of what was told before."""
 
 MAX_TOLD_AGAIN = 256
-"""Variants of one tier that a batch tells again, at most: a batch takes no more than a millisecond for it."""
+"""Variants that a batch tells again, at most; they take the scheduler half a millisecond."""
 
-_Place: TypeAlias = tuple[str, int]  # tier, variant
+_MAX_TIERS = 8
+
+# Numbers and names alone, which the garbage collector passes over: tier, chunk, partition, tokens.
+_Held: TypeAlias = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,9 @@ class EventLog:
         assert buffer_len >= 4, f"a buffer of {buffer_len} batches"
         self._keys = keys
         self._buffer_len = buffer_len
-        self._held: dict[_Place, Event] = {}  # the longest untold first
+        self._held: dict[int, _Held] = {}  # by variant * _MAX_TIERS + number of the tier
+        self._turns: deque[int] = deque()  # all of these, the longest untold first; some twice, some that are gone
+        self._tiers: list[str] = []
         self._changes: list[Event] = [Event("cleared", None)]  # whoever listened to the process before this one
         self._num_dropped = 0  # variants that are to be told again for it
 
@@ -68,7 +73,10 @@ class EventLog:
         Args:
             size_per_token: what its sizes are divided by.
         """
-        return _TierObserver(self, tier, size_per_token)
+        if tier not in self._tiers:
+            self._tiers.append(tier)
+            assert len(self._tiers) <= _MAX_TIERS, f"too many tiers: {self._tiers}"
+        return _TierObserver(self, self._tiers.index(tier), size_per_token)
 
     @property
     def has_news(self) -> bool:
@@ -83,9 +91,13 @@ class EventLog:
         # Four times as fast as the buffer turns over: variants that come and go meanwhile change the pace.
         pace = -(-4 * len(self._held) // self._buffer_len)
         num_old = len(self._held) - sum(event.kind == "stored" for event in events)
-        for place in list(islice(self._held, max(0, min(MAX_TOLD_AGAIN, max(pace, self._num_dropped), num_old)))):
-            event = self._held[place] = self._held.pop(place)
-            events.append(replace(event, kind="told_again"))
+        num_again = min(MAX_TOLD_AGAIN, max(pace, self._num_dropped), num_old)
+        while num_again > 0:
+            place = self._turns.popleft()
+            if place in self._held:
+                self._turns.append(place)
+                events.append(self._event("told_again", place, self._held[place]))
+                num_again -= 1
         self._num_dropped = max(0, min(self._num_dropped - MAX_TOLD_AGAIN, num_old))
         return events
 
@@ -100,23 +112,37 @@ class EventLog:
         self._num_dropped = len(self._held)
         return num_dropped
 
-    def _store(self, tier: str, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
-        variant = self._keys.variant(key, name)
-        event = Event(
-            "stored", tier, self._keys.chunk(partition, key), self._keys.partition(partition), variant, num_tokens
-        )
-        self._held.pop((tier, variant), None)
-        self._held[tier, variant] = event
-        self._changes.append(event)
+    def _event(self, kind: str, place: int, held: _Held) -> Event:
+        tier, chunk, partition, num_tokens = held
+        return Event(kind, tier, chunk, partition, place // _MAX_TIERS, num_tokens)
 
-    def _remove(self, tier: str, key: bytes, name: str) -> None:
-        event = self._held.pop((tier, self._keys.variant(key, name)), None)
-        if event is not None:
-            self._changes.append(replace(event, kind="removed"))
+    def _place(self, tier: int, key: bytes, name: str) -> int:
+        return self._keys.variant(key, name) * _MAX_TIERS + tier
 
-    def _clear(self, tier: str) -> None:
-        self._held = {place: event for place, event in self._held.items() if place[0] != tier}
-        self._changes.append(Event("cleared", tier))
+    def _store(self, tier: int, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
+        place = self._place(tier, key, name)
+        held = self._tiers[tier], self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens
+        self._held[place] = held
+        self._turns.append(place)
+        self._changes.append(self._event("stored", place, held))
+        if len(self._turns) > 2 * len(self._held) + 64:
+            self._keep_turns()
+
+    def _remove(self, tier: int, key: bytes, name: str) -> None:
+        place = self._place(tier, key, name)
+        held = self._held.pop(place, None)
+        if held is not None:
+            self._changes.append(self._event("removed", place, held))
+
+    def _clear(self, tier: int) -> None:
+        self._held = {place: held for place, held in self._held.items() if place % _MAX_TIERS != tier}
+        self._keep_turns()
+        self._changes.append(Event("cleared", self._tiers[tier]))
+
+    def _keep_turns(self) -> None:
+        """Of what is held, the latest each."""
+        latest = dict.fromkeys(place for place in reversed(self._turns) if place in self._held)
+        self._turns = deque(reversed(latest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +150,7 @@ class _TierObserver:
     """The `Observer` of one tier."""
 
     log: EventLog
-    tier: str
+    tier: int
     size_per_token: int
 
     def stored(self, key: bytes, name: str, partition: bytes, size: int) -> None:

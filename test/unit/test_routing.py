@@ -45,5 +45,8 @@ def test_keys_to_replicas_are_learned_and_forgotten():
     keys.note(first, {REPLICA_HEADER: "http://a"})  # b is gone
     assert keys.replicas() == ["http://a"]
     assert keys.key_to("http://a") == first
+    assert keys.key_to_most({"http://a": 1, "http://b": 9}, "other") == "other", "no key leads to it"
+    assert keys.key_to_most({"http://a": 9, "http://b": 1}, "other") == first
+    assert keys.key_to_most({"http://a": 0}, "other") == keys.key_to_most({}, "other") == "other"
     keys.note(first, {})  # not from a gateway
     assert keys.replicas() == []

@@ -10,6 +10,7 @@ import prometheus_client
 import pytest
 
 from chunk_cache.config import STATISTICS_HEADS, STATISTICS_LAYERS, Config
+from chunk_cache.event_config import EventConfig
 from chunk_cache.gate.ledger import MEASURES
 from chunk_cache.gate.selection import DROPPED
 from chunk_cache.gate.target import KEYS as TARGET_KEYS
@@ -61,7 +62,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
-    configs = (Config, TierConfig, SelectorConfig)
+    configs = (Config, TierConfig, SelectorConfig, EventConfig)
     keys = (*KEYS, *ROUTE_KEYS, *(key for config in configs for key in config.__dataclass_fields__))
     choices = (*MODES, *STATISTICS_LAYERS, *STATISTICS_HEADS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
