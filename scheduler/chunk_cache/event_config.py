@@ -86,14 +86,10 @@ def parse_events(value: object, path: str) -> EventConfig | None:
     return config
 
 
-def check_replicas(config: EventConfig, num_replicas: int) -> None:
-    """Check that each data-parallel rank of a server has addresses of its own: port + rank.
-
-    Raises:
-        ChunkCacheConfigError: it has not.
-    """
+def port_problem(config: EventConfig, num_replicas: int) -> str | None:
+    """Why the data-parallel ranks of a server have no addresses of their own, port + rank; None = they have."""
     if num_replicas == 1:
-        return
+        return None
     ports = {}
     for name in ("endpoint", "replay_endpoint"):
         endpoint = getattr(config, name)
@@ -101,10 +97,10 @@ def check_replicas(config: EventConfig, num_replicas: int) -> None:
             continue
         port = port_of(endpoint)
         if port is None or port + num_replicas > 2**16:
-            problem = f"{show(endpoint)} has no {num_replicas} ports for as many data-parallel ranks"
-            raise user_error(ChunkCacheConfigError, name, problem, "give one such as tcp://*:5557")
+            return (
+                f"{name}: {show(endpoint)} has no {num_replicas} ports for as many ranks; give one such as tcp://*:5557"
+            )
         ports[name] = port
     if len(ports) == 2 and abs(ports["endpoint"] - ports["replay_endpoint"]) < num_replicas:
-        problem = f"its ports and those of endpoint overlap with {num_replicas} data-parallel ranks"
-        remedy = f"leave {num_replicas} from one to the other"
-        raise user_error(ChunkCacheConfigError, "replay_endpoint", problem, remedy)
+        return f"replay_endpoint: ports of {num_replicas} ranks overlap; leave {num_replicas} from one to the other"
+    return None

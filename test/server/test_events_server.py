@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port
 
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, STRICT
 from server.contract import encode, marked
-from server.tier_contract import PATIENCE_S
+from server.tier_contract import PATIENCE_S, fill_pool
 from sglang_chunk_cache.holders import Holders, Source
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
@@ -57,7 +62,25 @@ def launch(model_dir: Path, tmp_path: Path) -> Iterator[Callable[[], AdminServer
         server.stop()
 
 
-def test_what_is_stored_evicted_flushed_and_there_again(launch, passages, tokenizer: Any) -> None:
+def run_page(server: AdminServer, model_dir: Path) -> Any:
+    """What the program of docs/events.md prints, with the addresses and salt of this server."""
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "events.md").read_text(), re.DOTALL)[0]
+    events = server.config["events"]  # type: ignore[attr-defined]
+    own = {
+        "tcp://127.0.0.1:5557": events["endpoint"],
+        "tcp://127.0.0.1:5558": events["replay_endpoint"],
+        "http://127.0.0.1:30001": server.url,
+        "SECRET": SALT,
+        '"MODEL"': f'"{model_dir}"',
+    }
+    for text, value in own.items():
+        assert text in program
+        program = program.replace(text, value)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return ast.literal_eval(done.stdout)
+
+
+def test_what_is_stored_evicted_flushed_and_there_again(launch, passages, tokenizer: Any, model_dir: Path) -> None:
     server = launch()
     source = {NAME: Source(*(server.config["events"][key] for key in ("endpoint", "replay_endpoint")))}
     chunks = passages.several(3)
@@ -86,6 +109,7 @@ def test_what_is_stored_evicted_flushed_and_there_again(launch, passages, tokeni
         counted = server.get("/metrics").text
         assert 'sglang:chunk_cache_events_total{kind="stored"' in counted
         assert 'kind="dropped"' not in counted
+        assert run_page(server, model_dir) == {server.url: 0}, "its passages are not stored"
         assert SALT not in server.log
         assert SALT not in json.dumps(server.stats())
 
@@ -95,6 +119,8 @@ def test_what_is_stored_evicted_flushed_and_there_again(launch, passages, tokeni
         eventually(held, [{NAME: 0}, {NAME: second + third}])
         server.generate(marked(chunks[::-1], head="Again.\n").text, max_new_tokens=1)
         eventually(held, [{NAME: first + second + third}] * 2)
+        fill_pool(server)
+        eventually(held, [{NAME: 0}, {NAME: first + second + third}])
         assert server.alive()
 
 

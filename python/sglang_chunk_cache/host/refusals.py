@@ -15,15 +15,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chunk_cache.config import Config
+from chunk_cache.event_config import port_problem
 from chunk_cache.methods import METHODS, Stage
 from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
-
-if TYPE_CHECKING:
-    from chunk_cache.config import Config
 
 ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
@@ -341,13 +339,16 @@ def _check_selector(args: ChunkCacheArgs) -> None:
 
 
 def check_replicas(config: Config, dp_size: int | None) -> None:
-    """Checks that replicas do not overwrite each other's file.
+    """Checks that replicas do not overwrite each other's file, nor share a port.
 
     Raises:
         StartRefused: they would.
     """
     if config.verify_file is not None and _more_than_one(dp_size):
         refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
+    problem = None if config.events is None else port_problem(config.events, dp_size or 1)
+    if problem is not None:
+        refuse(f"--chunk-cache-config: events: {problem}.")
 
 
 def check_draft(config: Config, algorithm: str | None, device: str) -> None:

@@ -13,7 +13,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.config import Config, describe
 from chunk_cache.discover import Discoverer
-from chunk_cache.event_config import check_replicas
 from chunk_cache.event_log import POOL
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
@@ -245,7 +244,6 @@ def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMet
         return None
     instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0
     try:
-        check_replicas(config.events, get_parallel().dp_size)
         return EventPublisher(config.events, metrics, instance=instance, dp_rank=dp_rank)
     except ValueError as error:
         refuse(f"--chunk-cache-config: events: {error}.")

@@ -51,7 +51,7 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_unified_memory", True, "--enable-unified-memory"),
     ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
     ("kv_canary", "log", "--kv-canary"),
-    ("kv_events_config", "{}", "--kv-events-config"),
+    ("kv_events_config", "{}", '--kv-events-config; here "events" of --chunk-cache-config'),
     ("smg_grpc_mode", True, "--smg-grpc-mode"),
     ("grpc_mode", True, "--grpc-mode"),
     ("grpc_port", 50051, "--grpc-port"),
@@ -426,3 +426,7 @@ def test_replicas_do_not_share_a_file():
         refusals.check_replicas(config, 2)
     refusals.check_replicas(config, 1)
     refusals.check_replicas(parse_config({"verify_share": 0.1}), 2)
+    events = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "salt": "x"}
+    with pytest.raises(StartRefused, match="--chunk-cache-config: events: replay_endpoint: ports of 2 ranks overlap;"):
+        refusals.check_replicas(parse_config({"events": events}), 2)
+    refusals.check_replicas(parse_config({"events": events}), None)

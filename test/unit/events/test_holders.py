@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,6 +182,11 @@ def test_a_server_that_was_started_anew_before_it_was_missed(replica, follow) ->
     for number in range(10, 20):
         a.store([number])
     eventually(holders, range(20), {"a": 10 * N})
+
+
+def test_a_client_needs_neither_torch_nor_sglang() -> None:
+    program = "import sys, sglang_chunk_cache.holders; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_a_replica_that_was_never_there(follow, replica, tmp_path) -> None:
