@@ -15,6 +15,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 ENV_NAME = "SGLANG_CHUNK_CACHE"
 REFUSAL_ENV_NAME = "SGLANG_CHUNK_CACHE_REFUSAL"
-"""Names the file in which a child says why it refuses to start."""
+"""Launching process, and the file in which a child of it says why it refuses to start."""
 RADIX_CACHE_BACKEND = "chunk_cache"
 DEFAULT_METHOD = "epic"
 DEFAULT_RATIO = 0.15
@@ -54,9 +55,12 @@ class StartRefused(SystemExit):
 
 def refuse(sentence: str) -> NoReturn:
     """Stops the start with `sentence`; in a child, the process that launched it is told."""
-    file = os.environ.get(REFUSAL_ENV_NAME)
-    if file is not None:
+    launcher, _, file = os.environ.get(REFUSAL_ENV_NAME, "").partition(" ")
+    if file:
         Path(file).write_text(sentence, encoding="utf-8")
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.is_alive() and int(launcher) not in (parent.pid, os.getpid()):
+            os.kill(parent.pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
     raise StartRefused(sentence)
 
 
@@ -329,7 +333,7 @@ def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
 def _refusals_told() -> Iterator[None]:
     """Inside, what a child says of why it refuses to start takes the place of SGLang's error, that it died."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
-        os.environ[REFUSAL_ENV_NAME] = file.name
+        os.environ[REFUSAL_ENV_NAME] = f"{os.getpid()} {file.name}"
         try:
             yield
         except RuntimeError:

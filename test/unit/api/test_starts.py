@@ -80,10 +80,11 @@ def test_refused_model(environment, tmp_path):
 
 
 @pytest.mark.all
-def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path):
-    """By a child, in whose place SGLang would report that it died."""
+@pytest.mark.parametrize("flags", [(), ("--dp-size", "2")], ids=["one", "replicas"])
+def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path, flags):
+    """By a child, in whose place SGLang would report that it died, or by children that their controller waits for."""
     model = make_model("gemma2", tmp_path)
-    done = launch(environment, "--model-path", str(model), "--max-total-tokens", "2048", "--chunk-cache")
+    done = launch(environment, "--model-path", str(model), "--max-total-tokens", "2048", "--chunk-cache", *flags)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("chunk cache: this model caps its attention's logits")
