@@ -31,7 +31,7 @@ from local_scheduler import Reply, Request
 from sglang_chunk_cache.api.served import what_keeps_all
 
 NUM_LAYERS = 4
-SHARES = (0.5, 0.2, 1.0)  # of the pool and the index, that one partition may have
+SHARES = (0.6, 0.4, 1.0)  # of the pool and the index, that one partition may have
 RATIOS = (0, 0.05, 0.15, 0.5, 0.9, 1.0)
 SERVER_RATIO = 0.15
 TOLERANCE = 3e-4  # log-probabilities, fp32; stock computes alone what is in batches here, which rounds otherwise
@@ -303,14 +303,18 @@ def case_same_requests(s: Session, total: int, seed: int) -> dict[str, Reply]:
     return {reply.rid: reply for i in range(0, len(requests), 8) for reply in s.local.generate(requests[i : i + 8])}
 
 
+def share_of(seed: int) -> float:
+    """Another one for each configuration, and when it comes again."""
+    return SHARES[(seed + seed // len(PRESSURE)) % len(SHARES)]
+
+
 def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[str]:
     """Runs them on ours and on stock SGLang.
 
     Raises:
         AssertionError: something was lost, leaked or differs.
     """
-    share = SHARES[(seed + seed // len(PRESSURE)) % len(SHARES)]
-    config = replace(config, options=(*config.options, ("partition_share", share)))
+    config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
     with tempfile.TemporaryDirectory() as folder:
         counts, ours = run_case(config.with_tiers(folder), True, f"random_requests {total} {seed}")
     stock = run_case(config.relaxed, False, f"same_requests {total} {seed}")
