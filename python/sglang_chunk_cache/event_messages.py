@@ -20,7 +20,7 @@ END_SEQ = b"\xff" * 8
 """In the place of a sequence number: a replay is over."""
 
 
-class BlockStored(msgspec.Struct, tag=True, frozen=True):
+class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
     """A variant is held from now on; or is still held, which is told now and then."""
 
     block_hashes: list[int]
@@ -37,7 +37,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True):
     lora_id: None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, frozen=True):
+class BlockRemoved(msgspec.Struct, tag=True, frozen=True, gc=False):
     """A variant is held no more."""
 
     block_hashes: list[int]
@@ -47,14 +47,14 @@ class BlockRemoved(msgspec.Struct, tag=True, frozen=True):
     variant: int
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
     """Nothing is held any more."""
 
     medium: str | None
     """In one tier; None = in all."""
 
 
-class Batch(msgspec.Struct, array_like=True):
+class Batch(msgspec.Struct, array_like=True, gc=False):
     """What has changed since the last one."""
 
     ts: float
