@@ -48,7 +48,7 @@ class Config:
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     partition_share: float = 1.0
     """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own
-    least useful variants go then, and from the pool, when room is needed, its tokens before those of others. 1 = any."""
+    least useful variants go then; where the pool needs room, its tokens go before those of others. 1 = any."""
     remember: str = "misses"
     """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
     `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
