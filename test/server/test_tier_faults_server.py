@@ -35,7 +35,7 @@ from server.tier_contract import (
 from server_fixture import Server
 from unit.tiers.mounting import mount, unmount
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.all, pytest.mark.server]
 
 DEVICE_BYTES = 4 << 20
 

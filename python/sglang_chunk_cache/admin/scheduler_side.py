@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
 from chunk_cache.variant import NodeHome, PathTokens, Variant
 from sglang_chunk_cache.admin import messages
 from sglang_chunk_cache.admin.pins import Pins, variants_of
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from chunk_cache.discover import Discoverer
     from chunk_cache.manager import ChunkManager
     from sglang_chunk_cache.gate.gate import Gate
-    from sglang_chunk_cache.kv.assembler import KVAssembler
     from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.tiers.manager import ChunkTiers
 
@@ -44,7 +40,6 @@ class ChunkAdmin:
         gate: verifies replies; None = nobody does.
         discoverer: finds passages that nobody marked; None = nobody does.
         journal: what became of requests.
-        assembler: overwrites what must leave no trace.
     """
 
     def __init__(
@@ -56,7 +51,6 @@ class ChunkAdmin:
         gate: Gate | None = None,
         discoverer: Discoverer | None = None,
         journal: Journal | None = None,
-        assembler: KVAssembler | None = None,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -66,7 +60,6 @@ class ChunkAdmin:
         self.gate = gate
         self.discoverer = discoverer
         self.journal = journal or Journal()
-        self.assembler = assembler
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -204,14 +197,10 @@ class ChunkAdmin:
 
     def _empty_pool(self) -> Result:
         """Any prompt may hold what was forgotten: all goes that no request reads, and what is free is overwritten."""
-        num_evicted = self.cache.evict(EvictParams(num_tokens=int(self.cache.evictable_size()))).num_tokens_evicted
+        num_emptied = self.cache.erase_unread()
         allocator = self.cache.token_to_kv_pool_allocator
-        assert self.assembler is not None, "nobody can overwrite"
-        pages = allocator.get_all_free_pages().to(torch.int64) * allocator.page_size
-        places = torch.arange(allocator.page_size, device=pages.device)
-        self.assembler.erase((pages[:, None] + places).reshape(-1))
         in_use = allocator.size - allocator.available_size() - self.pins.num_tokens
-        return {"emptied_tokens": int(num_evicted), "in_use_tokens": int(in_use)}
+        return {"emptied_tokens": num_emptied, "in_use_tokens": int(in_use)}
 
     def _forget(self, variant: Variant) -> int:
         """Tokens of the pool that it frees."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -31,7 +32,6 @@ from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import (
-        EvictParams,
         EvictResult,
         InitLoadBackParams,
         InsertParams,
@@ -217,6 +217,16 @@ class ChunkRadixCache(UnifiedRadixCache):
         if self.chunks is None:
             return super()._evict_device_leaf(node_id, tracker)
         return self.chunks.store.evict_leaf(node_id, tracker)
+
+    def erase_unread(self) -> int:
+        """Evicts all that no request reads and nothing pins, and overwrites what is free; how many tokens went."""
+        assert self.chunks is not None
+        result = self.evict(EvictParams(num_tokens=int(self.evictable_size())))
+        allocator = self.token_to_kv_pool_allocator
+        pages = allocator.get_all_free_pages().to(torch.int64) * allocator.page_size
+        places = torch.arange(allocator.page_size, device=pages.device)
+        self.chunks.assembler.erase((pages[:, None] + places).reshape(-1))
+        return int(result.num_tokens_evicted)
 
     # Remember and release.
 
