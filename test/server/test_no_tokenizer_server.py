@@ -12,7 +12,7 @@ from server.contract import FULL, check_reply, events, generated, marked, same_l
 from server_fixture import Server
 from tiny_models import make_model
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.all, pytest.mark.server]
 
 
 @pytest.fixture(scope="module")

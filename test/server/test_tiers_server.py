@@ -281,6 +281,7 @@ def test_evicted_chunks_go_down_tier_by_tier(through, evicting, stock, tokenizer
 # A tier that is slow.
 
 
+@pytest.mark.all
 def test_the_first_request_of_a_new_server_is_served_from_the_folder(slow, stock, tokenizer, passages, stored):
     chunk = passages()
     stored(chunk)
@@ -290,6 +291,7 @@ def test_the_first_request_of_a_new_server_is_served_from_the_folder(slow, stock
     same_logprobs(out, stock.generate(prompt.ids(tokenizer), logprobs=True))
 
 
+@pytest.mark.all
 def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, stored):
     (a,), b = passages.several(1), passages()
     stored(a)
@@ -319,6 +321,7 @@ def stage_seconds(server: Server, name: str) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.all
 def test_nobody_waits_for_the_loads_of_others(slow, tokenizer, passages, stored):
     chunks = passages.several(2)
     stored(*chunks)
@@ -337,6 +340,7 @@ def test_nobody_waits_for_the_loads_of_others(slow, tokenizer, passages, stored)
     assert_right(slow, prompt, out)
 
 
+@pytest.mark.all
 def test_requests_for_the_same_chunk_wait_for_one_load(slow, tokenizer, passages, stored):
     chunk = passages()
     stored(chunk)
@@ -356,6 +360,7 @@ def folder_size(server: Server, before: float) -> float:
     return metric(server, "load_bytes_total", tier="disk") - before
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("how", ["by id", "by closing the connection"])
 def test_abort_while_loading(slow, tokenizer, passages, stored, how):
     chunks = passages.several(2)
