@@ -164,13 +164,15 @@ def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, token
     """Neither a request nor the administration nor a key of the store tells that a tenant has a text."""
     (text,) = passages.several(1)
     fields = {"cache_salt": "of the first tenant"}
+    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
     prime(fleet.first, [text], **fields)
-    fleet.second.flush()
-    _, reply = reuse(fleet.second, marked([text], head="Guessed. "), tokenizer)
-    assert (statuses(reply), reasons(reply)) == (["miss"], ["not_stored"])
+    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") > written, "not written")
     if isinstance(fleet.store, RedisServer):
         own = chunk_key(Partition(), encode(tokenizer, text)).hex().encode()
         assert not any(own in name for name, _ in _values(fleet.store))
+    fleet.second.flush()
+    _, reply = reuse(fleet.second, marked([text], head="Guessed. "), tokenizer)
+    assert (statuses(reply), reasons(reply)) == (["miss"], ["not_stored"])
 
 
 def test_the_store_is_killed_and_comes_back(fleet: Fleet, passages: Passages, tokenizer: Any):
