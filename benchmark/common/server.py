@@ -2,6 +2,7 @@
 
 - `Server(model_dir, *flags)` is started, waited for and stopped as an `OwnServer`.
 - `generate`, `stream`, `post`, `get` ask it and raise as `ServerClient.send`.
+- `bad_log_lines`: what it has logged that a healthy one does not.
 - `pause`, `resume`: an idle SGLang server keeps a core busy with waiting; one that is not measured just now is paused.
 """
 
@@ -41,8 +42,16 @@ class Timed:
         return self.reply["meta_info"]["chunk_cache"]
 
 
+_BAD_LOG = ("Traceback", "memory leak", "AssertionError", "Scheduler hit an exception")
+
+
 class Server(OwnServer):
     """See the head of this file."""
+
+    @property
+    def bad_log_lines(self) -> list[str]:
+        """Lines of the log that tell of a crash or of slots that nobody owns."""
+        return [line for line in self.log.splitlines() if any(bad in line for bad in _BAD_LOG)]
 
     def pause(self) -> None:
         """Stops the clock of all its processes; a request that is sent meanwhile waits."""

@@ -110,7 +110,7 @@ class ChunkMetrics:
         if self._counters:
             self._counters["maintenance"].labels(kind).inc()
 
-    def count_events(self, kind: str, num: int = 1) -> None:
+    def count_events(self, kind: str, num: int) -> None:
         """Counts events of one of `event_log.KINDS` that were published, or that were ``dropped``."""
         if self._counters:
             self._counters["events"].labels(kind).inc(num)

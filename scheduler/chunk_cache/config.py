@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, show, user_error
+from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, show
 from chunk_cache.event_config import EventConfig, parse_events
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.options import ALPHA, Options, OptionValue, layer_numbers
@@ -153,17 +153,17 @@ def parse_config(value: object) -> Config:
         ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
     """
     if not isinstance(value, Mapping):
-        raise user_error(ChunkCacheConfigError, FLAG, f"{show(value)} is not an object", "give a JSON object")
+        raise config_error(FLAG, f"{show(value)} is not an object", "give a JSON object")
     known = [each.name for each in fields(Config)]
     for key in value:
         if key not in known:
             problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
-            raise user_error(ChunkCacheConfigError, f"{FLAG}: {key}", problem, remedy)
+            raise config_error(f"{FLAG}: {key}", problem, remedy)
     checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
     config = Config(**checked)
     if config.verify_file is not None and not config.verify_share:
         remedy = "give verify_share too, or leave it out"
-        raise user_error(ChunkCacheConfigError, f"{FLAG}: verify_file", "nothing is verified", remedy)
+        raise config_error(f"{FLAG}: verify_file", "nothing is verified", remedy)
     return config
 
 
@@ -173,19 +173,17 @@ def _check(key: str, value: object) -> object:
         choices = _CHOICES[key]
         if value not in choices:
             problem = f"unknown {key} {show(value)}"
-            raise user_error(ChunkCacheConfigError, path, problem, f"known values: {', '.join(choices)}")
+            raise config_error(path, problem, f"known values: {', '.join(choices)}")
         return value
     if key in ("alpha", "max_cfo"):
         return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
     if key == "partition_share" and value == 0 and not isinstance(value, bool):
-        raise user_error(ChunkCacheConfigError, path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
+        raise config_error(path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
     if key in ("prefer_prepared", "draft_on_gpu"):
         if not isinstance(value, bool):
-            raise user_error(
-                ChunkCacheConfigError, path, f"{show(value)} is neither true nor false", "give one of them"
-            )
+            raise config_error(path, f"{show(value)} is neither true nor false", "give one of them")
         return value
     if key == "tiers":
         return parse_tiers(value, path)
@@ -201,36 +199,34 @@ def _check(key: str, value: object) -> object:
         return _check_layers(value, path)
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
         problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
-        raise user_error(ChunkCacheConfigError, path, problem, "give such an integer, or leave the key out")
+        raise config_error(path, problem, "give such an integer, or leave the key out")
     return value
 
 
 def _check_number(value: object, path: str, remedy: str, maximum: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= maximum:
         problem = f"{show(value)} is not a number in [0, {maximum:g}]"
-        raise user_error(ChunkCacheConfigError, path, problem, remedy)
+        raise config_error(path, problem, remedy)
     return float(value)
 
 
 def _check_file(value: object, path: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a file", "give the path of one, or null")
+        raise config_error(path, f"{show(value)} is not a file", "give the path of one, or null")
     return value
 
 
 def _check_options(value: object, path: str) -> Options:
     """Each method checks those that it has, as it does with a request's."""
     if not isinstance(value, Mapping):
-        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not an object", "give an object of options")
+        raise config_error(path, f"{show(value)} is not an object", "give an object of options")
     if ALPHA.name in value:
-        raise user_error(
-            ChunkCacheConfigError, f"{path}.{ALPHA.name}", "is a key of its own", "give it beside this object"
-        )
+        raise config_error(f"{path}.{ALPHA.name}", "is a key of its own", "give it beside this object")
     known = dict.fromkeys(option.name for method in METHODS.values() for option in method.options_schema)
     for name in value:
         if name not in known:
             problem, remedy = f"unknown option {show(name)}", f"known options: {', '.join(known)}"
-            raise user_error(ChunkCacheConfigError, f"{path}.{name}", problem, remedy)
+            raise config_error(f"{path}.{name}", problem, remedy)
     checked: dict[str, OptionValue] = {}
     for method in METHODS.values():
         own = {option.name for option in method.options_schema}
@@ -247,5 +243,5 @@ def _check_layers(value: object, path: str) -> str | tuple[int, ...]:
     layers = layer_numbers(value)
     if layers is None:
         problem = f"{show(value)} is neither a list of layer numbers nor one of {', '.join(STATISTICS_LAYERS)}"
-        raise user_error(ChunkCacheConfigError, path, problem, "count layers from 0")
+        raise config_error(path, problem, "count layers from 0")
     return tuple(sorted(set(layers)))

@@ -41,6 +41,11 @@ def request_error(path: str, problem: str, remedy: str) -> ChunkCacheRequestErro
     return user_error(ChunkCacheRequestError, path, problem, remedy)
 
 
+def config_error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
+    """A user's mistake in the server's configuration."""
+    return user_error(ChunkCacheConfigError, path, problem, remedy)
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text from outside can be tokenized: JSON may hold half of a surrogate pair, which is no character."""
     try:

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from chunk_cache.errors import ChunkCacheConfigError, is_unicode, show, user_error
+from chunk_cache.config_object import parsed_fields
+from chunk_cache.errors import config_error, is_unicode, show
 
 _TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
 
@@ -18,7 +18,7 @@ def _endpoint(value: object, path: str) -> str:
     if isinstance(value, str) and (port_of(value) is not None or value.removeprefix("ipc://") not in ("", value)):
         return value
     problem = f"{show(value)} is not an address of ZMQ"
-    raise user_error(ChunkCacheConfigError, path, problem, "give one such as tcp://*:5557 or ipc:///run/chunks")
+    raise config_error(path, problem, "give one such as tcp://*:5557 or ipc:///run/chunks")
 
 
 def _replay_endpoint(value: object, path: str) -> str | None:
@@ -28,13 +28,13 @@ def _replay_endpoint(value: object, path: str) -> str | None:
 def _salt(value: object, path: str) -> str:
     if not isinstance(value, str) or not value or not is_unicode(value):
         remedy = "give a secret text, the same to all replicas and to those who may ask what they hold"
-        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a salt", remedy)
+        raise config_error(path, f"{show(value)} is not a salt", remedy)
     return value
 
 
 def _topic(value: object, path: str) -> str:
     if not isinstance(value, str) or not is_unicode(value):
-        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not a string", "give a string")
+        raise config_error(path, f"{show(value)} is not a string", "give a string")
     return value
 
 
@@ -69,20 +69,9 @@ def parse_events(value: object, path: str) -> EventConfig | None:
     """
     if value is None:
         return None
-    parsers: dict[str, Callable[[object, str], object]] = {
-        key.name: key.metadata["parse"] for key in fields(EventConfig)
-    }
-    if not isinstance(value, Mapping):
-        remedy = f"give an object with {', '.join(parsers)}"
-        raise user_error(ChunkCacheConfigError, path, f"{show(value)} is not an object", remedy)
-    for key in value:
-        if key not in parsers:
-            remedy = f"known keys: {', '.join(parsers)}"
-            raise user_error(ChunkCacheConfigError, f"{path}.{key}", f"unknown key {show(key)}", remedy)
-    given = {"endpoint": None, "salt": None, **value}
-    config = EventConfig(**{key: parsers[key](item, f"{path}.{key}") for key, item in given.items()})  # type: ignore[arg-type]
+    config = EventConfig(**parsed_fields(EventConfig, value, path, asks_for="", endpoint=None, salt=None))
     if config.replay_endpoint == config.endpoint:
-        raise user_error(ChunkCacheConfigError, f"{path}.replay_endpoint", "is that of endpoint", "give another")
+        raise config_error(f"{path}.replay_endpoint", "is that of endpoint", "give another")
     return config
 
 

@@ -28,8 +28,8 @@ MAX_TOLD_AGAIN = 256
 
 _MAX_TIERS = 8
 
-# Numbers and names alone, which the garbage collector passes over: tier, chunk, partition, tokens.
-_Held: TypeAlias = tuple[str, int, int, int]
+# Numbers alone, which the garbage collector passes over: chunk, partition, tokens.
+_Held: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,16 @@ class EventLog:
         return num_dropped
 
     def _event(self, kind: str, place: int, held: _Held) -> Event:
-        tier, chunk, partition, num_tokens = held
-        return Event(kind, tier, chunk, partition, place // _MAX_TIERS, num_tokens)
+        variant, tier = divmod(place, _MAX_TIERS)
+        chunk, partition, num_tokens = held
+        return Event(kind, self._tiers[tier], chunk, partition, variant, num_tokens)
 
     def _place(self, tier: int, key: bytes, name: str) -> int:
         return self._keys.variant(key, name) * _MAX_TIERS + tier
 
     def _store(self, tier: int, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
         place = self._place(tier, key, name)
-        held = self._tiers[tier], self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens
+        held = self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens
         self._held[place] = held
         self._turns.append(place)
         self._changes.append(self._event("stored", place, held))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from chunk_cache.errors import ChunkCacheConfigError, show, user_error
+from chunk_cache.config_object import checked_object, parse_number, parse_seconds, parsed_fields
+from chunk_cache.errors import config_error, show
 
 WRITES = ("through", "evict")
 LOADINGS = ("prefetch", "layerwise", "sync")
@@ -73,7 +74,7 @@ def parse_bytes(value: object, path: str) -> int:
             parsed = -1.0
         if unit in _UNITS and 0 <= parsed < float("inf"):
             return int(parsed * _UNITS[unit])
-    raise _error(path, f"{show(value)} is not a number of bytes", 'give an integer, or a string like "4GB"')
+    raise config_error(path, f"{show(value)} is not a number of bytes", 'give an integer, or a string like "4GB"')
 
 
 def _parse_disk(value: object, path: str) -> DiskConfig | None:
@@ -81,10 +82,10 @@ def _parse_disk(value: object, path: str) -> DiskConfig | None:
         return None
     if isinstance(value, str):
         value = {"path": value}
-    items = _object(value, path, ["path", "max_bytes"])
+    items = checked_object(value, path, ["path", "max_bytes"])
     folder = items.get("path")
     if not isinstance(folder, str) or not folder:
-        raise _error(f"{path}.path", f"{show(folder)} is not a folder", "give the path of a folder")
+        raise config_error(f"{path}.path", f"{show(folder)} is not a folder", "give the path of a folder")
     max_bytes = items.get("max_bytes")
     return DiskConfig(folder, None if max_bytes is None else parse_bytes(max_bytes, f"{path}.max_bytes"))
 
@@ -96,70 +97,47 @@ def _parse_remote(value: object, path: str) -> RemoteConfig | None:
         value = {"url": value}
     if isinstance(value, Mapping) and "hicache" in value:
         problem = "storage backends of HiCache are not supported any more"
-        raise _error(f"{path}.hicache", problem, "give the url of a Redis or Valkey server, or a folder as disk")
-    url = _object(value, path, ["url"]).get("url")
+        raise config_error(f"{path}.hicache", problem, "give the url of a Redis or Valkey server, or a folder as disk")
+    url = checked_object(value, path, ["url"]).get("url")
     if not isinstance(url, str) or not url:
-        raise _error(f"{path}.url", f"{show(url)} is not a url", "give one such as redis://host:port/0")
+        raise config_error(f"{path}.url", f"{show(url)} is not a url", "give one such as redis://host:port/0")
     return RemoteConfig(url)
 
 
 def _parse_costs(value: object, path: str) -> tuple[tuple[str, float], ...]:
-    items = _object(value, path, list(TIERS))
-    return tuple((tier, _number(item, f"{path}.{tier}", least=0.0)) for tier, item in sorted(items.items()))
+    items = checked_object(value, path, list(TIERS))
+    return tuple((tier, parse_number(item, f"{path}.{tier}", least=0.0)) for tier, item in sorted(items.items()))
 
 
 def _parse_throttle(value: object, path: str) -> tuple[tuple[str, ThrottleConfig], ...]:
     found = []
-    for tier, item in sorted(_object(value, path, list(TIERS)).items()):
-        items = _object(item, f"{path}.{tier}", ["bytes_per_s", "latency_s"])
-        bytes_per_s = _number(items.get("bytes_per_s"), f"{path}.{tier}.bytes_per_s", least=1.0)
-        latency_s = _number(items.get("latency_s", 0.0), f"{path}.{tier}.latency_s", least=0.0)
+    for tier, item in sorted(checked_object(value, path, list(TIERS)).items()):
+        items = checked_object(item, f"{path}.{tier}", ["bytes_per_s", "latency_s"])
+        bytes_per_s = parse_number(items.get("bytes_per_s"), f"{path}.{tier}.bytes_per_s", least=1.0)
+        latency_s = parse_number(items.get("latency_s", 0.0), f"{path}.{tier}.latency_s", least=0.0)
         found.append((tier, ThrottleConfig(bytes_per_s, latency_s)))
     return tuple(found)
 
 
-def _object(value: object, path: str, known: list[str]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _error(path, f"{show(value)} is not an object", f"give an object with some of {', '.join(known)}")
-    for key in value:
-        if key not in known:
-            raise _error(f"{path}.{key}", f"unknown key {show(key)}", f"known keys: {', '.join(known)}")
-    return value
-
-
-def _timeout(value: object, path: str) -> float:
-    return _number(value, path, least=0.001)
-
-
-def _number(value: object, path: str, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
-        raise _error(path, f"{show(value)} is not a number of at least {least:g}", "give such a number")
-    return float(value)
-
-
 def _integer(value: object, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _error(path, f"{show(value)} is not an integer of at least 1", "give such an integer")
+        raise config_error(path, f"{show(value)} is not an integer of at least 1", "give such an integer")
     return value
 
 
 def _boolean(value: object, path: str) -> bool:
     if not isinstance(value, bool):
-        raise _error(path, f"{show(value)} is not a boolean", "give true or false")
+        raise config_error(path, f"{show(value)} is not a boolean", "give true or false")
     return value
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[object, str], str]:
     def parse(value: object, path: str) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise _error(path, f"unknown value {show(value)}", f"give one of {', '.join(choices)}")
+            raise config_error(path, f"unknown value {show(value)}", f"give one of {', '.join(choices)}")
         return value
 
     return parse
-
-
-def _error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
-    return user_error(ChunkCacheConfigError, path, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +158,7 @@ class TierConfig:
     while everything waits."""
     max_variants_per_chunk: int = field(default=2, metadata={"parse": _integer})
     """Variants of one chunk that each tier keeps."""
-    timeout_s: float = field(default=30.0, metadata={"parse": _timeout})
+    timeout_s: float = field(default=30.0, metadata={"parse": parse_seconds})
     """A request waits no longer for a load; its chunks are computed then."""
     controller: bool = field(default=True, metadata={"parse": _boolean})
     """Whether a chunk is computed where that is estimated to be faster than loading it."""
@@ -215,13 +193,13 @@ def parse_tiers(value: object, path: str) -> TierConfig | None:
     """
     if value is None:
         return None
-    parsers = {key.name: key.metadata["parse"] for key in fields(TierConfig)}
-    items = _object(value, path, list(parsers))
-    config = TierConfig(**{key: parsers[key](item, f"{path}.{key}") for key, item in items.items()})
+    config = TierConfig(**parsed_fields(TierConfig, value, path))
     asked_for = config.asked_for()
     if not asked_for:
         *others, last = _TIER_KEYS.values()
-        raise _error(path, "names no tier", f"give {', '.join(others)} or {last}")
+        raise config_error(path, "names no tier", f"give {', '.join(others)} or {last}")
     if config.costs and not asked_for.keys() <= dict(config.costs).keys():
-        raise _error(f"{path}.costs", f"has not all of {', '.join(asked_for)}", "give the cost of each tier, or none")
+        raise config_error(
+            f"{path}.costs", f"has not all of {', '.join(asked_for)}", "give the cost of each tier, or none"
+        )
     return config

@@ -92,11 +92,17 @@ class Load:
         """Whether so many chunks of requests that were answered since then came from a tier."""
         return sum(tier is not None for one in list(self.answers) if one.at > since for tier in one.tiers) >= num
 
-    def check_answers(self, server: Server, num: int = NUM_COMPARED) -> None:
-        """Those without reuse, of a part of all, evenly spread."""
-        for one in self.answers[:: 1 + len(self.answers) // num]:
+    def check_answers(self, server: Server, num: int = NUM_COMPARED) -> int:
+        """Each is the one without reuse, of a part of all, evenly spread.
+
+        Returns:
+            How many were compared, at most `num`.
+        """
+        compared = self.answers[:: -(-len(self.answers) // num)]
+        for one in compared:
             off = {"chunk_cache": {"mode": "off"}, "sampling": {"ignore_eos": False}}
             assert one.text == server.generate(one.prompt.text, max_new_tokens=NUM_TOKENS, **off)["text"], one
+        return len(compared)
 
     def _run(self, thread: int) -> None:
         with httpx.Client(base_url=self.gateway.url, timeout=60, trust_env=False) as http:

