@@ -50,7 +50,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_chunk_cache.server_client import ServerGone, ServerRefused
-from sglang_chunk_cache.verify.conditions import Condition, parse_method
+from sglang_chunk_cache.verify.conditions import Condition, check_likelihood, parse_method
 from sglang_chunk_cache.verify.reply_log import fingerprint
 from sglang_chunk_cache.verify.session import SetupError
 
@@ -151,7 +151,10 @@ def server_flags(given: str) -> tuple[str, ...]:
 def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
     """Methods x ratios; by default every method, and at one ratio each with early termination and grouping."""
     if args.methods:
-        return conditions_of([parse_method(text) for text in args.methods], args.ratios)
+        methods = [parse_method(text) for text in args.methods]
+        if args.likelihood:
+            check_likelihood(methods)
+        return conditions_of(methods, args.ratios)
     ratios = [ratio for ratio in args.ratios if ratio in COMPOSED_RATIOS]
     built = built_methods(has_selector="--chunk-cache-selector" in args.server_flags)
     return [*conditions_of(built, args.ratios), *conditions_of(composed_methods(), ratios)]

@@ -32,7 +32,7 @@ from sglang_chunk_cache.explain.prompt import load_tokenizer
 from sglang_chunk_cache.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
 from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
 from sglang_chunk_cache.server_client import KEY_ENV, ServerClient, ServerGone
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
 from sglang_chunk_cache.verify.fit import Check, check_fit, tolerance_of
 from sglang_chunk_cache.verify.jsonl import read_jsonl
 from sglang_chunk_cache.verify.measure import measure
@@ -119,6 +119,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def conditions_of(args: argparse.Namespace) -> list[Condition]:
     """The grid: ratio 0 is asked once, for without recomputation all methods are one."""
     specs = [parse_method(text) for text in args.methods]
+    check_likelihood(specs)
     craft = [MethodSpec("cache-craft", ((ALPHA.name, float(alpha)),)) for alpha in sorted(set(args.alphas))]
     ratios = sorted(set(args.ratios))
     found = grid([*specs, *craft], ratios)

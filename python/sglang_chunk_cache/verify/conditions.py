@@ -1,6 +1,6 @@
 """Conditions: under which method and ratio a prompt is asked.
 
-- `parse_method` reads `epic` or `cacheblend:focus_window=3,group_size=8`.
+- `parse_method` reads `epic`, `cacheblend:focus_window=3,group_size=8` or `a3:keep_tokens=512`.
 - `grid` gives one condition per method and ratio; a method that ignores the ratio gets one in all.
 - `REFERENCE` is stock SGLang's full prefill; everything else is compared with it.
 """
@@ -19,20 +19,24 @@ from chunk_cache.methods.options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_o
 from sglang_chunk_cache.verify.jsonl import DataError
 
 REFERENCE_LABEL = "off"
+KEEP_TOKENS = "keep_tokens"
+"""Of the request, not of its method; it works while an answer is decoded, so likelihoods say nothing of it."""
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method with its options, checked."""
+    """A method with its options, checked, and what decoding keeps of the prompt (None: as the server says)."""
 
     method: str
     options: Options = ()
+    keep_tokens: int | None = None
 
     @property
     def label(self) -> str:
         """The name that the command line and tables have for it."""
-        options = ",".join(f"{name}={_format_value(value)}" for name, value in self.options)
+        kept = () if self.keep_tokens is None else ((KEEP_TOKENS, self.keep_tokens),)
+        options = ",".join(f"{name}={_format_value(value)}" for name, value in (*self.options, *kept))
         return f"{self.method}:{options}" if options else self.method
 
     @property
@@ -65,7 +69,8 @@ class Condition:
             return {"mode": "off"}
         ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses one beside alpha
         options = {"options": dict(self.method.options)} if self.method.options else {}
-        return {"method": self.method.method, **ratio, **options}
+        kept = {} if self.method.keep_tokens is None else {KEEP_TOKENS: self.method.keep_tokens}
+        return {"method": self.method.method, **ratio, **options, **kept}
 
 
 REFERENCE = Condition(None)
@@ -84,10 +89,24 @@ def parse_method(text: str) -> MethodSpec:
         if not equals:
             raise DataError(f"--methods: {item!r} in {text!r} is not OPTION=VALUE; write {name}:shift=0.")
         options[key] = value_of(value)
+    kept = options.pop(KEEP_TOKENS, None)
+    if kept is not None and (type(kept) is not int or kept < 1):
+        raise DataError(f"--methods: {KEEP_TOKENS}={kept} in {text!r} is no number of tokens; give one of at least 1.")
     try:
-        return MethodSpec(name, find_method(name, "--methods").check_options(options, f"--methods {name}"))
+        return MethodSpec(name, find_method(name, "--methods").check_options(options, f"--methods {name}"), kept)
     except ChunkCacheRequestError as error:
         raise DataError(f"{error}.") from error
+
+
+def check_likelihood(methods: Iterable[MethodSpec]) -> None:
+    """Checks that likelihoods can be asked of all of these.
+
+    Raises:
+        DataError: one keeps a part of the prompt only, which shows in answers.
+    """
+    for spec in methods:
+        if spec.keep_tokens is not None:
+            raise DataError(f"--methods: {KEEP_TOKENS} of {spec.label!r} changes no likelihood; leave it out here.")
 
 
 def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Condition]:

@@ -378,6 +378,8 @@ def _check_reuse(
         raise SetupError(
             f"Prompt {prompt.key} was asked with {condition.request} and answered with {method}, ratio {ratio}."
         )
+    if condition.method.keep_tokens is not None:
+        tolerated = (*tolerated, "prompt_end")  # the last tokens judge the others
     label = condition.label if condition.ratio is None else f"{condition.label}, ratio {condition.ratio:g}"
     if condition.ratio is None:
         is_ranked = 0 < chunk_cache["recomputed_tokens"] < chunk_cache["reused_tokens"]

@@ -13,7 +13,7 @@ from benchmark.quality.conditions import (
 from benchmark.quality.question import DataError
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, parse_method
+from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, parse_method
 from sglang_chunk_cache.verify.reply_log import Forced, Reply, ReplyLog
 
 SETTINGS = {"model": "abc", "asking": {"max_new_tokens": 4, "stop": ()}}
@@ -111,12 +111,23 @@ def test_methods_are_read_as_they_are_written() -> None:
         assert parse_method(spec.label) == spec
 
 
+def test_what_decoding_keeps_is_of_the_request() -> None:
+    spec = parse_method("a3:group_size=8,keep_tokens=512")
+    assert parse_method(spec.label) == spec
+    request = Condition(spec, 0.15).request
+    assert request == {"method": "a3", "ratio": 0.15, "options": {"group_size": 8}, "keep_tokens": 512}
+    with pytest.raises(DataError, match="keep_tokens of 'a3:group_size=8,keep_tokens=512' changes no likelihood"):
+        check_likelihood([MethodSpec("epic"), spec])
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("best", "unknown method 'best'"),
         ("epic:seed=1", "unknown key"),
         ("random:seed=-1", "-1 is not an integer in"),
+        ("a3:keep_tokens=0", "keep_tokens=0 in 'a3:keep_tokens=0' is no number of tokens"),
+        ("a3:keep_tokens=true", "is no number of tokens"),
         ("random:seed", "'seed' in 'random:seed' is not OPTION=VALUE"),
     ],
 )
