@@ -68,7 +68,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """Means over held-out questions."""
+    """Of one question, or the means of some."""
 
     kl: float
     jaccard: float
@@ -161,17 +161,18 @@ def kl_divergence(target: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
     return (target * ratio).sum()
 
 
+def compare(target: torch.Tensor, predicted: torch.Tensor) -> Score:
+    """How close one distribution over the tokens is to another."""
+    num = max(1, math.ceil(TOP_SHARE * len(target)))
+    mine, theirs = (set(values.topk(num).indices.tolist()) for values in (predicted, target))
+    return Score(float(kl_divergence(target, predicted)), len(mine & theirs) / len(mine | theirs))
+
+
 def measure(auxiliary: AuxiliaryModel, examples: Sequence[Example]) -> Score:
-    """How close the auxiliary model is to the main one."""
-    kls, jaccards = [], []
+    """How close the auxiliary model is to the main one, on average."""
     with torch.no_grad():
-        for example in examples:
-            predicted = predict(auxiliary, example).cpu()
-            kls.append(float(kl_divergence(example.target, predicted)))
-            num = max(1, math.ceil(TOP_SHARE * len(predicted)))
-            mine, theirs = (set(values.topk(num).indices.tolist()) for values in (predicted, example.target))
-            jaccards.append(len(mine & theirs) / len(mine | theirs))
-    return Score(float(np.mean(kls)), float(np.mean(jaccards)))
+        scores = [compare(example.target, predict(auxiliary, example).cpu()) for example in examples]
+    return Score(float(np.mean([one.kl for one in scores])), float(np.mean([one.jaccard for one in scores])))
 
 
 def fine_tune(
