@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num < 2:
         parser.error("--num: at least 2")
     about = describe_run()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         prompts = read_prompts(args.data)[: args.num]
         whole, auxiliary = load(args.main, "main", "cpu"), load(args.selector, "selector", "cpu")
@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = [
         f"# What {names[1]} attends to, beside {names[0]}",
         "",
-        f"{num} questions of {file}, means and standard errors: how close each is to what the",
-        f"question attends to in {names[0]}'s last layer, over all chunk tokens. KL in nats, Jaccard index of the best 20 %.",
+        f"{num} questions of {file}, means and standard errors: how close each is to what the question attends to in",
+        f"{names[0]}'s last layer, over all chunk tokens. KL in nats, Jaccard index of the best 20 %.",
         "",
         *markdown_table(
             ("", "KL", "Jaccard"), [(name, shown(some, "kl"), shown(some, "jaccard")) for name, some in found.items()]
