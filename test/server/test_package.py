@@ -163,3 +163,9 @@ def test_extra_bench(bare: Path, install, tmp_path: Path):
     assert "sglang-chunk-cache[bench]" in run(bare / "python", *ask, ok=2, cwd=tmp_path)
     simulate = ROOT / "benchmark" / "simulate" / "simulate.py"
     assert "usage:" in run(install("bench") / "python", simulate, "--help", cwd=tmp_path)
+
+
+def test_extra_gateway(install, tmp_path: Path):
+    programs = install("gateway")
+    assert "--policy" in run(programs / "smg", "launch", "--help", cwd=tmp_path)
+    assert (programs / "sglang").exists()

@@ -1,0 +1,175 @@
+"""Time to first token of a request whose chunks all lie in one place: each medium, the KV pool, nowhere.
+
+    python benchmark/tiers/bench_first_token.py [--quick] [--repeats N] [--places NAME ...] [--out FOLDER]
+
+One server per place with a tier of that kind only, asked by turns, paused meanwhile; stores run on this machine. The
+pool of a server with a tier holds two prompts, and three sets of chunks take turns: so each request finds its chunks in
+the tier, which the reply must say. `computed` is stock's full prefill (mode off). Results:
+`benchmark/results/tiers/first_token.*`, or `.cache/bench/` with `--quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test"))
+
+from benchmark.common.machine import CACHE_DIR
+from benchmark.common.models import LlamaShape, cached_llama
+from benchmark.common.results import Spread, describe_run, markdown_table, result_dir, run_markdown, write_result
+from benchmark.common.server import Server, leave_on_sigterm, offline_env
+from benchmark.tiers.loading import OPTIONS, tier_stats
+from benchmark.tiers.prompts import Corpus, Size
+
+from unit.tiers.mooncake_master import library_env
+from unit.tiers.stores import STORES, find_store
+
+FULL = Size(LlamaShape(12, 768, 12, 12, 2048, 2048), system_len=64, chunk_len=512, num_chunks=8, question_len=32)
+QUICK = Size(LlamaShape(4, 256, 4, 4, 704, 2048), system_len=64, chunk_len=64, num_chunks=8, question_len=32)
+NUM_SETS = 3
+POOL, COMPUTED = "pool", "computed"
+PLACES = (POOL, "host", "disk", *STORES)
+SETTLE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server finds chunks; `tier` is what its replies call it."""
+
+    name: str
+    tier: str
+    server: Server
+
+    def prime(self, corpus: Corpus) -> None:
+        """Computes each chunk alone behind the system prompt; returns once all are in the tier."""
+        for number in range(len(corpus.chunks)):
+            prompt = corpus.prompt([number], ())
+            self.server.generate([*prompt.ids, *corpus.tokens(4)], chunk_cache={"spans": prompt.spans})
+        deadline = time.monotonic() + SETTLE_S
+        while self.tier != POOL and tier_stats(self.server)["tiers"][self.tier]["entries"] < len(corpus.chunks):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name}: not all written within {SETTLE_S:g} s; see {self.server.log_path}")
+            time.sleep(0.2)
+
+    def ask(self, corpus: Corpus, number: int) -> float:
+        """Seconds to the first token of a prompt of one set, in an order of its own."""
+        num = corpus.size.num_chunks
+        order = [number % NUM_SETS * num + (number + i) % num for i in range(num)]
+        prompt = corpus.prompt_of(order)
+        timed = self.server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, **OPTIONS})
+        found = [chunk.get("tier") for chunk in timed.chunk_cache["chunks"]]
+        if found != [self.tier] * num:
+            raise RuntimeError(f"{self.name}: chunks come from {found}; the reply: {timed.chunk_cache}")
+        return timed.total_s
+
+
+@contextlib.contextmanager
+def places(names: Sequence[str], size: Size, folder: Path) -> Iterator[list[Place]]:
+    """Servers that are started and paused; stores that are not installed are left out, and said so."""
+    model_dir = cached_llama(size.shape)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in names:
+            tiers: dict[str, Any] = {}
+            if name in STORES:
+                store = find_store(name, folder, "8GB")
+                if store is None:
+                    print(f"{name}: not installed, left out", file=sys.stderr)
+                    continue
+                store[0].start()
+                stack.callback(store[0].kill)
+                tiers = {"remote": store[1]}
+            elif name != POOL:
+                tiers = {"host": {"host_bytes": "8GB"}, "disk": {"disk": str(folder / "disk")}}[name]
+            tier = "remote" if name in STORES else name
+            server = make_server(model_dir, size, name, tiers)
+            stack.callback(server.stop)
+            found.append(Place(name, tier, server))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda place: place.server.start(), found))
+        yield found
+
+
+def make_server(model_dir: Path, size: Size, name: str, tiers: Mapping[str, Any]) -> Server:
+    """A server with these tiers; not started."""
+    num_prompts = 2.2 if tiers else NUM_SETS + 2
+    flags = ["--skip-tokenizer-init", "--max-running-requests", "1", "--chunk-cache"]
+    flags += ["--max-total-tokens", str(int(num_prompts * size.prompt_len))]
+    if tiers:
+        config = {"tiers": {**tiers, "controller": False, "max_variants_per_chunk": 1}, "keep_share": 0}
+        flags += ["--chunk-cache-config", json.dumps(config)]
+    log = CACHE_DIR / f"server-first-token-{name}.log"
+    return Server(model_dir, *flags, env={**offline_env(), **library_env()}, log_path=log)
+
+
+def measure(found: Sequence[Place], corpus: Corpus, repeats: int) -> dict[str, list[float]]:
+    """Seconds by place; the first round does not count."""
+    seconds: dict[str, list[float]] = {COMPUTED: [], **{place.name: [] for place in found}}
+    for place in found:
+        place.prime(corpus)
+        place.server.pause()
+    for number in range(repeats + 1):
+        for place in found:
+            place.server.resume()
+            seconds[place.name].append(place.ask(corpus, number))
+            if place is found[0]:
+                prompt = corpus.prompt_of(list(range(corpus.size.num_chunks)))
+                off = {"spans": prompt.spans, "mode": "off"}
+                seconds[COMPUTED].append(place.server.generate(prompt.ids, chunk_cache=off).total_s)
+            place.server.pause()
+        print(", ".join(f"{name} {values[-1]:.3f} s" for name, values in seconds.items()), flush=True)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def to_markdown(report: Mapping[str, Any], size: Size) -> list[str]:
+    """The page of the result."""
+    computed = Spread(**report["seconds"][COMPUTED])
+    rows = []
+    for name, fields in report["seconds"].items():
+        spread = Spread(**fields)
+        rows.append((name, spread.text(3), f"{computed.median / spread.median:.1f}x"))
+    return [
+        "# Time to first token by where the chunks are",
+        "",
+        *run_markdown(report),
+        f"{size.shape}; {size}.",
+        "Method `epic` at 15 %, idle server; median seconds (min-max); stores on this machine, over its loopback.",
+        "",
+        *markdown_table(("chunks", "seconds", "how many times sooner"), rows),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small model and prompts: a check, no result")
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
+    parser.add_argument("--out", type=Path, help="folder of the result files")
+    args = parser.parse_args(argv)
+    args.out = result_dir(args, "tiers")
+    leave_on_sigterm()
+    size = QUICK if args.quick else FULL
+    corpus = Corpus(size, NUM_SETS * size.num_chunks)
+    with tempfile.TemporaryDirectory(prefix="bench-tiers-") as folder, places(args.places, size, Path(folder)) as found:
+        report = describe_run()
+        seconds = measure(found, corpus, args.repeats)
+    report["seconds"] = {name: Spread.of(values).as_dict() for name, values in seconds.items()}
+    page = to_markdown(report, size)
+    write_result(args.out, "first_token", report, page)
+    print("\n".join(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
