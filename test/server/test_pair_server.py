@@ -5,13 +5,15 @@ Answers are those that one server gives, with chunks and without; that server is
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,42 @@ from gateway import find_gateway
 from pair import Pair
 from server.conftest import FLAGS, STRICT
 from server.contract import FULL, Marked, Passages, marked, same_logprobs
+from server.tier_contract import wait_until
 from server_fixture import Server
 from unit.tiers.mooncake_master import library_env
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
 
+SMALL_STEPS = ("--chunked-prefill-size", "64")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Flags of both servers and of each, options of `--chunk-cache-config`, variables; FOLDER is an empty folder."""
+
+    both: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ("--enable-metrics",)
+    decode: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+
 MODES = {
-    "overlap": ("--chunked-prefill-size", "64"),
-    "normal": ("--chunked-prefill-size", "64", "--disable-overlap-schedule"),
-    "pages": ("--page-size", "16"),
+    "overlap": Mode((*SMALL_STEPS, "--page-size", "1")),
+    "normal": Mode((*SMALL_STEPS, "--disable-overlap-schedule"), config={"refresh_uses": 2, "verify_share": 1.0}),
+    "pages": Mode(
+        ("--page-size", "16"),
+        config={"tiers": {"controller": False, "disk": {"path": "FOLDER", "max_bytes": "100MB"}}},
+    ),
+    "early": Mode(  # computed before the decode server has room, half of them once more
+        SMALL_STEPS,
+        ("--enable-metrics", "--optimistic-prefill-attempts", "2"),
+        env={"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"},
+    ),
+    "keeps": Mode(decode=("--disaggregation-decode-enable-radix-cache",)),
 }
+WHERE_ALL_WORKS = ("overlap", "normal", "pages", "early")
+in_all_modes = pytest.mark.parametrize("pair", WHERE_ALL_WORKS, indirect=True)
 REUSE = {"ratio": 0.0}
 NUM_TOKENS = 8
 
@@ -108,10 +136,20 @@ def expected(model_dir: Path, tokenizer: Any) -> Expected:
     return Expected(model_dir, tokenizer)
 
 
-@pytest.fixture(scope="module", params=MODES)
-def pair(request: pytest.FixtureRequest, model_dir: Path, expected: Expected) -> Iterator[Pair]:
-    flags = (*FLAGS, *MODES[request.param])
-    with Pair(model_dir, *flags, env={**STRICT, **library_env()}) as pair:
+@pytest.fixture(scope="module")
+def pair(
+    request: pytest.FixtureRequest, model_dir: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    mode = MODES[request.param]
+    config = json.dumps(mode.config).replace("FOLDER", str(tmp_path_factory.mktemp("tier")))
+    with Pair(
+        model_dir,
+        *FLAGS,
+        *mode.both,
+        prefill_flags=(*mode.prefill, "--chunk-cache-config", config),
+        decode_flags=mode.decode,
+        env={**STRICT, **library_env(), **mode.env},
+    ) as pair:
         yield pair
 
 
@@ -120,13 +158,23 @@ def nothing_left(pair: Pair) -> Iterator[None]:
     """Both servers live and are idle again, which is when they look for leaks; a flush is done when nobody waits."""
     yield
     for server in (pair.prefill, pair.decode):
-        deadline = time.monotonic() + 30
-        while server.post("/flush_cache", {}, check=False).status_code != 200:
-            assert server.alive(), server.log[-3000:]
-            assert time.monotonic() < deadline, "it is not idle"
-            time.sleep(0.2)
+        flush(server)
         time.sleep(0.5)  # idle steps
         assert server.alive(), server.log[-3000:]
+
+
+def flush(server: Server) -> None:
+    wait_until(lambda: server.post("/flush_cache", {}, check=False).status_code == 200, "it is not idle")
+
+
+def counted(server: Server, name: str, **labels: str) -> float:
+    """Sum of the samples of `sglang:chunk_cache_<name>_total` with these labels."""
+    total = 0.0
+    for line in server.get("/metrics").text.splitlines():
+        match = re.match(rf"sglang:chunk_cache_{name}_total\{{(.*)\}} (\S+)$", line)
+        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
+            total += float(match[2])
+    return total
 
 
 def reused_by(pair: Pair, rid: str) -> int:
@@ -145,19 +193,26 @@ def run(pair: Pair, tokenizer: Any, asked: list[Round], answers: list[list[Any]]
         assert reused >= 30 * each.reused, (number, reused)
 
 
+@in_all_modes
 def test_full_recomputation_is_stock(pair: Pair, tokenizer: Any, expected: Expected):
     run(pair, tokenizer, rounds("exact", FULL), expected.exact, "exact")
 
 
+@in_all_modes
 def test_fused_prompts_arrive_as_they_were_computed(pair: Pair, tokenizer: Any, expected: Expected):
     """Without any recomputation the answer is another one than stock's, and that of one server."""
     run(pair, tokenizer, rounds("reused", REUSE), expected.reused, "reused")
 
 
+@in_all_modes
 def test_aborts_at_any_time(pair: Pair, tokenizer: Any, passages: Passages):
-    """Clients that leave, and requests that are aborted on either server, while prompts are computed and sent."""
+    """Clients that leave, and requests that are aborted on both servers, while prompts are computed and sent."""
     texts, rng = passages.several(6), random.Random(7)
     prompts = [marked(rng.sample(texts, 4), question="Why? " * 60) for _ in range(24)]
+
+    def abort(rid: str) -> None:
+        for server in rng.sample((pair.prefill, pair.decode), 2):
+            server.post("/abort_request", {"rid": rid})
 
     def leave(index: int) -> None:
         one = body(prompts[index], tokenizer, REUSE, rid=f"abort-{index}")
@@ -167,8 +222,7 @@ def test_aborts_at_any_time(pair: Pair, tokenizer: Any, passages: Passages):
             with suppress(httpx.ReadTimeout):
                 pair.http.post("/generate", json=one, timeout=httpx.Timeout(90, read=0.01 + wait_s))
             return
-        server = (pair.prefill, pair.decode)[index % 2]
-        timer = threading.Timer(wait_s, lambda: server.post("/abort_request", {"rid": f"abort-{index}"}))
+        timer = threading.Timer(wait_s, abort, (f"abort-{index}",))
         timer.start()
         pair.http.post("/generate", json=one)
         timer.join()
@@ -179,15 +233,55 @@ def test_aborts_at_any_time(pair: Pair, tokenizer: Any, passages: Passages):
     assert len(out[0]["output_ids"]) == NUM_TOKENS
 
 
+@pytest.mark.parametrize("pair", ["overlap"], indirect=True)
 def test_marked_text_is_refused(pair: Pair, passages: Passages):
     """The decode server would read the separators."""
     text = marked([passages()]).text
     params = {"max_new_tokens": 4}
-    for path, json in {
+    for path, request in {
         "/generate": {"text": text, "sampling_params": params},
         "/v1/completions": {"model": "default", "prompt": text, "max_tokens": 4},
         "/v1/chat/completions": {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 4},
     }.items():
-        reply = pair.http.post(path, json=json)
+        reply = pair.http.post(path, json=request)
         assert reply.status_code == 400, (path, reply.text)
         assert "the decode server reads the request too" in reply.text, (path, reply.text)
+
+
+@pytest.mark.parametrize("pair", ["normal"], indirect=True)
+def test_what_the_prefill_server_does_by_itself(pair: Pair, tokenizer: Any, passages: Passages):
+    """Chunks are warmed, a derived one is computed exactly, replies are verified: nobody waits for their KV."""
+    warmed, derived = passages.several(2)
+    summary = pair.prefill.post("/chunk_cache/warm", {"texts": [warmed]}).text.splitlines()[-1]
+    assert json.loads(summary)["stored"] == 1
+    heads = ("One. ", "Two. ", "Three. ")
+    for i, head in enumerate(heads):
+        chunks = [warmed, derived] if i == 0 else [derived]
+        ask(pair.http, [body(marked(chunks, head=head), tokenizer, REUSE, rid=f"itself-{i}")])
+        assert reused_by(pair, f"itself-{i}") > 30
+    wait_until(lambda: counted(pair.prefill, "maintenance", kind="refreshed") == 1, "not refreshed")
+    wait_until(lambda: counted(pair.prefill, "verifications", outcome="verified") >= len(heads), "not verified")
+
+
+@pytest.mark.parametrize("pair", ["pages"], indirect=True)
+def test_chunks_come_from_tiers(pair: Pair, tokenizer: Any, passages: Passages, model_dir: Path):
+    chunks = passages.several(3, num_words=40)
+    ask(pair.http, [body(marked(chunks), tokenizer, FULL)])
+    wait_until(lambda: counted(pair.prefill, "tier_writes", tier="disk", outcome="ok") >= 3, "not written")
+    flush(pair.prefill)
+    prompt = marked(chunks[::-1], head="Again. ")
+    (plain,) = ask(pair.http, [body(prompt, tokenizer, None)])
+    flush(pair.prefill)
+    (out,) = ask(pair.http, [body(prompt, tokenizer, FULL, rid="from-tiers")])
+    same_logprobs(out, plain)
+    assert reused_by(pair, "from-tiers") > 200
+
+
+@pytest.mark.parametrize("pair", ["keeps"], indirect=True)
+def test_a_decode_server_that_keeps_prefixes(pair: Pair, tokenizer: Any, passages: Passages):
+    """It would decode other prompts over KV of a fused one, so whatever it has a prefix of fails at once."""
+    prompt = marked(passages.several(2))
+    ask(pair.http, [body(prompt, tokenizer, FULL)])
+    reply = pair.http.post("/generate", json=body(prompt, tokenizer, None))
+    assert reply.status_code == 500, reply.text
+    assert "start it without --disaggregation-decode-enable-radix-cache" in pair.prefill.log

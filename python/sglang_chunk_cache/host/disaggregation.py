@@ -1,7 +1,7 @@
 """The prefill server of a pair (`--disaggregation-mode prefill`), where it differs from one that decodes too.
 
 Verbs: `check_role` (flags, at the start), `waiting` (all requests that wait), `drop_waiting` (some of them leave),
-`own_fields` (of a request that no decode server waits for), `is_kept_by_decode` (asked before one is sent).
+`own_fields` (of a request that no decode server waits for), `refuse_kept` (before one is sent).
 
 A request waits in the bootstrap queue until its decode server has room, and then in SGLang's waiting queue; its loads
 begin when it comes. Once computed it is sent from its own row of slots, private ones included, and released when all
@@ -55,17 +55,17 @@ def check_role(server_args: Any) -> None:
         )
 
 
-def is_kept_by_decode(req: Req) -> bool:
-    """Whether the decode server of a request has kept a prefix of it, and so must not decode it."""
+def refuse_kept(req: Req, *, is_last: bool) -> bool:
+    """Whether a decode server has kept a prefix of a request, so that nothing is sent; both are told with the last."""
     num_kept = req.disagg_decode_prefix_len
-    if num_kept:
-        logger.error(
-            "Chunk cache: %s fails: its decode server has kept %d tokens of it, which may be KV of a fused request; "
-            "start decode servers without --disaggregation-decode-enable-radix-cache",
-            req.rid,
-            num_kept,
+    if num_kept and is_last:
+        reason = (
+            f"the decode server has kept {num_kept} tokens of the prompt, which may be those of a chunk; start it "
+            "without --disaggregation-decode-enable-radix-cache"
         )
-    return bool(num_kept)
+        logger.error("Chunk cache: %s fails: %s", req.rid, reason)
+        req.disagg_kv_sender.kv_mgr.conclude_failure(bootstrap_room=req.bootstrap_room, failure_reason=reason)
+    return num_kept > 0
 
 
 def own_fields(server_args: Any) -> dict[str, Any]:

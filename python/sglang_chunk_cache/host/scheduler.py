@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
-from sglang_chunk_cache.host.disaggregation import drop_waiting, is_kept_by_decode, own_fields, waiting
+from sglang_chunk_cache.host.disaggregation import drop_waiting, own_fields, refuse_kept, waiting
 from sglang_chunk_cache.host.exact_pass import open_pass
 from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
@@ -118,11 +118,9 @@ class ChunkScheduler(Scheduler):
         self._chunks.packer.pack_due(batch)
         return super().update_running_batch(batch)
 
-    def send_kv_chunk(self, req: Req, *args: Any, **kwargs: Any) -> None:
-        if is_kept_by_decode(req):
-            req.disagg_kv_sender.abort()
-        else:
-            super().send_kv_chunk(req, *args, **kwargs)
+    def send_kv_chunk(self, req: Req, last_chunk: bool = False, **kwargs: Any) -> None:
+        if not refuse_kept(req, is_last=last_chunk):
+            super().send_kv_chunk(req, last_chunk, **kwargs)
 
     def _is_held(self, req: Req) -> bool:
         """Whether a request waits for loads or scores; how long it did is told once it does not."""
