@@ -6,8 +6,10 @@ Answers are those that one server gives, with chunks and without; that server is
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ import pytest
 from gateway import find_gateway
 from pair import Pair
 from server.conftest import FLAGS, STRICT
-from server.contract import FULL, Marked, Passages, marked, same_logprobs
+from server.contract import FULL, Marked, Passages, generated, marked, same_logprobs, statuses
 from server.tier_contract import wait_until
 from server_fixture import Server
 from unit.tiers.mooncake_master import library_env
@@ -46,7 +48,11 @@ class Mode:
 
 
 MODES = {
-    "overlap": Mode((*SMALL_STEPS, "--page-size", "1")),
+    "overlap": Mode(
+        SMALL_STEPS,
+        ("--enable-metrics", "--chunk-cache-discover"),
+        env={"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20"},
+    ),
     "normal": Mode((*SMALL_STEPS, "--disable-overlap-schedule"), config={"refresh_uses": 2, "verify_share": 1.0}),
     "pages": Mode(
         ("--page-size", "16"),
@@ -164,7 +170,7 @@ def nothing_left(pair: Pair) -> Iterator[None]:
 
 
 def flush(server: Server) -> None:
-    wait_until(lambda: server.post("/flush_cache", {}, check=False).status_code == 200, "it is not idle")
+    wait_until(lambda: server.post("/flush_cache", {}, check=False).status_code == 200, "it is not idle", 90)
 
 
 def counted(server: Server, name: str, **labels: str) -> float:
@@ -198,7 +204,7 @@ def test_full_recomputation_is_stock(pair: Pair, tokenizer: Any, expected: Expec
     run(pair, tokenizer, rounds("exact", FULL), expected.exact, "exact")
 
 
-@in_all_modes
+@pytest.mark.parametrize("pair", ["overlap", "normal", "early"], indirect=True)
 def test_fused_prompts_arrive_as_they_were_computed(pair: Pair, tokenizer: Any, expected: Expected):
     """Without any recomputation the answer is another one than stock's, and that of one server."""
     run(pair, tokenizer, rounds("reused", REUSE), expected.reused, "reused")
@@ -248,6 +254,39 @@ def test_marked_text_is_refused(pair: Pair, passages: Passages):
         assert "the decode server reads the request too" in reply.text, (path, reply.text)
 
 
+@pytest.mark.parametrize("pair", ["overlap"], indirect=True)
+def test_a_prefill_server_answers_where_nobody_decodes(pair: Pair, tokenizer: Any, passages: Passages):
+    first, second = passages.several(2)
+    alone = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+    pair.prefill.post("/generate", body(marked([first, second]), tokenizer, FULL, **alone))
+    prompt = marked([second, first])
+    response = pair.prefill.post("/generate", body(prompt, tokenizer, FULL, **alone))
+    reply = generated(response.json(), prompt.spans(tokenizer))
+    assert statuses(reply) == ["hit", "hit"]
+    assert response.headers["x-chunk-cache"]
+    (decoded,) = ask(pair.http, [body(prompt, tokenizer, FULL)])
+    assert response.json()["output_ids"] == decoded["output_ids"][:1]
+    assert "chunk_cache" not in decoded["meta_info"]
+    refused = pair.prefill.post("/generate", body(prompt, tokenizer, FULL), check=False)
+    assert refused.status_code == 400
+    assert "without bootstrap room" in refused.text
+
+
+@pytest.mark.parametrize("pair", ["overlap"], indirect=True)
+def test_passages_without_marks(pair: Pair, tokenizer: Any, passages: Passages):
+    """Both servers tokenize the text alike."""
+    chunks = passages.several(3, num_words=40)
+    ask(pair.http, [body(marked(chunks), tokenizer, FULL)])
+    request = {
+        **body(marked([]), tokenizer, None, rid="without-marks"),
+        "text": marked(chunks[::-1], head="So. ").plain,
+    }
+    del request["input_ids"]
+    (out,) = ask(pair.http, [request])
+    assert len(out["output_ids"]) == NUM_TOKENS
+    assert reused_by(pair, "without-marks") > 200
+
+
 @pytest.mark.parametrize("pair", ["normal"], indirect=True)
 def test_what_the_prefill_server_does_by_itself(pair: Pair, tokenizer: Any, passages: Passages):
     """Chunks are warmed, a derived one is computed exactly, replies are verified: nobody waits for their KV."""
@@ -285,3 +324,21 @@ def test_a_decode_server_that_keeps_prefixes(pair: Pair, tokenizer: Any, passage
     reply = pair.http.post("/generate", json=body(prompt, tokenizer, None))
     assert reply.status_code == 500, reply.text
     assert "start it without --disaggregation-decode-enable-radix-cache" in pair.prefill.log
+
+
+@pytest.mark.parametrize("pair", ["overlap"], indirect=True)
+def test_a_decode_server_that_dies(pair: Pair, tokenizer: Any, passages: Passages):
+    """The prefill server gives back all that it was sending, and serves the next one."""
+    texts, rng = passages.several(6), random.Random(3)
+    bodies = [body(marked(rng.sample(texts, 4), question="Why? " * 60), tokenizer, REUSE) for _ in range(12)]
+
+    def send(one: dict[str, Any]) -> None:
+        with suppress(httpx.TransportError):
+            pair.http.post("/generate", json=one)
+
+    with ThreadPoolExecutor(6) as pool:
+        sent = [pool.submit(send, one) for one in bodies]
+        wait_until(lambda: any(one.done() for one in sent), "nothing was answered")
+        os.killpg(pair.decode.pid, signal.SIGKILL)
+    flush(pair.prefill)
+    pair.decode.start()
