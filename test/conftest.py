@@ -26,7 +26,7 @@ _STATUS = pytest.StashKey[int]()
 OWN_SERVER = (
     *("test_admin_server.py", "test_page_server.py", "test_gate_server.py", "test_tiers_server.py"),
     *("test_tier_faults_server.py", "test_selector_server.py", "test_doctor_server.py", "test_package.py"),
-    *("test_replicas_server.py", "test_fuzz_server.py", "test_schema_server.py"),
+    *("test_replicas_server.py", "test_fuzz_server.py", "test_schema_server.py", "test_pair_server.py"),
     *("test_gateway_server.py", "test_fleet_server.py", "test_connections_server.py", "test_events_server.py"),
 )
 # These share the server of a trained model.

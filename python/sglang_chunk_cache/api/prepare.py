@@ -23,7 +23,7 @@ from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked
-from sglang_chunk_cache.api.served import check_rows, check_served, keeps_all_error
+from sglang_chunk_cache.api.served import check_read_once, check_rows, check_served, keeps_all_error
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
@@ -228,6 +228,8 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
     _check_combinations(obj, items)
     for item in items:
         check_served(item.opts, manager, args, item.opts_path)
+        if item.marked is not None:
+            check_read_once(manager, item.path)
     if any(item.is_tokenized_here for item in items):
         items = [_tokenize(item, manager) for item in items]
         ids = [item.ids for item in items]

@@ -15,6 +15,7 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.methods import METHODS, Method, Options, OptionValue, Stage
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import is_selecting
+from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
 
@@ -38,6 +39,22 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
     _check(method, dict(opts.options), num_layers, args.parsed_config, needs_all, path)
+
+
+def is_read_twice(manager: Any) -> bool:
+    """Whether a stock decode server tokenizes each request too: for it a mark in a text is a part of the text."""
+    return bool(manager.server_args.disaggregation_mode == "prefill")
+
+
+def check_read_once(manager: Any, path: str) -> None:
+    """Checks that no decode server reads marked text, or passages beside it; `path` is where the client marked it.
+
+    Raises:
+        ChunkCacheRequestError: one does.
+    """
+    if is_read_twice(manager):
+        problem = "the decode server reads the request too, and knows no marks in it"
+        raise request_error(path, problem, f"tokenize the prompt and send input_ids with custom_params.{KEY}.spans")
 
 
 def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
@@ -67,6 +84,8 @@ def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
     """What of a server does not work with prompts of which decoding keeps a part (`keep_tokens`); None = nothing."""
     if server_args.speculative_algorithm is not None:
         return "speculative decoding"
+    if server_args.disaggregation_mode == "prefill":
+        return "the decode server"
     if server_args.enable_mixed_chunk:
         return "a batch that mixes prefill and decoding (--enable-mixed-chunk)"
     if model_config.sliding_window_size is not None:

@@ -29,6 +29,7 @@ from sglang_chunk_cache.api.asked import KEY, Passage, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked, texts_of
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, may_get_reply, prepare
+from sglang_chunk_cache.api.served import check_read_once, is_read_twice
 from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
 from sglang_chunk_cache.host import sglext
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
@@ -130,8 +131,13 @@ class ChunkServingChat(OpenAIServingChat):
             _forgo(exchange)
             return
         marks, asked = exchange.marks, exchange.asked
+        reason = None
         if self.chat_encoding_spec is not None:
-            marks.drop_foreign("the chat encoding of this model cannot mark chunks")
+            reason = "the chat encoding of this model cannot mark chunks"
+        elif is_read_twice(self.tokenizer_manager):
+            reason = "the decode server tokenizes the chat as a whole"
+        if reason is not None:
+            marks.drop_foreign(reason)
             for _, holder, name in texts_of(request.messages):
                 setattr(holder, name, marks.without(getattr(holder, name)))
         for path, holder, name in texts_of(request.messages):
@@ -147,6 +153,8 @@ class ChunkServingChat(OpenAIServingChat):
         if passages:
             _put_in_front(request.messages, passages, exchange)
         _check_one_way(exchange)
+        if marks.own:
+            check_read_once(self.tokenizer_manager, marks.own[0].path)
 
     def _renders_documents(self) -> bool:
         """Whether the model's own template has a place for documents."""

@@ -28,6 +28,11 @@ class ChunkPrefillAdder(PrefillAdder):
     _sized_without_rows: Req | None = None
     """A request whose tail is being sized as if there were no rows in front of it."""
 
+    def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:
+        """As SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
+        super().__init__(*args, **kwargs)
+        self._num_in_transfer = num_in_transfer
+
     def _replay_len(self, req: Req, prefix_len: int) -> int:
         rows = 0 if req is self._sized_without_rows else _rows_of_load(req, prefix_len)
         return super()._replay_len(req, prefix_len) + rows
@@ -66,7 +71,8 @@ class ChunkPrefillAdder(PrefillAdder):
         longer: throughput falls where load is highest. A request that has no room beside them even when it runs alone
         would wait for a server that is empty, and is left to SGLang's own rule.
         """
-        if self.preempt_list or not (self.can_run_list or (self.running_batch and self.running_batch.reqs)):
+        running = bool(self.running_batch and self.running_batch.reqs) or self._num_in_transfer > 0
+        if self.preempt_list or not (self.can_run_list or running):
             return False
         chunks = runtime_of(self.tree_cache)
         assert chunks is not None

@@ -5,6 +5,8 @@ It is an ordinary request of mode exact that nobody reads.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -22,8 +24,8 @@ def is_refresh(rid: str) -> bool:
     return rid.startswith(_RID)
 
 
-def refresh_request(number: int, origin: Origin) -> TokenizedGenerateReqInput:
-    """The request that computes what `origin` tells of; `number` makes its name unique."""
+def refresh_request(number: int, origin: Origin, **fields: Any) -> TokenizedGenerateReqInput:
+    """The request that computes what `origin` tells of; `number` makes its name unique, `fields` are more of it."""
     options = dumps(RequestOptions(spans=origin.spans, mode="exact"))
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, custom_params={PARAM_NAME: options})
     sampling.normalize(None)
@@ -43,4 +45,5 @@ def refresh_request(number: int, origin: Origin) -> TokenizedGenerateReqInput:
         stream=False,
         extra_key=origin.partition.extra_key,
         cache_salt=origin.partition.cache_salt,
+        **fields,
     )

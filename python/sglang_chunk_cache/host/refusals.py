@@ -21,6 +21,7 @@ from chunk_cache.config import Config
 from chunk_cache.event_config import port_problem
 from chunk_cache.methods import METHODS, Stage
 from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
+from sglang_chunk_cache.host.disaggregation import check_role
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
 ARCHITECTURES = (
@@ -62,7 +63,7 @@ class FlagRule:
 
 
 FLAG_RULES: tuple[FlagRule, ...] = (
-    # Parallelism and topology.
+    # Parallelism, topology and disaggregation, whose roles `check_role` knows.
     FlagRule("pp_size", "pipeline parallelism (--pp-size)", _more_than_one),
     FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", _more_than_one),
     FlagRule("enable_dp_attention", "data-parallel attention (--enable-dp-attention)"),
@@ -75,8 +76,6 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", _not_null),
     FlagRule("nnodes", "serving on several nodes (--nnodes)", _more_than_one),
     FlagRule("use_ray", "Ray (--use-ray)"),
-    # Disaggregation.
-    FlagRule("disaggregation_mode", "prefill/decode disaggregation (--disaggregation-mode)", _not_null),
     FlagRule("enable_pdmux", "prefill/decode multiplexing (--enable-pdmux)"),
     FlagRule("encoder_only", "encoder disaggregation (--encoder-only)"),
     FlagRule("language_only", "encoder disaggregation (--language-only)"),
@@ -169,6 +168,7 @@ def check_flags(server_args: Any) -> None:
     from sglang.srt.environ import envs
 
     _refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
+    check_role(server_args)
     for name, served in CHOICE_RULES.items():
         value = _value(server_args, name)
         if value not in (None, *served):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
+from sglang_chunk_cache.host.disaggregation import drop_waiting, own_fields, refuse_kept, waiting
 from sglang_chunk_cache.host.exact_pass import open_pass
 from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
@@ -52,8 +54,8 @@ class ChunkScheduler(Scheduler):
             follow_draft(chunks.assembler, self.tp_worker.model_runner, draft.draft_runner, chunks.config.kernel)
         check_loaded_model(self, self._chunks)
 
-    def get_prefill_adder_class(self) -> type[ChunkPrefillAdder]:
-        return ChunkPrefillAdder
+    def get_prefill_adder_class(self) -> partial[ChunkPrefillAdder]:
+        return partial(ChunkPrefillAdder, num_in_transfer=len(self.disagg_prefill_inflight_queue or ()))
 
     def get_output_streamer_class(self) -> type[ChunkOutputStreamer]:
         return ChunkOutputStreamer
@@ -70,13 +72,14 @@ class ChunkScheduler(Scheduler):
         if chunks.gate is not None and (state := state_of(req)) is not None:
             chunks.gate.steer(state)
         super()._add_request_to_queue(req, *args, **kwargs)
-        if chunks.tiers is None or not self.waiting_queue or self.waiting_queue[-1] is not req:
+        queue = waiting(self)
+        if chunks.tiers is None or not queue or queue[-1] is not req:
             return  # refused: the queue is full
         chunks.tiers.want(
             req.rid,
             _wanted(chunks, req),
             num_keys=len(req.origin_input_ids),
-            num_rows_ahead=sum(_num_rows(other) for other in self.waiting_queue[:-1]),
+            num_rows_ahead=sum(_num_rows(other) for other in queue[:-1]),
         )
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,7 @@ class ChunkScheduler(Scheduler):
         queue = self.waiting_queue
         if tiers is not None:
             assert landings is not None
-            tiers.poll([req.rid for req in queue])
+            tiers.poll([req.rid for req in waiting(self)])
             landings.poll()
         if self._chunks.events is not None:
             self._chunks.events.publish()
@@ -114,6 +117,10 @@ class ChunkScheduler(Scheduler):
         # Between two decoding steps: the prompt's result was processed, and no row of slots is being prepared.
         self._chunks.packer.pack_due(batch)
         return super().update_running_batch(batch)
+
+    def send_kv_chunk(self, req: Req, last_chunk: bool = False, **kwargs: Any) -> None:
+        if not refuse_kept(req, is_last=last_chunk):
+            super().send_kv_chunk(req, last_chunk, **kwargs)
 
     def _is_held(self, req: Req) -> bool:
         """Whether a request waits for loads or scores; how long it did is told once it does not."""
@@ -147,7 +154,7 @@ class ChunkScheduler(Scheduler):
         logger.info("Chunk cache: idle, a popular derived variant is computed exactly")
         self._chunks.metrics.count_maintenance("refreshed")
         self._num_refreshes += 1
-        self.handle_generate_request(refresh_request(self._num_refreshes, origin))
+        self.handle_generate_request(refresh_request(self._num_refreshes, origin, **own_fields(self.server_args)))
 
     def _verify(self) -> None:
         """One fused reply, in steps between which requests are looked for; it ends at once where one came."""
@@ -184,7 +191,7 @@ class ChunkScheduler(Scheduler):
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> bool:
         # SGLang flushes only while nobody waits; a refresh that waits holds nothing, and nobody reads it.
-        self.waiting_queue = [req for req in self.waiting_queue if not is_refresh(req.rid)]
+        drop_waiting(self, lambda req: is_refresh(req.rid))
         return super().flush_cache(*args, **kwargs)
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from sglang.utils import TypeBasedDispatcher
 from chunk_cache.keys import Partition
 from chunk_cache.request_options import loads
 from chunk_cache.selector_answer import SelectorAnswer, asks_selector
+from sglang_chunk_cache.host.disaggregation import waiting
 from sglang_chunk_cache.request_state import PARAM_NAME, state_of
 from sglang_chunk_cache.selector.client import SelectorClient, SelectorStartError
 from sglang_chunk_cache.selector.messages import SCORES
@@ -94,8 +94,8 @@ def add_selector_answers(scheduler: Any) -> None:
 
 def take_answer(scheduler: Any, message: ChunkCacheScores) -> None:
     """The request that waits for it, if it still does, waits no longer."""
-    waiting = chain(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
-    req = next((req for req in waiting if req.rid == message.rid), None)
+    reqs = [*waiting(scheduler), *scheduler.grammar_manager.grammar_queue]
+    req = next((req for req in reqs if req.rid == message.rid), None)
     state = None if req is None else state_of(req)
     if state is not None:
         found = message.rankings

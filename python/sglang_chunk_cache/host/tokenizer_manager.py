@@ -23,6 +23,7 @@ from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
+from sglang_chunk_cache.host.disaggregation import own_fields
 from sglang_chunk_cache.host.selector import ask, create_client
 from sglang_chunk_cache.selector.client import SelectorClient
 from sglang_chunk_cache.server_args import attached, set_args
@@ -77,7 +78,7 @@ class ChunkTokenizerManager(TokenizerManager):
 
     async def compute_prompt(self, **fields: Any) -> None:
         """Serves a request of our own; `fields` are those of a `GenerateReqInput`."""
-        async for _ in self.generate_request(GenerateReqInput(**fields)):
+        async for _ in self.generate_request(GenerateReqInput(**fields, **own_fields(self.server_args))):
             pass
 
     def update_request_meta_info(

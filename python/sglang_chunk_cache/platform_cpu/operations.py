@@ -15,8 +15,10 @@ import torch
 def install() -> None:
     """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`.
 
-    LoRA asks for pinned memory wherever it keeps a number: here it gets what it would pin.
+    LoRA asks for pinned memory wherever it keeps a number, and so does a prefill server that sends: here they get what
+    they would pin.
     """
+    import sglang.srt.disaggregation.prefill
     import sglang.srt.lora.backend.torch_backend
     import sglang.srt.lora.layers
     from sglang.kernels.ops.activation import softcap
@@ -29,6 +31,7 @@ def install() -> None:
     elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
     fused_moe_native.moe_forward_native = partial(experts_of_rank, fused_moe_native.moe_forward_native)
     sglang.srt.lora.layers.torch = sglang.srt.lora.backend.torch_backend.torch = _TorchWithoutPins()
+    sglang.srt.disaggregation.prefill.torch = _TorchWithoutPins()
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
@@ -78,11 +81,13 @@ def absorbed(_attention: Any, _forward_batch: Any) -> Any:
 
 
 class _TorchWithoutPins:
-    """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory."""
+    """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory, or be waited for."""
+
+    cuda = torch.cpu  # its events and streams are there, and have always happened
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        return _without_pin(value) if name in ("tensor", "zeros") else value
+        return _without_pin(value) if name in ("tensor", "zeros", "empty") else value
 
 
 def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -32,7 +32,6 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("moe_a2a_backend", "deepep", "--moe-a2a-backend"),
     ("nnodes", 2, "--nnodes"),
     ("use_ray", True, "--use-ray"),
-    ("disaggregation_mode", "prefill", "--disaggregation-mode"),
     ("enable_pdmux", True, "--enable-pdmux"),
     ("encoder_only", True, "--encoder-only"),
     ("language_only", True, "--language-only"),
@@ -80,6 +79,30 @@ def test_every_rule_has_a_case():
 
 def test_defaults_are_served():
     refusals.check_flags(ServerArgs(model_path="none"))
+
+
+def test_a_prefill_server_is_served():
+    refusals.check_flags(ServerArgs(model_path="none", disaggregation_mode="prefill"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode: .* start it without --chunk-cache"),
+        ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, "--enable-pd-role-switch"),
+        ({"disaggregation_mode": "prefill", "speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+    ],
+)
+def test_other_roles_are_refused(fields, message):
+    with pytest.raises(StartRefused, match=message):
+        refusals.check_flags(ServerArgs(model_path="none", **fields))
+
+
+def test_staging_buffers_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    refusals.check_flags(ServerArgs(model_path="none"))
+    with pytest.raises(StartRefused, match="SGLANG_DISAGG_STAGING_BUFFER"):
+        refusals.check_flags(ServerArgs(model_path="none", disaggregation_mode="prefill"))
 
 
 @pytest.mark.parametrize("backend", refusals.ATTENTION_BACKENDS)

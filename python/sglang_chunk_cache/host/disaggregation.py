@@ -1,0 +1,94 @@
+"""The prefill server of a pair (`--disaggregation-mode prefill`), where it differs from one that decodes too.
+
+Verbs: `check_role` (flags, at the start), `waiting` (all requests that wait), `drop_waiting` (some of them leave),
+`own_fields` (of a request that no decode server waits for), `refuse_kept` (before one is sent).
+
+A request waits in the bootstrap queue until its decode server has room, and then in SGLang's waiting queue; its loads
+begin when it comes. Once computed it is sent from its own row of slots, private ones included, and released when all
+has arrived; then its fused chunks get nodes.
+
+Promise: no decode server takes KV of fused requests for exact. One that keeps prefixes tells, with each request, how
+many tokens of it it has: such a request fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_chunk_cache.server_args import refuse
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def check_role(server_args: Any) -> None:
+    """Checks that a server is no decode server, and that a prefill server stays one and does not draft.
+
+    Raises:
+        StartRefused: it is, or does not.
+    """
+    mode = server_args.disaggregation_mode
+    if mode == "decode":
+        refuse(
+            "--disaggregation-mode decode: a decode server computes no prompts and has no chunks; start it without "
+            "--chunk-cache, and its prefill server with it."
+        )
+    if mode != "prefill":
+        return
+    from sglang.srt.environ import envs
+
+    if server_args.enable_pd_role_switch:
+        refuse("--enable-pd-role-switch would make a decode server of one with --chunk-cache; drop one of them.")
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        refuse(
+            "staging buffers (SGLANG_DISAGG_STAGING_BUFFER) have not been run with --chunk-cache; unset the variable."
+        )
+    if server_args.speculative_algorithm is not None:
+        refuse(
+            "speculative decoding (--speculative-algorithm) on a prefill server has not been run with --chunk-cache; "
+            "drop one of them."
+        )
+
+
+def refuse_kept(req: Req, *, is_last: bool) -> bool:
+    """Whether a decode server has kept a prefix of a request, so that nothing is sent; both are told with the last."""
+    num_kept = req.disagg_decode_prefix_len
+    if num_kept and is_last:
+        reason = (
+            f"the decode server has kept {num_kept} tokens of the prompt, which may be those of a chunk; start it "
+            "without --disaggregation-decode-enable-radix-cache"
+        )
+        logger.error("Chunk cache: %s fails: %s", req.rid, reason)
+        req.disagg_kv_sender.kv_mgr.conclude_failure(bootstrap_room=req.bootstrap_room, failure_reason=reason)
+    return num_kept > 0
+
+
+def own_fields(server_args: Any) -> dict[str, Any]:
+    """Fields of a request of the server's own, which is computed and sent to nobody, as SGLang's health checks are."""
+    if server_args.disaggregation_mode != "prefill":
+        return {}
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
+
+
+def waiting(scheduler: Scheduler) -> list[Req]:
+    """All requests that wait, the newest last."""
+    bootstrap = scheduler.disagg_prefill_bootstrap_queue
+    return [*scheduler.waiting_queue, *([] if bootstrap is None else bootstrap.queue)]
+
+
+def drop_waiting(scheduler: Scheduler, drops: Callable[[Req], bool]) -> None:
+    """Requests that wait, and that nobody reads, leave without an answer."""
+    dropped = [req for req in waiting(scheduler) if drops(req)]
+    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not drops(req)]
+    bootstrap = scheduler.disagg_prefill_bootstrap_queue
+    if bootstrap is not None:
+        bootstrap.queue = [req for req in bootstrap.queue if not drops(req)]
+        for req in dropped:
+            scheduler.release_aborted_prefill_waiting_req(req)
