@@ -71,6 +71,10 @@ class Traits(NamedTuple):
         return rank_of(self.generation, self.is_prepared)
 
 
+PLAIN = Traits()
+"""Exact, and behind nothing."""
+
+
 def context_digest(context: tuple[bytes, ...]) -> bytes:
     """8 bytes that stand for the chunks in front of a variant."""
     return hashlib.blake2b(b"".join(context), digest_size=8).digest() if context else bytes(8)
@@ -192,7 +196,7 @@ class TierLedger:
         num_bytes: int,
         frequency: float = 0.0,
         partition: bytes = DEFAULT_PARTITION,
-        traits: Traits = Traits(),  # noqa: B008
+        traits: Traits = PLAIN,
     ) -> tuple[EntryId, ...] | None:
         """The ids gone for it, first victim first; None = refused (`REFUSALS`, see `refusal`).
 
