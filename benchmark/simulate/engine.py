@@ -31,6 +31,7 @@ from benchmark.simulate.store import SYSTEM, Node, Pool
 from benchmark.simulate.tally import FIELDS, Counts, Outcome
 from benchmark.simulate.trace import Request, Trace
 
+from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition, chunk_key, partition_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.plan import ChunkPlan, RecomputePlan, replan_without_load
@@ -72,6 +73,11 @@ def simulate(trace: Trace, settings: Settings, *, check_every: int = 0, observe:
     return replay.outcome(rows)
 
 
+def key_of(number: int) -> bytes:
+    """The key of a chunk of a trace."""
+    return chunk_key(Partition(), array("q", [number]))
+
+
 @dataclass(slots=True)
 class Replay:
     """The state of one simulation."""
@@ -88,7 +94,8 @@ class Replay:
     manager: ChunkManager = field(init=False)
     pool: Pool = field(init=False)
     attention: SyntheticAttention = field(init=False)
-    keys: list[bytes] = field(init=False)
+    keys: Sequence[bytes] = ()
+    """Of the trace's chunks, where replicas share them; else they are made here."""
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -103,7 +110,7 @@ class Replay:
             settings.config, self.pool, method=METHOD, ratio=settings.ratio, capacity=settings.pool_tokens
         )
         self.attention = SyntheticAttention(settings.seed)
-        self.keys = [chunk_key(Partition(), array("q", [chunk])) for chunk in range(len(self.trace.lengths))]
+        self.keys = self.keys or list(map(key_of, range(len(self.trace.lengths))))
 
     @property
     def _holds_prompts(self) -> bool:
@@ -127,13 +134,14 @@ class Replay:
 
     def answer(self, request: Request) -> Counts:
         """One request, from its lookup to what it leaves behind; returns `[len(FIELDS)]`."""
-        layout = _Layout.of(self.trace, request, self.settings, self.keys)
+        layout = Layout.of(self.trace, request, self.settings, self.keys)
         prefix = self.pool.match(layout.labels, layout.owner) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
+        self.pool.lock(prefix[-1:])
+        self._bring_in(layout, prefix_len)
         plan = self.manager.plan(
             layout.prompt, prompt_len=layout.length, prefix_len=prefix_len, max_prefix_len=layout.length - 1
         )
-        self.pool.lock(prefix[-1:])
         sources = self.manager.sources(plan)
         nodes = [self._node_of(variant) for _, variant in sources]
         self.pool.lock(nodes)
@@ -189,16 +197,29 @@ class Replay:
             num_computed=dict(self.num_computed),
         )
 
+    def _bring_in(self, layout: Layout, prefix_len: int) -> None:
+        """What is found below the pool for a prompt that waits; here nothing is below it."""
+
+    def _note_kept(self, number: int, variant: Variant) -> None:
+        """A variant of a chunk was computed and is in the pool."""
+
+    def _statistics(self, prompt: ChunkPrompt, chunk: int) -> ChunkStatistics:
+        """What would be taken of a chunk of a prompt where it is computed."""
+        context_lens = [prompt.length(i) for i in range(chunk)]
+        num_pieces = len(piece_starts(prompt.options.spans[0][0])) if prompt.system else 0
+        context = prompt.context(chunk)
+        return self.attention.statistics(prompt.keys[chunk], prompt.length(chunk), context, context_lens, num_pieces)
+
     def _node_of(self, variant: Variant) -> Node:
         node = self.pool.node_of(variant)
         assert node is not None, f"the lookup found {variant}, but it is gone"
         return node
 
-    def _labels(self, layout: _Layout) -> list[int]:
+    def _labels(self, layout: Layout) -> list[int]:
         """No two questions are alike."""
         return [*layout.labels, SYSTEM - 1 - self.num_answered]
 
-    def _remember_exact(self, layout: _Layout, plan: RecomputePlan) -> None:
+    def _remember_exact(self, layout: Layout, plan: RecomputePlan) -> None:
         nodes = self.pool.add_path(self._labels(layout), layout.part_lens, layout.owner)
         spans = layout.prompt.options.spans
         path = PathTokens(_tokens(spans[-1][1] if spans else 0), layout.partition)
@@ -207,7 +228,7 @@ class Replay:
             if isinstance(keep, Keep):
                 self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[layout.places[keep.chunk]])
 
-    def _remember_fused(self, layout: _Layout, plan: RecomputePlan) -> None:
+    def _remember_fused(self, layout: Layout, plan: RecomputePlan) -> None:
         self._keep_own(layout, self.manager.remember_fused(layout.prompt, plan, up_to=layout.length))
         for promotion in self.manager.promote(plan):
             variant, source = promotion.variant, self._node_of(promotion.variant)
@@ -219,7 +240,7 @@ class Replay:
                 self.num_promoted += 1
             self.pool.unlock([source])
 
-    def _keep_own(self, layout: _Layout, actions: Iterable[Keep | Forgo]) -> None:
+    def _keep_own(self, layout: Layout, actions: Iterable[Keep | Forgo]) -> None:
         for action in actions:
             if not isinstance(action, Keep):
                 continue
@@ -227,19 +248,16 @@ class Replay:
             if self._holds_prompts or self.pool.reserve(length):
                 self._keep(layout, action, layout.home(length), self.pool.add_own(length, owner=layout.owner))
 
-    def _keep(self, layout: _Layout, keep: Keep, home: Home, node: Node) -> None:
+    def _keep(self, layout: Layout, keep: Keep, home: Home, node: Node) -> None:
         prompt, i = layout.prompt, keep.chunk
         statistics = None
         if keep.fixed is None:  # of one that was fixed the server has none that are new
-            context_lens = [prompt.length(j) for j in range(i)]
-            num_pieces = len(piece_starts(prompt.options.spans[0][0])) if prompt.system else 0
-            statistics = self.attention.statistics(
-                *(prompt.keys[i], prompt.length(i), prompt.context(i), context_lens), num_pieces
-            )
+            statistics = self._statistics(prompt, i)
             self.cci.append(statistics.cci)
         variant = self.manager.complete(prompt, keep, home, statistics)
         if variant is not None:
             self.pool.settle(node, variant)
+            self._note_kept(layout.numbers[i], variant)
 
     def _count(self, plan: RecomputePlan) -> Counts:
         by_status = Counter(chunk.status for chunk in plan.chunks)
@@ -266,7 +284,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """One request laid out: system prompt, chunks and what stands between them, question."""
 
     prompt: ChunkPrompt
@@ -279,7 +297,7 @@ class _Layout:
     partition: Partition
 
     @classmethod
-    def of(cls, trace: Trace, request: Request, settings: Settings, keys: Sequence[bytes]) -> _Layout:
+    def of(cls, trace: Trace, request: Request, settings: Settings, keys: Sequence[bytes]) -> Layout:
         blocks = request.blocks
         head = 1 if trace.system_len else 0
         labels = (*[SYSTEM] * head, *(number for number, _ in blocks))
@@ -293,6 +311,11 @@ class _Layout:
             system = _marks(labels[: places[0]], part_lens[: places[0]])
         prompt = ChunkPrompt(options, tuple(keys[chunk] for chunk in request.chunks), system)
         return cls(prompt, labels, part_lens, places, _partition(request.tenant))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the chunks."""
+        return tuple(self.labels[place] for place in self.places)
 
     @property
     def owner(self) -> bytes:

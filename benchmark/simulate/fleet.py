@@ -81,10 +81,14 @@ class Sent:
         self.trace = trace
         self.num_tokens = [0] * num_replicas
         self._tries: list[dict[int, object]] = [{} for _ in range(num_replicas)]
-        self._latest: deque[int] = deque(maxlen=WINDOW * num_replicas)
+        self._latest: deque[int] = deque()
+        self._num_latest = [0] * num_replicas
 
     def note(self, request: Request, at: int) -> None:
         self._latest.append(at)
+        self._num_latest[at] += 1
+        if len(self._latest) > WINDOW * len(self.num_tokens):
+            self._num_latest[self._latest.popleft()] -= 1
         self.num_tokens[at] += self.trace.prompt_len(request)
         node = self._tries[at]
         for number, _ in request.blocks:
@@ -102,7 +106,7 @@ class Sent:
         return num_tokens
 
     def num_latest(self, at: int) -> int:
-        return self._latest.count(at)
+        return self._num_latest[at]
 
     def is_busy(self, at: int) -> bool:
         return self.num_latest(at) > MAX_SHARE * max(1.0, len(self._latest) / len(self.num_tokens))

@@ -8,6 +8,7 @@
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
     python benchmark/simulate/simulate.py ablate --ragpulse FOLDER         # parts of CFO, on this trace and a drawn one
     python benchmark/simulate/simulate.py fleet --ragpulse FOLDER          # replicas, by policy of their gateway
+    python benchmark/simulate/simulate.py scale FOLDER                     # a fleet on a store of ten million passages
     python benchmark/simulate/simulate.py shapes --numbers 5 10 --lengths 256 512
 
 `scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
@@ -96,6 +97,14 @@ def make_parser() -> argparse.ArgumentParser:
     fleet.add_argument("--pool", type=int, default=100_000, metavar="TOKENS", help="of each replica (default: 100000)")
     fleet.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
+    scale = commands.add_parser("scale", help="a fleet on a store of millions of passages, RAGPulse multiplied")
+    scale.add_argument("folder", type=Path, metavar="FOLDER", help="of RAGPulse")
+    scale.add_argument("--stored", type=int, default=10_000_000, metavar="N", help="passages (default: 10000000)")
+    scale.add_argument("--seconds", type=float, default=40.0, metavar="S", help="of 1,000 requests (default: 40)")
+    scale.add_argument("--replicas", type=int, default=64, metavar="N", help="default: 64")
+    scale.add_argument("--pool", type=int, default=400_000, metavar="TOKENS", help="of each (default: 400000)")
+    scale.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
+
     shape = commands.add_parser("shapes", help="what is computed by number and length of chunks")
     shape.add_argument("--numbers", nargs="+", type=int, metavar="N", help="chunks of a request (default: 2 5 10 20)")
     shape.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 128 256 512 1024")
@@ -133,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run_ragpulse(args)
         elif args.command == "fleet":
             _run_fleet(args)
+        elif args.command == "scale":
+            _run_scale(args)
         elif args.command in ("ablate", "shapes"):
             _run_sweep(args)
         else:
@@ -250,6 +261,26 @@ def _run_fleet(args: argparse.Namespace) -> None:
         raise SettingsError(f"--replicas: {min(args.replicas)} is not at least 1; give such numbers")
     origin = _origin()
     report = fleet_report(_TraceMaker(args)(0), args.replicas or NUMBERS, args.pool)
+    print("\n".join([f"# {report.title}", "", *report.text]))
+    _write(report, args.out or RESULTS_DIR / "simulate", origin)
+
+
+def _run_scale(args: argparse.Namespace) -> None:
+    from benchmark.common.results import RESULTS_DIR
+    from benchmark.simulate.scale import scale_report
+
+    for name in ("stored", "seconds", "replicas"):
+        if getattr(args, name) < 1:
+            raise SettingsError(f"--{name}: {getattr(args, name):g} is not at least 1; give such a number")
+    origin, pulse = _origin(), read_ragpulse(args.folder)
+    report = scale_report(
+        trace_of_pulse(pulse),
+        num_stored=args.stored,
+        seconds=args.seconds,
+        num_replicas=args.replicas,
+        pool_tokens=args.pool,
+        pulse_rate=len(pulse.requests) / pulse.requests[-1].time_s,
+    )
     print("\n".join([f"# {report.title}", "", *report.text]))
     _write(report, args.out or RESULTS_DIR / "simulate", origin)
 

@@ -79,7 +79,7 @@ def measure(opened: dict[str, Medium], length: int, repeats: int) -> list[dict[s
             marks.append(time.perf_counter())
             if not torch.equal(found.k.view(torch.int16), stored.k.view(torch.int16)):
                 raise RuntimeError(f"{name}: read back is not what was written")
-            medium.delete(info)
+            medium.delete(info.entry_id)
             if number:  # the first connects
                 for step, begin, end in zip(("write", "find", "read"), marks, marks[1:], strict=False):
                     seconds[name][step].append(end - begin)

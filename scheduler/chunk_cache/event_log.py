@@ -10,9 +10,9 @@ the replica has run, each batch tells some of what is held again, the longest un
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from chunk_cache.event_keys import EventKeys
 from chunk_cache.observer import Observer
@@ -28,8 +28,8 @@ MAX_TOLD_AGAIN = 256
 
 _MAX_TIERS = 8
 
-# Numbers alone, which the garbage collector passes over: chunk, partition, tokens.
-_Held: TypeAlias = tuple[int, int, int]
+_HELD = struct.Struct("<qqq")
+"""Chunk, partition, tokens: packed, as a replica may hold millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class EventLog:
         assert buffer_len >= 4, f"a buffer of {buffer_len} batches"
         self._keys = keys
         self._buffer_len = buffer_len
-        self._held: dict[int, _Held] = {}  # by variant * _MAX_TIERS + number of the tier
+        self._held: dict[int, bytes] = {}  # by variant * _MAX_TIERS + number of the tier
         self._turns: deque[int] = deque()  # all of these, the longest untold first; some twice, some that are gone
         self._tiers: list[str] = []
         self._changes: list[Event] = [Event("cleared", None)]  # whoever listened to the process before this one
@@ -112,17 +112,16 @@ class EventLog:
         self._num_dropped = len(self._held)
         return num_dropped
 
-    def _event(self, kind: str, place: int, held: _Held) -> Event:
-        variant, tier = divmod(place, _MAX_TIERS)
-        chunk, partition, num_tokens = held
-        return Event(kind, self._tiers[tier], chunk, partition, variant, num_tokens)
+    def _event(self, kind: str, place: int, held: bytes) -> Event:
+        chunk, partition, num_tokens = _HELD.unpack(held)
+        return Event(kind, self._tiers[place % _MAX_TIERS], chunk, partition, place // _MAX_TIERS, num_tokens)
 
     def _place(self, tier: int, key: bytes, name: str) -> int:
         return self._keys.variant(key, name) * _MAX_TIERS + tier
 
     def _store(self, tier: int, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
         place = self._place(tier, key, name)
-        held = self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens
+        held = _HELD.pack(self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens)
         self._held[place] = held
         self._turns.append(place)
         self._changes.append(self._event("stored", place, held))

@@ -5,6 +5,7 @@ In every case the answer is that without reuse; what was not stored, or is gone,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -74,6 +75,14 @@ def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: An
         out, reply = reuse(server, prompt, tokenizer)
         assert tiers(reply) == ["remote"] * 3
         assert_right(server, prompt, out)
+
+
+def test_what_one_wrote_another_warms_not_again(fleet: Fleet, passages: Passages):
+    """It has not read it, so it asks the store."""
+    chunks = passages.several(3)
+    store_on(fleet.first, "remote", chunks[:2])
+    summary = json.loads(fleet.second.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()[-1])
+    assert (summary["already"], summary["stored"], summary["present"]) == (2, 1, 3)
 
 
 def test_both_write_the_same_at_once(fleet: Fleet, passages: Passages, tokenizer: Any):

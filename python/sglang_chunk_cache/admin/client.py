@@ -14,10 +14,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import psutil
 from fastapi.encoders import jsonable_encoder
 
@@ -31,6 +31,9 @@ from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.api.tokens import encode_marked
 from sglang_chunk_cache.journal import merge
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, instance_of
+
+ASK_AGAIN_S = 0.01
+"""Seconds until schedulers are asked again whether a store has answered."""
 
 
 class AdminRefused(ChunkCacheRequestError):
@@ -127,15 +130,23 @@ class Admin:
 
     async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
         """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
-        replies = await self._ask(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
+        replies = await self._ask_stores(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
         of_all = [reply.ranks[0]["stored"] for reply in replies]
         return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
 
     async def prepared(self, neighbours: Mapping[bytes, Sequence[bytes]]) -> set[bytes]:
         """The chunks that are stored as computed behind these neighbours, on all replicas of the server."""
         behind = [list(keys) for keys in neighbours.values()]
-        replies = await self._ask(messages.ChunkCachePreparedReq(keys=list(neighbours), neighbours=behind))
+        replies = await self._ask_stores(messages.ChunkCachePreparedReq(keys=list(neighbours), neighbours=behind))
         return set.intersection(*({bytes.fromhex(key) for key in reply.ranks[0]["prepared"]} for reply in replies))
+
+    async def _ask_stores(self, request: Any) -> list[Any]:
+        """The replies once the stores that the schedulers ask have answered, or cannot be asked."""
+        replies = await self._ask(request)
+        while any(reply.ranks[0].get("is_asking") for reply in replies):
+            await asyncio.sleep(ASK_AGAIN_S)
+            replies = await self._ask(msgspec.structs.replace(request, is_again=True))
+        return replies
 
     async def pin(self, pin: Pin) -> dict[str, Any]:
         """Keeps chunks from eviction for a while.
@@ -203,7 +214,8 @@ class Admin:
             self.manager.chunk_cache_selector.restart("has to forget passages")
         more = [one.ranks[0] for one in replies]
         sums = {name: sum(one[name] for one in more) for name in ("emptied_tokens", "in_use_tokens")}
-        return reply | {"behind": reduce(_added, (one["behind"] for one in more))} | sums
+        behind = {name: sum(one["behind"][name] for one in more) for name in ("variants", "freed_tokens")}
+        return reply | {"behind": behind} | sums
 
     async def flush(self, timeout_s: float) -> dict[str, Any]:
         """Empties index and KV pool where the server is idle.

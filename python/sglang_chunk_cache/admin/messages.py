@@ -36,6 +36,8 @@ class ChunkCacheStoredReq(BaseReq, kw_only=True):
 
     keys: list[bytes]
     is_exact: bool = False
+    is_again: bool = False
+    """Whether a store was asked already for those that are not known to be stored."""
 
 
 class ChunkCachePreparedReq(BaseReq, kw_only=True):
@@ -43,6 +45,7 @@ class ChunkCachePreparedReq(BaseReq, kw_only=True):
 
     keys: list[bytes]
     neighbours: list[list[bytes]]
+    is_again: bool = False
 
 
 class ChunkCachePinReq(BaseReq, kw_only=True):

@@ -149,7 +149,13 @@ class ChunkAdmin:
         if self.tiers is not None:
             missing = [key for key in request.keys if key not in stored]
             stored |= self.tiers.stored_lens(missing, 0 if request.is_exact else None)
-        return {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
+        found = {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
+        return found | self._asking([key for key in request.keys if key not in stored], request.is_again)
+
+    def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
+        """Whether a store was asked for what is missing, and has not answered yet."""
+        is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
+        return {"is_asking": True} if is_asking else {}
 
     def _prepared(self, request: messages.ChunkCachePreparedReq) -> Result:
         neighbours = {key: tuple(behind) for key, behind in zip(request.keys, request.neighbours, strict=True)}
@@ -157,7 +163,8 @@ class ChunkAdmin:
         if self.tiers is not None:
             missing = {key: behind for key, behind in neighbours.items() if key not in prepared}
             prepared |= self.tiers.prepared_keys(missing)
-        return {"prepared": [key.hex() for key in request.keys if key in prepared]}
+        found = {"prepared": [key.hex() for key in request.keys if key in prepared]}
+        return found | self._asking([key for key in request.keys if key not in prepared], request.is_again)
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until)
@@ -192,8 +199,9 @@ class ChunkAdmin:
         behind = [variant for variant in self.index if not gone.isdisjoint(variant.context)]
         self.pins.unpin(dict.fromkeys(variant.key for variant in behind))
         num_freed = sum(self._forget(variant) for variant in behind)
-        below = {} if self.tiers is None else self.tiers.evict_behind(gone)
-        return {"behind": {"variants": len(behind), "freed_tokens": num_freed, "tiers": below}}
+        if self.tiers is not None:
+            self.tiers.evict_behind(gone)
+        return {"behind": {"variants": len(behind), "freed_tokens": num_freed}}
 
     def _empty_pool(self) -> Result:
         """Any prompt may hold what was forgotten: all goes that no request reads, and what is free is overwritten."""

@@ -72,7 +72,7 @@ def _try(medium: Medium) -> tuple[float, float]:
     written = time.perf_counter()
     medium.read(info)
     read = time.perf_counter()
-    medium.delete(info)
+    medium.delete(info.entry_id)
     return written - began, read - written
 
 

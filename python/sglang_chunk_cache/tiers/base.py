@@ -5,7 +5,7 @@
     read_layers   the same, layer by layer, each verified before it is yielded
     write         visible whole or not at all; an entry of the same identity is replaced
     delete        whether it was there
-    scan          all entries of the fingerprint, for start-up
+    scan          all entries of the fingerprint
     close         its connections and files; nothing is called after it
 
 Promises: every call may come from any thread, several at a time. What was read is bit for bit what was written. An
@@ -19,15 +19,15 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from chunk_cache.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import DEFAULT_PARTITION
-from chunk_cache.tier_ledger import EntryId
+from chunk_cache.tier_ledger import EntryId, Traits, context_digest
 from chunk_cache.variant import Rank, rank_of, variant_name
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, weights_digest
 
@@ -61,6 +61,15 @@ class TierError(Exception):
         super().__init__(f"{where}: {problem}; {remedy}")
         self.reason = reason
         self.where = where
+
+
+class Listed(NamedTuple):
+    """What a ledger keeps in mind of a stored variant."""
+
+    entry_id: EntryId
+    payload_len: int
+    partition: bytes
+    traits: Traits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +113,11 @@ class VariantInfo:
     @property
     def entry_id(self) -> EntryId:
         return EntryId(self.key, self.name)
+
+    @property
+    def listed(self) -> Listed:
+        traits = Traits(self.generation, self.is_prepared, context_digest(self.context))
+        return Listed(self.entry_id, self.payload_len, self.partition, traits)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VariantInfo):
@@ -176,15 +190,19 @@ class Medium(Protocol):
             TierError: timeout, unavailable, full, unreadable; nothing of it is visible then.
         """
 
-    def delete(self, info: VariantInfo) -> bool:
+    def delete(self, entry_id: EntryId) -> bool:
         """Whether it was there. Reads that run end well, or with missing.
 
         Raises:
             TierError: timeout, unavailable, unreadable.
         """
 
-    def scan(self) -> Iterator[VariantInfo]:
-        """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`."""
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
+        """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`.
+
+        Args:
+            known: chunks that are looked for where the medium cannot be listed.
+        """
 
     def read_note(self) -> bytes | None:
         """What `write_note` has left here last, by this server or another; None = nothing.

@@ -20,10 +20,11 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
@@ -100,8 +101,8 @@ class DiskMedium(LayerwiseMedium):
                 self._make_folders()
             write_whole(path, _parts(header, stored), via=self._writing)
 
-    def delete(self, info: VariantInfo) -> bool:
-        path = self._path(info)
+    def delete(self, entry_id: EntryId) -> bool:
+        path = self._path(entry_id)
         with told(path):
             try:
                 path.unlink()
@@ -111,7 +112,7 @@ class DiskMedium(LayerwiseMedium):
                 path.parent.rmdir()
             return True
 
-    def scan(self) -> Iterator[VariantInfo]:
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
         for first in self._subfolders(self._folder):
             if first != self._writing:
                 for folder in self._subfolders(first):
@@ -196,8 +197,8 @@ class DiskMedium(LayerwiseMedium):
     def _folder_of(self, key: bytes) -> Path:
         return self._folder / key.hex()[:2] / key.hex()
 
-    def _path(self, info: VariantInfo) -> Path:
-        return self._folder_of(info.key) / (info.name + _SUFFIX)
+    def _path(self, entry: VariantInfo | EntryId) -> Path:
+        return self._folder_of(entry.key) / (entry.name + _SUFFIX)
 
     def _subfolders(self, folder: Path) -> list[Path]:
         with told(folder):

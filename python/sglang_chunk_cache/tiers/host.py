@@ -7,8 +7,9 @@ copies; they stay alive as long as somebody holds them, deleted or not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo, in_order
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.record import check_wanted, missing
@@ -57,15 +58,15 @@ class HostMedium:
         with self._lock:
             self._entries.setdefault(info.key, {})[info.name] = StoredVariant(info, k, v)
 
-    def delete(self, info: VariantInfo) -> bool:
+    def delete(self, entry_id: EntryId) -> bool:
         with self._lock:
-            variants = self._entries.get(info.key, {})
-            found = variants.pop(info.name, None) is not None
+            variants = self._entries.get(entry_id.key, {})
+            found = variants.pop(entry_id.name, None) is not None
             if found and not variants:
-                del self._entries[info.key]
+                del self._entries[entry_id.key]
             return found
 
-    def scan(self) -> Iterator[VariantInfo]:
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
         with self._lock:
             infos = [stored.info for variants in self._entries.values() for stored in variants.values()]
         yield from infos

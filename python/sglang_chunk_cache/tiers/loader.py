@@ -205,14 +205,18 @@ class TierLoader:
     def _compute_what_is_faster(self, waiting: _Waiting, num_keys: int, hidden_s: float) -> float:
         """Decides for chunks that are computed sooner than loaded; how many seconds the others are worth waiting for.
 
-        Twice what they were estimated to take, loaded and computed: an estimate may be wrong, but not for ever.
+        Twice what they were estimated to take, loaded and computed: an estimate may be wrong, but not for ever. What
+        only a store that is asked may have is asked for in any case, and worth as much.
         """
-        candidates = []
+        candidates, unknown = [], []
         for chunk in waiting.chunks:
-            tier = self._tier_of(chunk)
+            tier = self._expected_tier(chunk)
             if tier is not None and chunk.key not in waiting.decided and chunk.key not in self._wanted:
                 option = LoadOption(tier.name, self._num_bytes(chunk), len(chunk.token_ids), num_keys)
-                candidates.append((chunk, option))
+                if self._tier_of(chunk) is None:
+                    unknown.append(option)
+                else:
+                    candidates.append((chunk, option))
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         prefill = self._prefill_cost.record()
         if self._overlaps:  # the forward computes some rows of these chunks in any case
@@ -232,11 +236,14 @@ class TierLoader:
             else:
                 self._estimated_s[chunk.key] = channels[option.tier].estimate(option.num_bytes)
                 worth_s = max(worth_s, decision.load_s) + decision.compute_s
+        for option in unknown:
+            load_s = channels[option.tier].estimate(option.num_bytes)
+            worth_s += load_s + prefill.marginal(option.num_rows, option.num_keys)
         return 2.0 * worth_s
 
     def _choose_preload(self, chunks: Sequence[Wanted], num_keys: int) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        tiers = [self._tier_of(chunk) for chunk in chunks]
+        tiers = [self._expected_tier(chunk) for chunk in chunks]
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         load_s = sum(
             tier.reads.estimate(self._num_bytes(chunk))
@@ -250,6 +257,10 @@ class TierLoader:
     def _tier_of(self, chunk: Wanted) -> Tier | None:
         """The first that is known to have it; another server may have written it where we share a tier."""
         return next((tier for tier in self._tiers if tier.ledger.entries_of(chunk.key)), None)
+
+    def _expected_tier(self, chunk: Wanted) -> Tier | None:
+        """The same, or one that may have it."""
+        return self._tier_of(chunk) or next((tier for tier in self._tiers if tier.is_asked), None)
 
     def _num_bytes(self, chunk: Wanted) -> int:
         return len(chunk.token_ids) * self._bytes_per_token
@@ -279,11 +290,10 @@ class TierLoader:
 
     def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
         for tier in found.absent:  # what was listed since then has been written since then
-            for entry_id in listed[tier.name]:
-                if entry_id in tier.infos:
-                    self._writer.forget(tier, tier.infos[entry_id])
+            for entry_id in filter(tier.ledger.contains, listed[tier.name]):
+                self._writer.forget(tier, entry_id)
         self._note_reads(key, found)
-        self._found[key] = dataclasses.replace(found, reads=(), absent=())
+        self._found[key] = dataclasses.replace(found, reads=(), seen=(), absent=())
         self._queue.complete(key)  # it has ended; how, is what was found
         self._drop_unwanted()
         self._begin_loads()
@@ -303,7 +313,7 @@ class TierLoader:
                 self._note_seconds(key, stream.tier, stream.stored.info, stream.seconds)
                 self._keep_in_host(stream.stored)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(stream.tier, stream.stored.info)
+                self._writer.forget(stream.tier, stream.stored.info.entry_id)
 
     def _note_seconds(self, key: bytes, tier: Tier, info: VariantInfo, seconds: float) -> None:
         tier.reads.observe(info.payload_len, seconds)
@@ -313,11 +323,12 @@ class TierLoader:
 
     def _note_reads(self, key: bytes, found: Found) -> None:
         """The ledgers learn what is there; the estimates, what it took."""
+        for tier, listed in found.seen:
+            self._writer.adopt(tier, listed)
         for tier, info, reason in found.reads:
-            self._writer.adopt(tier, info)
             tier.ledger.note_read(info.entry_id, is_corrupt=reason in BAD_ENTRY)
             if reason in BAD_ENTRY:
-                self._writer.forget(tier, info)
+                self._writer.forget(tier, info.entry_id)
             elif reason is None:
                 tier.ledger.touch(info.entry_id, found.weight)
                 if found.stream is None:
@@ -361,10 +372,10 @@ class TierLoader:
         for found, same, of_no_use in zip(outcomes, is_agreed.tolist(), is_of_no_use.tolist(), strict=True):
             agreed.append(found if same else Found(None, found.tier, found.reason or "tier_ranks"))
             if of_no_use and found.stored is not None:
-                info = found.stored.info
+                entry_id = found.stored.info.entry_id
                 for tier in self._tiers:
-                    if info.entry_id in tier.infos:
-                        self._writer.forget(tier, info)
+                    if tier.ledger.knows(entry_id):
+                        self._writer.forget(tier, entry_id)
         return agreed
 
     def _note_outcome(self, found: Found) -> None:

@@ -1,12 +1,15 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `observe`, `stored_lens`, `prepared_keys`, `evict`, `evict_behind`, `flush`,
+(see `writer` and `loader`), `observe`, `stored_lens`, `prepared_keys`, `ask`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
 the host tier and then into the pool, as a tree node of its own; from there on it is a variant like any other. So only
 this package knows where a chunk has been, and a load that fails is a chunk that is not stored.
+
+What is on disk is listed when a server begins. A store that servers share (`Tier.is_asked`) is asked for each chunk
+that a request waits for, so its ledger has what this server wrote there or was told of.
 
 Promises: pool and index change in the scheduler's thread alone, and alike on all tensor-parallel ranks. What comes from
 a tier is used after its checksums, fingerprint and tokens were compared.
@@ -18,12 +21,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chunk_cache.cost import PrefillCost, hidden_ratio, placement
-from sglang_chunk_cache.tiers.base import TierError, VariantInfo
+from chunk_cache.tier_ledger import context_digest
+from sglang_chunk_cache.tiers.base import Listed, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
 from sglang_chunk_cache.tiers.metrics import TierMetrics
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     from chunk_cache.config import Config
     from chunk_cache.observer import Observer
     from chunk_cache.tier_config import TierConfig
-    from chunk_cache.tier_ledger import EntryId
+    from chunk_cache.tier_ledger import EntryId, Traits
     from chunk_cache.variant import Variant
 
 logger = logging.getLogger(__name__)
@@ -98,7 +103,7 @@ class ChunkTiers:
             reduce_max=self.reduce_max,
         )
         for tier in self._tiers:
-            if not tier.is_host:
+            if not tier.is_host and not tier.is_asked:
                 self._workers.submit(partial(_scanned, tier), self._adopt_all)
         self._noted_at = time.monotonic()
 
@@ -174,16 +179,34 @@ class ChunkTiers:
             max_generation: variants above it are passed over; None = those above the server's.
         """
         limit = self._max_generation if max_generation is None else max_generation
-        return dict(self._known(keys, [lambda info: info.generation <= limit] * len(keys)))
+        return dict(self._known(keys, [lambda traits: traits.generation <= limit] * len(keys)))
 
     def prepared_keys(self, neighbours: Mapping[bytes, tuple[bytes, ...]]) -> set[bytes]:
         """Those of these chunks that the tiers of every rank are known to have as computed behind these neighbours."""
-        tests = [partial(_is_prepared_behind, keys) for keys in neighbours.values()]
+        tests = [partial(_is_prepared_behind, context_digest(keys)) for keys in neighbours.values()]
         return {key for key, _ in self._known(list(neighbours), tests)}
 
-    def _known(
-        self, keys: Sequence[bytes], tests: Sequence[Callable[[VariantInfo], bool]]
-    ) -> Iterator[tuple[bytes, int]]:
+    def ask(self, keys: Sequence[bytes], *, is_first: bool) -> bool:
+        """Has stores that are asked searched for these chunks; whether a rank has no answer yet.
+
+        Args:
+            is_first: False = they were asked for already.
+        """
+        tiers = [tier for tier in self._tiers if tier.is_asked and self._disabled_reason is None]
+        if not keys or not tiers:
+            return False
+        for tier in tiers if is_first else ():
+            find = partial(_listed, tier, partial(_found, tier, keys), f"tier {tier.name} was not asked")
+            self._workers.submit(find, self._adopt_found, _asking(tier))
+        is_asking = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
+        return bool((is_asking if self.reduce_max is None else self.reduce_max(is_asking))[0])
+
+    def _adopt_found(self, found: tuple[Tier, list[Listed]]) -> None:
+        tier, entries = found
+        for listed in entries:
+            self._writer.adopt(tier, listed)
+
+    def _known(self, keys: Sequence[bytes], tests: Sequence[Callable[[Traits], bool]]) -> Iterator[tuple[bytes, int]]:
         """Those of these chunks of which every rank knows a variant that passes its test, with its tokens."""
         if self._disabled_reason is not None or not keys:
             return
@@ -192,9 +215,10 @@ class ChunkTiers:
             lens = -self.reduce_max(-lens)
         yield from ((key, length) for key, length in zip(keys, lens.tolist(), strict=True) if length)
 
-    def _known_len(self, key: bytes, test: Callable[[VariantInfo], bool]) -> int:
-        infos = (tier.infos[entry_id] for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
-        return max((len(info.token_ids) for info in infos if test(info)), default=0)
+    def _known_len(self, key: bytes, test: Callable[[Traits], bool]) -> int:
+        entries = ((tier.ledger, entry_id) for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
+        sizes = (ledger.num_bytes_of(entry_id) for ledger, entry_id in entries if test(ledger.traits_of(entry_id)))
+        return max(sizes, default=0) // self._bytes_per_token
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it.
@@ -205,30 +229,25 @@ class ChunkTiers:
         num_known = np.zeros((len(keys), len(self._tiers)), dtype=np.int64)
         for i, key in enumerate(keys):
             for j, tier in enumerate(self._tiers):
-                known = [tier.infos[entry_id] for entry_id in tier.ledger.entries_of(key)]
+                known = [*tier.ledger.entries_of(key), *(one for one in tier.writing if one.key == key)]
                 num_known[i, j] = len(known)
-                self._forget_all((tier, known))  # at once: whoever asks from now on is told that it is gone
+                self._forget_all(tier, known)  # at once: whoever asks from now on is told that it is gone
                 if not tier.is_host:
                     problem = f"a chunk was not deleted from tier {tier.name}"
-                    find = partial(tier.medium.find, key)
-                    self._workers.submit(partial(_listed, tier, find, problem), self._forget_all)
+                    find = partial(_found, tier, [key])
+                    self._workers.submit(partial(_listed, tier, find, problem), self._forget_found)
         return {key: known for key, known in zip(keys, self._by_tier(num_known), strict=True) if known}
 
-    def evict_behind(self, keys: set[bytes]) -> dict[str, int]:
-        """Deletes all variants that were computed behind these chunks, as `evict`; a store is looked through for them.
-
-        Returns:
-            By tier, how many any rank knew of; tiers without any are left out.
-        """
-        num_known = np.zeros((1, len(self._tiers)), dtype=np.int64)
-        for j, tier in enumerate(self._tiers):
-            known = [info for info in tier.infos.values() if not keys.isdisjoint(info.context)]
-            num_known[0, j] = len(known)
-            self._forget_all((tier, known))
-            if not tier.is_host:
+    def evict_behind(self, keys: set[bytes]) -> None:
+        """Deletes all variants that were computed behind these chunks; disk and store are looked through for them."""
+        for tier in self._tiers:
+            self._forget_all(tier, [info.entry_id for info in tier.writing.values() if _is_behind(keys, info)])
+            behind = partial(_behind, tier, keys, tier.ledger.keys())
+            if tier.is_host:
+                self._forget_found((tier, list(behind())))
+            else:
                 problem = f"chunks behind deleted ones were not deleted from tier {tier.name}"
-                self._workers.submit(partial(_listed, tier, partial(_behind, tier, keys), problem), self._forget_all)
-        return self._by_tier(num_known)[0]
+                self._workers.submit(partial(_listed, tier, behind, problem), self._forget_found)
 
     def _by_tier(self, nums: np.ndarray) -> list[dict[str, int]]:
         """Rows of numbers by tier, without zeros; the most of any rank, whose ledgers learn at different times."""
@@ -236,10 +255,13 @@ class ChunkTiers:
             nums = self.reduce_max(nums.reshape(-1)).reshape(nums.shape)
         return [{tier.name: n for tier, n in zip(self._tiers, row, strict=True) if n} for row in nums.tolist()]
 
-    def _forget_all(self, found: tuple[Tier, list[VariantInfo]]) -> None:
-        tier, infos = found
-        for info in infos:
-            self._writer.forget(tier, info)
+    def _forget_found(self, found: tuple[Tier, list[Listed]]) -> None:
+        tier, entries = found
+        self._forget_all(tier, [listed.entry_id for listed in entries])
+
+    def _forget_all(self, tier: Tier, entry_ids: Iterable[EntryId]) -> None:
+        for entry_id in entry_ids:
+            self._writer.forget(tier, entry_id)
 
     def flush(self) -> None:
         """SGLang's cache was flushed: the host tier is memory like the pool and goes with it, the others stay."""
@@ -308,18 +330,19 @@ class ChunkTiers:
         return names[chosen - 1] if chosen else None
 
     def _note_worth(self) -> None:
-        """Has what entries are worth kept beside them."""
+        """Has what entries are worth kept beside them, where some of them will have to go."""
         self._noted_at = time.monotonic()
         for tier in self._tiers:
-            if not tier.is_host and self._disabled_reason is None:
+            is_bounded = tier.ledger.max_bytes is not None
+            if is_bounded and not tier.is_host and self._disabled_reason is None:
                 self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
 
-    def _adopt_all(self, found: tuple[Tier, list[VariantInfo], dict[EntryId, float]]) -> None:
+    def _adopt_all(self, found: tuple[Tier, list[Listed], dict[EntryId, float]]) -> None:
         """What a tier holds, in the order in which it would go: what nobody knows anything of is used least."""
-        tier, infos, worth = found
+        tier, entries, worth = found
         places = {entry_id: place for place, entry_id in enumerate(worth)}
-        for info in sorted(infos, key=lambda info: places.get(info.entry_id, -1)):
-            self._writer.adopt(tier, info, worth.get(info.entry_id, 0.0))
+        for listed in sorted(entries, key=lambda listed: places.get(listed.entry_id, -1)):
+            self._writer.adopt(tier, listed, worth.get(listed.entry_id, 0.0))
         logger.info(
             "Chunk cache: tier %s holds %d chunks, %d bytes", tier.name, len(tier.ledger), tier.ledger.num_bytes
         )
@@ -361,34 +384,47 @@ def create_tiers(
     )
 
 
-def _is_prepared_behind(neighbours: tuple[bytes, ...], info: VariantInfo) -> bool:
-    return info.is_prepared and info.context == neighbours
+def _is_prepared_behind(context: bytes, traits: Traits) -> bool:
+    return traits.is_prepared and traits.context == context
 
 
-def _behind(tier: Tier, keys: set[bytes]) -> list[VariantInfo]:
+def _is_behind(keys: set[bytes], info: VariantInfo) -> bool:
+    return not keys.isdisjoint(info.context)
+
+
+def _behind(tier: Tier, keys: set[bytes], known: Sequence[bytes]) -> Iterator[Listed]:
     """What a tier holds that was computed behind these chunks, whoever wrote it."""
-    return [info for info in tier.medium.scan() if not keys.isdisjoint(info.context)]
+    return (info.listed for info in tier.medium.scan(known) if _is_behind(keys, info))
 
 
-def _listed(
-    tier: Tier, list_infos: Callable[[], Iterable[VariantInfo]], problem: str
-) -> tuple[Tier, list[VariantInfo]]:
-    """A worker's part: what `list_infos` gives, or nothing, with the problem in the log, where the tier cannot say."""
+def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[Listed]:
+    """What a tier holds of these chunks, whoever wrote it."""
+    return (info.listed for key in keys for info in tier.medium.find(key))
+
+
+def _asking(tier: Tier) -> str:
+    """The order of the jobs that ask it."""
+    return f"{tier.name} asked"
+
+
+def _listed(tier: Tier, entries: Callable[[], Iterable[Listed]], problem: str) -> tuple[Tier, list[Listed]]:
+    """A worker's part: what `entries` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
-        return tier, list(list_infos())
+        return tier, list(entries())
     except TierError as error:
         logger.warning("Chunk cache: %s: %s", problem, error)
         return tier, []
 
 
-def _scanned(tier: Tier) -> tuple[Tier, list[VariantInfo], dict[EntryId, float]]:
+def _scanned(tier: Tier) -> tuple[Tier, list[Listed], dict[EntryId, float]]:
     """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
-    _, infos = _listed(tier, tier.medium.scan, f"tier {tier.name} was not searched")
+    scan = partial(map, attrgetter("listed"), tier.medium.scan())
+    _, entries = _listed(tier, scan, f"tier {tier.name} was not searched")
     try:
-        return tier, infos, decode_worth(tier.medium.read_note(), f"tier {tier.name}")
+        return tier, entries, decode_worth(tier.medium.read_note(), f"tier {tier.name}")
     except TierError as error:
         logger.warning("Chunk cache: all entries of tier %s count as unused: %s", tier.name, error)
-        return tier, infos, {}
+        return tier, entries, {}
 
 
 def _note(tier: Tier, note: bytes) -> None:

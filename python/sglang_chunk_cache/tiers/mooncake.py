@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 
 from chunk_cache.tier_config import parse_bytes, shown_url
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
@@ -131,14 +132,15 @@ class MooncakeMedium(LayerwiseMedium):
         if replaced is not None:
             self._remove([replaced])
 
-    def delete(self, info: VariantInfo) -> bool:
-        of_it = [entry for entry in self._entries(info.key) if entry.record.info.name == info.name]
+    def delete(self, entry_id: EntryId) -> bool:
+        of_it = [entry for entry in self._entries(entry_id.key) if entry.record.info.name == entry_id.name]
         self._remove([key for entry in of_it for key in (entry.slot, entry.payload)])
         return bool(of_it)
 
-    def scan(self) -> Iterator[VariantInfo]:
-        """Nothing: the store cannot be listed."""
-        return iter(())
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
+        """The variants of known chunks: the store cannot be listed."""
+        for key in known:
+            yield from self.find(key)
 
     def read_note(self) -> bytes | None:
         key = f"{self._prefix}note"

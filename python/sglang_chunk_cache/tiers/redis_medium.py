@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from chunk_cache.errors import show
 from chunk_cache.tier_config import shown_url
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import (
     Layer,
     LayerwiseMedium,
@@ -96,12 +97,12 @@ class RedisMedium(LayerwiseMedium):
                     pipe.execute()
             self._publish(info, raw, payload, before)
 
-    def delete(self, info: VariantInfo) -> bool:
+    def delete(self, entry_id: EntryId) -> bool:
         with self._told():
-            raw = self._client.hget(self._key(info), info.name)
-            return raw is not None and self._forget(self._key(info), info.name, raw)
+            raw = self._client.hget(self._key(entry_id), entry_id.name)
+            return raw is not None and self._forget(self._key(entry_id), entry_id.name, raw)
 
-    def scan(self) -> Iterator[VariantInfo]:
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
         with self._told():
             digits = "?" * 32
             for name in self._client.scan_iter(match=f"{self._prefix}{digits}", count=1000):
@@ -221,8 +222,8 @@ class RedisMedium(LayerwiseMedium):
             raise missing(where)
         return list(zip(values[::2], values[1::2], strict=True))
 
-    def _key(self, info: VariantInfo) -> str:
-        return self._prefix + info.key.hex()
+    def _key(self, entry: VariantInfo | EntryId) -> str:
+        return self._prefix + entry.key.hex()
 
     def _payload_key(self, info: VariantInfo, place: str) -> str:
         return f"{self._key(info)}:{info.name}:{place}"

@@ -15,7 +15,7 @@ from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
-from sglang_chunk_cache.tiers.tier import HOST, Tier
+from sglang_chunk_cache.tiers.tier import HOST, REMOTE, Tier
 
 if TYPE_CHECKING:
     from chunk_cache.config import Config
@@ -37,7 +37,7 @@ def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
         if name in throttles:
             medium = Throttled(medium, throttles[name].bytes_per_s, throttles[name].latency_s)
         ledger = TierLedger(max_bytes, config.eviction, config.ageing, config.partition_share)
-        tiers.append(Tier(name, medium, ledger))
+        tiers.append(Tier(name, medium, ledger, is_asked=name == REMOTE))
     return tiers
 
 
@@ -63,6 +63,6 @@ def _open_remote(remote: RemoteConfig, fingerprint: Fingerprint) -> tuple[Medium
 MEDIA: dict[str, Callable[[Any, Fingerprint], tuple[Medium, int | None]]] = {
     HOST: _open_host,
     "disk": _open_disk,
-    "remote": _open_remote,
+    REMOTE: _open_remote,
 }
 """How the medium of each tier is opened, from the value of its key: the medium, and the bytes of this rank in it."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import Rank
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo, take_skipped
+from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo, take_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 
@@ -62,6 +62,7 @@ class Found:
         weight: what this use adds to its reuse frequency.
         stream: brings the layers that are not there yet; None = all are.
         reads: what was tried to be read, and why it could not be; None = it could.
+        seen: variants of it that tiers below the host's have, whether tried or not.
         absent: tiers that were searched and have no variant of it.
     """
 
@@ -72,6 +73,7 @@ class Found:
     weight: float = 1.0
     stream: LayerStream | None = None
     reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
+    seen: tuple[tuple[Tier, Listed], ...] = ()
     absent: tuple[Tier, ...] = ()
 
     @property
@@ -119,17 +121,19 @@ class TierSearch:
         """
         trouble = NOT_STORED
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
+        seen: list[tuple[Tier, Listed]] = []
         absent: list[Tier] = []
         for tier in self._tiers:
             if tier.is_host:
                 continue
             found = self.find_in(tier, chunk, num_layers)
             reads += found.reads
+            seen += found.seen
             absent += found.absent
             trouble = found if found.stored is not None or found.reason is not None else trouble
             if found.stored is not None:
                 break
-        return dataclasses.replace(trouble, reads=tuple(reads), absent=tuple(absent))
+        return dataclasses.replace(trouble, reads=tuple(reads), seen=tuple(seen), absent=tuple(absent))
 
     def find_in(self, tier: Tier, chunk: Wanted, num_layers: int | None) -> Found:
         take_skipped()
@@ -143,6 +147,7 @@ class TierSearch:
             if skipped is None:
                 return Found(absent=(tier,))
             return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
+        seen = () if tier.is_host else tuple((tier, info.listed) for info in infos)
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
         for info in self._ranked(infos, chunk.need):
             start = time.perf_counter()
@@ -156,8 +161,8 @@ class TierSearch:
                 continue
             reads.append((tier, info, None))
             weight = use_weight(chunk.need.unit_cfo(info), len(info.token_ids))
-            return Found(stored, tier.name, None, time.perf_counter() - start, weight, stream, tuple(reads))
-        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, reads=tuple(reads))
+            return Found(stored, tier.name, None, time.perf_counter() - start, weight, stream, tuple(reads), seen)
+        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, reads=tuple(reads), seen=seen)
 
     def _ranked(self, infos: Sequence[VariantInfo], need: Need) -> list[VariantInfo]:
         """Those that fit, the best first: fewest tokens to fix, as a lookup in the pool chooses.

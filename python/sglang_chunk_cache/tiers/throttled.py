@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from chunk_cache.tier_ledger import EntryId
 from sglang_chunk_cache.tiers.base import Layer, Medium, StoredVariant, VariantInfo
 
 
@@ -53,12 +54,12 @@ class Throttled:
         self._medium.write(stored)
         _sleep_until(done_at)
 
-    def delete(self, info: VariantInfo) -> bool:
+    def delete(self, entry_id: EntryId) -> bool:
         time.sleep(self._latency_s)
-        return self._medium.delete(info)
+        return self._medium.delete(entry_id)
 
-    def scan(self) -> Iterator[VariantInfo]:
-        return self._medium.scan()
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
+        return self._medium.scan(known)
 
     def read_note(self) -> bytes | None:
         return self._medium.read_note()

@@ -8,7 +8,7 @@ from chunk_cache.cost import Throughput
 from chunk_cache.tier_ledger import EntryId, TierLedger
 from sglang_chunk_cache.tiers.base import Medium, VariantInfo
 
-HOST = "host"
+HOST, REMOTE = "host", "remote"
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +20,16 @@ class Tier:
         medium: moves its bytes.
         ledger: decides what it keeps.
         reads: how fast it was.
-        infos: what the ledger has, by entry id.
+        writing: what workers are about to write, or are writing.
+        is_asked: it is not listed when a server begins but asked for each chunk, since others may write millions to it.
     """
 
     name: str
     medium: Medium
     ledger: TierLedger
     reads: Throughput = field(default_factory=Throughput)
-    infos: dict[EntryId, VariantInfo] = field(default_factory=dict)
+    writing: dict[EntryId, VariantInfo] = field(default_factory=dict)
+    is_asked: bool = False
 
     @property
     def is_host(self) -> bool:
@@ -37,15 +39,15 @@ class Tier:
     def has(self, info: VariantInfo) -> bool:
         return self.ledger.contains(info.entry_id)
 
-    def goes_for(self, info: VariantInfo, max_variants_per_chunk: int) -> list[VariantInfo] | None:
+    def goes_for(self, info: VariantInfo, max_variants_per_chunk: int) -> list[EntryId] | None:
         """What goes when a variant that it does not have arrives; None = it is not taken.
 
         A prepared one replaces another. Where there are enough of the chunk, the one that goes first of those that are
         not better goes, as in the index.
         """
-        peers = [self.infos[entry_id] for entry_id in self.ledger.entries_of(info.key)]
-        prepared = [peer for peer in peers if peer.is_prepared] if info.is_prepared else []
+        peers = {entry_id: self.ledger.traits_of(entry_id) for entry_id in self.ledger.entries_of(info.key)}
+        prepared = [peer for peer, traits in peers.items() if traits.is_prepared] if info.is_prepared else []
         if prepared or len(peers) < max_variants_per_chunk:
             return prepared
-        not_better = [peer.entry_id for peer in peers if peer.rank >= info.rank]
-        return [self.infos[self.ledger.first_of(not_better)]] if not_better else None
+        not_better = [peer for peer, traits in peers.items() if traits.rank >= info.rank]
+        return [self.ledger.first_of(not_better)] if not_better else None

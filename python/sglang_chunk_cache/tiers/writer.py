@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from chunk_cache.keys import partition_key
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.pool import Pool
 from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.tier_config import TierConfig
+    from chunk_cache.tier_ledger import EntryId
     from chunk_cache.variant import Variant
     from sglang_chunk_cache.tiers.metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
@@ -104,13 +105,13 @@ class TierWriter:
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
         gone = None
         if not is_busy:
-            gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency, info.partition)
+            gone = self._prepare(tier, info.listed, frequency)
         if gone is None:
             self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
             return
         for entry_id in gone:
-            self._drop(tier, tier.infos.pop(entry_id))
-        tier.infos[info.entry_id] = info
+            self._drop(tier, entry_id)
+        tier.writing[info.entry_id] = info
         self.num_queued_bytes += info.payload_len
 
         def write() -> tuple[TierError | None, float]:
@@ -126,40 +127,37 @@ class TierWriter:
             self.num_queued_bytes -= info.payload_len
             self._complete(tier, info, *result)
 
-        self._workers.submit(write, written, _order(tier, info), lane="write")
+        self._workers.submit(write, written, _order(tier, info.entry_id), lane="write")
 
-    def adopt(self, tier: Tier, info: VariantInfo, frequency: float = 0.0) -> None:
+    def adopt(self, tier: Tier, listed: Listed, frequency: float = 0.0) -> None:
         """A tier has it although nobody here has written it: it counts, and makes others go.
 
         Args:
             frequency: its f_r, where that is known.
         """
-        if info.entry_id in tier.infos or tier.ledger.contains(info.entry_id):
+        if tier.ledger.knows(listed.entry_id):
             return
-        if self._workers.is_under_way(_order(tier, info)):
+        if self._workers.is_under_way(_order(tier, listed.entry_id)):
             return  # it is being deleted
-        gone = tier.ledger.prepare_store(info.entry_id, info.payload_len, frequency, info.partition)
+        gone = self._prepare(tier, listed, frequency)
         if gone is None:
             return
-        tier.infos[info.entry_id] = info
-        tier.ledger.complete_store(info.entry_id, True)
+        tier.ledger.complete_store(listed.entry_id, True)
         for entry_id in gone:
-            self._drop(tier, tier.infos.pop(entry_id))
+            self._drop(tier, entry_id)
         self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
-    def forget(self, tier: Tier, info: VariantInfo) -> None:
+    def forget(self, tier: Tier, entry_id: EntryId) -> None:
         """It was found to be unusable, or is unwanted."""
-        if tier.infos.pop(info.entry_id, None) is not None:
-            tier.ledger.discard(info.entry_id)
-        self._delete(tier, info)
+        tier.ledger.discard(entry_id)
+        self._delete(tier, entry_id)
 
     def clear_host(self) -> None:
         """The cache was flushed."""
         for tier in self._tiers:
             if tier.is_host:
-                for info in tier.infos.values():
-                    tier.medium.delete(info)
-                tier.infos.clear()
+                for entry_id in tier.ledger:
+                    tier.medium.delete(entry_id)
                 tier.ledger.clear()
                 self._metrics.set_size(tier.name, 0, 0)
 
@@ -183,38 +181,42 @@ class TierWriter:
             self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
         return variant.length
 
+    def _prepare(self, tier: Tier, listed: Listed, frequency: float) -> tuple[EntryId, ...] | None:
+        entry_id, payload_len, partition, traits = listed
+        return tier.ledger.prepare_store(entry_id, payload_len, frequency, partition, traits)
+
     def _complete(self, tier: Tier, info: VariantInfo, error: TierError | None, seconds: float) -> None:
+        del tier.writing[info.entry_id]
         is_kept = tier.ledger.complete_store(info.entry_id, error is None)
-        if not is_kept:
-            tier.infos.pop(info.entry_id, None)
         if error is not None:
             logger.warning("Chunk cache: a chunk was not written to tier %s: %s", tier.name, error)
         elif not is_kept:
-            self._delete(tier, info)  # discarded while it was written
+            self._delete(tier, info.entry_id)  # discarded while it was written
         outcome = "ok" if error is None else error.reason
         self._metrics.count_write(tier.name, outcome, info.payload_len if error is None else 0, seconds)
         self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
-    def _drop(self, tier: Tier, info: VariantInfo) -> None:
+    def _drop(self, tier: Tier, entry_id: EntryId) -> None:
         """The ledger has evicted it: down one tier, where chunks go down only then."""
         self._metrics.count_eviction(tier.name)
         below = self._tiers[self._tiers.index(tier) + 1 :][:1]
         if tier.is_host and below and self._config.write == "evict":
+            (info,) = (info for info in tier.medium.find(entry_id.key) if info.name == entry_id.name)
             self.put(below[0], tier.medium.read(info))
-        self._delete(tier, info)
+        self._delete(tier, entry_id)
 
-    def _delete(self, tier: Tier, info: VariantInfo) -> None:
+    def _delete(self, tier: Tier, entry_id: EntryId) -> None:
         if tier.is_host:
-            tier.medium.delete(info)
+            tier.medium.delete(entry_id)
             return
 
         def delete() -> None:
             try:
-                tier.medium.delete(info)
+                tier.medium.delete(entry_id)
             except TierError as error:
                 logger.warning("Chunk cache: a chunk was not deleted from tier %s: %s", tier.name, error)
 
-        self._workers.submit(delete, lambda _: None, _order(tier, info), lane="write")
+        self._workers.submit(delete, lambda _: None, _order(tier, entry_id), lane="write")
 
 
 def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
@@ -233,6 +235,6 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
     )
 
 
-def _order(tier: Tier, info: VariantInfo) -> str:
+def _order(tier: Tier, entry_id: EntryId) -> str:
     """An entry is written and deleted in the order in which that was decided."""
-    return f"{tier.name} {info.entry_id}"
+    return f"{tier.name} {entry_id}"

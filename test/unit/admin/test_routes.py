@@ -164,6 +164,21 @@ def test_a_chunk_is_prepared_where_all_replicas_say_so(admin, schedulers):
     assert schedulers.seen == [messages.ChunkCachePreparedReq(keys=KEYS, neighbours=[[KEYS[1]], [KEYS[0]]])]
 
 
+def test_a_store_is_waited_for(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {}}, {"stored": {}, "is_asking": True}]}
+    schedulers.num_replicas = 2
+
+    async def answered() -> dict[bytes, int]:
+        asking = asyncio.ensure_future(admin.stored([KEYS[0]]))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}] * 2}
+        return await asking
+
+    assert asyncio.run(answered()) == {KEYS[0]: 3}
+    assert [request.is_again for request in schedulers.seen[:2]] == [False, True]
+
+
 def test_ranks_that_disagree_are_a_500(admin, schedulers):
     schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": False}}
     assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}
@@ -187,17 +202,17 @@ def test_what_is_evicted_of_all_replicas_is_counted(admin, schedulers):
 
 
 def test_evicting_everywhere_tells_what_stood_behind(admin, schedulers):
-    def result(variants: int, freed: int, in_use: int, **tiers: int) -> dict[str, Any]:
-        behind = {"variants": variants, "freed_tokens": freed, "tiers": tiers}
+    def result(variants: int, freed: int, in_use: int) -> dict[str, Any]:
+        behind = {"variants": variants, "freed_tokens": freed}
         return {"evicted": {}, "behind": behind, "emptied_tokens": 50, "in_use_tokens": in_use}
 
-    schedulers.results = {messages.ChunkCacheEvictReq: [result(2, 6, 0, remote=4), result(1, 3, 7, remote=5)]}
+    schedulers.results = {messages.ChunkCacheEvictReq: [result(2, 6, 0), result(1, 3, 7)]}
     response = ask("POST", "evict", {"keys": [KEY], "everywhere": True})
     assert response.status_code == 200, "also where nobody knows the key any more"
     assert response.json() == {
         "evicted": [],
         "not_stored": [{"index": 0, "key": KEY}],
-        "behind": {"variants": 3, "freed_tokens": 9, "tiers": {"remote": 5}},
+        "behind": {"variants": 3, "freed_tokens": 9},
         "emptied_tokens": 100,
         "in_use_tokens": 7,
     }

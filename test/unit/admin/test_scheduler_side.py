@@ -117,13 +117,23 @@ def test_pages_are_by_id(admin):
     assert ids(key=key(5)) == (0, [])
 
 
+def not_asking(keys: list[bytes], *, is_first: bool) -> bool:
+    return False
+
+
 def test_what_a_tier_has_is_stored_as_well(admin):
     asked = []
     lens = {key(3): 12}
-    admin.tiers = SimpleNamespace(stored_lens=lambda keys, max_generation: asked.append((keys, max_generation)) or lens)
-    result = admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)]))
-    assert result == {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
-    assert asked == [([key(3), key(4)], None)], "what the pool has is not looked for"
+    admin.tiers = SimpleNamespace(
+        stored_lens=lambda keys, max_generation: asked.append((keys, max_generation)) or lens,
+        ask=lambda keys, *, is_first: asked.append((keys, is_first)) or is_first,
+    )
+    expected = {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
+    for is_again, is_asking in ((False, {"is_asking": True}), (True, {})):
+        request = messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)], is_again=is_again)
+        assert admin.answer(request) == expected | is_asking
+        asks = [([key(3), key(4)], None), ([key(4)], not is_again)]
+        assert asked[-2:] == asks, "what the pool has is not looked for, and what a tier is known to have not asked for"
     admin.tiers = None
     assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3)])) == {"stored": {key(1).hex(): 10}}
 
@@ -134,7 +144,7 @@ def test_exact_variants_can_be_asked_for(admin):
     request = messages.ChunkCacheStoredReq(keys=[key(1), key(4)], is_exact=True)
     assert admin.answer(request) == {"stored": {key(1).hex(): 10}}
     asked = []
-    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {})
+    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {}, ask=not_asking)
     admin.answer(request)
     assert asked == [([key(4)], 0)]
 
@@ -145,7 +155,7 @@ def test_a_prepared_variant_is_known_by_its_neighbours(admin):
     asked = [[key(2), key(3)], [key(1)]]
     request = messages.ChunkCachePreparedReq(keys=[key(1), key(2)], neighbours=asked)
     assert admin.answer(request) == {"prepared": [key(1).hex()]}
-    admin.tiers = SimpleNamespace(prepared_keys=lambda neighbours: set(neighbours))
+    admin.tiers = SimpleNamespace(prepared_keys=lambda neighbours: set(neighbours), ask=not_asking)
     assert admin.answer(request) == {"prepared": [key(1).hex(), key(2).hex()]}
     admin.tiers = None
     other = messages.ChunkCachePreparedReq(keys=[key(1)], neighbours=[[key(3), key(2)]])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from chunk_cache.tier_ledger import EntryId, TierLedger
+from chunk_cache.tier_ledger import EntryId, TierLedger, Traits, context_digest
 from chunk_cache.victims import AGEING
 
-A, B, C, D, E = (EntryId(key, "0") for key in (b"a", b"b", b"c", b"d", b"e"))
-A1 = EntryId(b"a", "1")
+FIRST, SECOND = "0" * 16, "1" * 16
+A, B, C, D, E = (EntryId(key, FIRST) for key in (b"a", b"b", b"c", b"d", b"e"))
+A1 = EntryId(b"a", SECOND)
+ONE, OTHER = b"one".ljust(16), b"other".ljust(16)
 
 
 def stored(tier: TierLedger, *entry_ids: EntryId, num_bytes: int = 1) -> None:
@@ -113,7 +115,7 @@ def test_discarded_while_written_is_never_found() -> None:
 
 def test_unbounded_tier_evicts_nothing() -> None:
     tier = TierLedger(None, "frequency-reuse")
-    stored(tier, *(EntryId(b"%d" % i, "0") for i in range(50)), num_bytes=1 << 40)
+    stored(tier, *(EntryId(b"%d" % i, FIRST) for i in range(50)), num_bytes=1 << 40)
     assert (len(tier), tier.stats()["evictions"], tier.age) == (50, 0, 0.0)
 
 
@@ -140,9 +142,21 @@ def test_what_cannot_happen(misuse) -> None:
         misuse(tier)
 
 
+def test_traits_are_kept_in_mind() -> None:
+    tier = TierLedger(None)
+    traits = Traits(1 << 40, True, context_digest((b"c" * 16,)))
+    tier.prepare_store(A, 7, traits=traits)
+    tier.complete_store(A, True)
+    stored(tier, A1)
+    tier.touch(A, 2.0)
+    assert (tier.traits_of(A), tier.num_bytes_of(A), tier.frequency_of(A)) == (traits, 7, 2.0)
+    assert (tier.traits_of(A1), tier.keys()) == (Traits(), [b"a"])
+    assert traits.context != Traits().context == context_digest(())
+
+
 def test_heap_stays_bounded() -> None:
     tier = TierLedger(8, "frequency-reuse", AGEING)
-    entry_ids = [EntryId(b"%d" % i, "0") for i in range(8)]
+    entry_ids = [EntryId(b"%d" % i, FIRST) for i in range(8)]
     stored(tier, *entry_ids)
     for i in range(2000):
         tier.touch(entry_ids[i % 8])
@@ -152,12 +166,12 @@ def test_heap_stays_bounded() -> None:
 
 def test_a_partition_makes_room_out_of_its_own() -> None:
     tier = TierLedger(10, partition_share=0.5)
-    quiet, noisy = b"quiet", b"noisy"
+    quiet, noisy = ONE, OTHER
     stored(tier, A)  # of the default partition, and used longest ago
     for number in range(20):
-        entry_id = EntryId(b"n%d" % number, "0")
+        entry_id = EntryId(b"n%d" % number, FIRST)
         gone = tier.prepare_store(entry_id, 1, partition=noisy)
-        assert gone == (() if number < 5 else (EntryId(b"n%d" % (number - 5), "0"),))
+        assert gone == (() if number < 5 else (EntryId(b"n%d" % (number - 5), FIRST),))
         assert tier.complete_store(entry_id, True)
         tier.check_integrity()
     assert tier.prepare_store(B, 4, partition=quiet) == ()
@@ -167,10 +181,10 @@ def test_a_partition_makes_room_out_of_its_own() -> None:
 
 def test_what_is_too_big_for_a_share_is_refused() -> None:
     tier = TierLedger(10, partition_share=0.5)
-    assert tier.refusal(A, 6, b"one") == "partition_share"
-    assert tier.prepare_store(A, 6, partition=b"one") is None
-    assert tier.prepare_store(B, 3, partition=b"one") == ()
-    assert tier.prepare_store(C, 3, partition=b"one") is None, "the rest of its partition is being written"
+    assert tier.refusal(A, 6, ONE) == "partition_share"
+    assert tier.prepare_store(A, 6, partition=ONE) is None
+    assert tier.prepare_store(B, 3, partition=ONE) == ()
+    assert tier.prepare_store(C, 3, partition=ONE) is None, "the rest of its partition is being written"
     assert tier.stats()["refused_partition_share"] == 2
-    assert tier.prepare_store(C, 3, partition=b"other") == ()
+    assert tier.prepare_store(C, 3, partition=OTHER) == ()
     tier.check_integrity()

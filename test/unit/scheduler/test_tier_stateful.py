@@ -13,9 +13,9 @@ from chunk_cache.tier_ledger import COUNTERS, REFUSALS, EntryId, TierLedger
 from chunk_cache.victims import EVICTIONS
 from unit.scheduler.mirror import Mirror
 
-IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in "01")
+IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in ("0" * 16, "1" * 16))
 ENTRIES = st.sampled_from(IDS)
-PARTITIONS = {b"a": b"one", b"b": b"other", b"c": b"one"}
+PARTITIONS = {b"a": b"one".ljust(16), b"b": b"other".ljust(16), b"c": b"one".ljust(16)}
 
 
 @dataclass

@@ -164,7 +164,7 @@ class TestKilled:
             for info in medium.scan():
                 assert_same(medium.read(info), large(info.start))
                 num_found += 1
-                medium.delete(info)
+                medium.delete(info.entry_id)
             assert not problems
             if round_ > 15 and min(num_left, num_found) > 5:
                 return
@@ -209,7 +209,7 @@ class TestFull:
         assert reason_of(lambda: medium.write(large_one)) == "full"
         assert not list(small_device.glob("*/writing/*"))
         assert_sound(medium, small_one)
-        assert medium.delete(small_one.info)
+        assert medium.delete(small_one.info.entry_id)
         medium.write(small_one)
         assert_sound(medium, small_one)
 
@@ -232,7 +232,7 @@ class TestPermissions:
         mount("-o", "remount,ro", str(small_device))
         medium = DiskMedium(small_device, FINGERPRINT)
         assert_sound(medium, stored)
-        for call in (lambda: medium.write(make_stored(start=1)), lambda: medium.delete(stored.info)):
+        for call in (lambda: medium.write(make_stored(start=1)), lambda: medium.delete(stored.info.entry_id)):
             assert reason_of(call) == "unreadable"
         assert DiskMedium(small_device, LARGE).find(KEY) == []  # it has no folder, and cannot have one
         mount("-o", "remount,rw", str(small_device))
@@ -245,7 +245,7 @@ class TestPermissions:
         with as_nobody():
             medium = DiskMedium(public_folder, FINGERPRINT)
             assert_sound(medium, stored)
-            for call in (lambda: medium.write(stored), lambda: medium.delete(stored.info)):
+            for call in (lambda: medium.write(stored), lambda: medium.delete(stored.info.entry_id)):
                 assert reason_of(call) == "unreadable"
 
     def test_unreadable_and_damaged_files_are_told_once(self, public_folder: Path, problems: list[TierError]) -> None:

@@ -165,7 +165,7 @@ def test_damaged_is_forgotten_and_the_next_tier_asked(tmp_path: Path) -> None:
     write(folders["disk"], 1, 2)
     write(folders["remote"], 2)
     with open_tiers(folders) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         for number in (1, 2):
             flip(file_of(folders["disk"], number))
         found = tiers.load(wanted(1), wanted(2))
@@ -182,7 +182,7 @@ def test_a_damaged_description_is_told_as_well(tmp_path: Path) -> None:
     """The medium skips it when it looks, so there is nothing to read."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, num_threads=1) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         path = file_of(tmp_path, 1)
         path.write_bytes(path.read_bytes()[:50])
         assert [result(one) for one in tiers.load(wanted(1), wanted(2))] == [("disk", "tier_corrupt"), ("", None)]
@@ -203,7 +203,7 @@ def test_a_description_that_was_made_on_purpose(tmp_path: Path, change: dict[str
     lens = struct.pack("<II", FORMAT_VERSION, len(text))
     path.write_bytes(MAGIC + lens + struct.pack("<I", zlib.crc32(lens + text)) + text + raw[header_len:])
     with open_tiers({"disk": tmp_path}) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         found = tiers.load(wanted(1), wanted(2))
         assert [result(one) for one in found] == [("disk", "tier_corrupt"), ("disk", None)]
         assert not path.exists()
@@ -407,7 +407,7 @@ def learned(tiers: Tiers, load_s: float, s_per_row: float) -> None:
 def controlled(tmp_path: Path) -> Iterator[Tiers]:
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         yield tiers
 
 
@@ -440,6 +440,28 @@ def test_what_nobody_knew_of_is_loaded(tmp_path: Path) -> None:
         assert [result(found) for found in tiers.load(wanted(1))] == [("disk", None)]
 
 
+@pytest.mark.parametrize(("asked", "reason"), [(("disk",), None), ((), "tier_timeout")])
+def test_what_a_store_may_have_is_waited_for(tmp_path: Path, asked: tuple[str, ...], reason: str | None) -> None:
+    """As long as a load that was estimated; where it is known what is there, nothing is expected of it."""
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, controller=True, asked=asked, slow={"disk": (1e9, 0.3)}) as tiers:
+        learned(tiers, load_s=1.0, s_per_row=1e-5)
+        assert [found.reason for found in tiers.load(wanted(1), wanted(2))] == [reason, reason]
+
+
+def test_all_variants_that_a_search_sees_are_known_from_then_on(tmp_path: Path) -> None:
+    """So no more of a chunk are kept than there may be, whoever wrote them."""
+    for start in (0, 9):
+        write(tmp_path, 1, start=start)
+    with open_tiers({"disk": tmp_path}) as tiers:
+        assert [result(found) for found in tiers.load(wanted(1))] == [("disk", None)]
+        tiers.check()
+        assert len(tiers.tier("disk").ledger) == 2
+        tiers.writer.note_stored(variant(1, start=5))
+        tiers.check()
+        assert len(tiers.tier("disk").ledger) == 2
+
+
 def test_layerwise_loads_hide_behind_the_forward(tmp_path: Path) -> None:
     """Each chunk is computed in 0.05 s and loaded in 0.1 s. Computing the first hides half of loading the second."""
     write(tmp_path, 1, 2)
@@ -447,7 +469,7 @@ def test_layerwise_loads_hide_behind_the_forward(tmp_path: Path) -> None:
     for loading in ("prefetch", "layerwise"):
         with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
             for number in (1, 2):
-                tiers.writer.adopt(tiers.tier("disk"), stored(variant(number)).info)
+                tiers.writer.adopt(tiers.tier("disk"), stored(variant(number)).info.listed)
             learned(tiers, load_s=0.1, s_per_row=0.01)
             outcomes[loading] = [result(found) for found in tiers.load(wanted(1), wanted(2))]
     assert outcomes["prefetch"] == [("disk", "tier_slow"), ("disk", "tier_slow")]
@@ -462,7 +484,7 @@ def test_layerwise_loads_hide_behind_rows_that_are_computed_again(
     chunk, one = wanted(1, length=100), variant(1, length=100)
     DiskMedium(tmp_path, FINGERPRINT).write(stored(one))
     with open_tiers({"disk": tmp_path}, controller=True, loading=loading) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(one).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(one).info.listed)
         learned(tiers, load_s=1.07 / 20, s_per_row=0.01)
         assert [result(found) for found in tiers.load(chunk)] == [("disk", reason)]
 
@@ -471,7 +493,7 @@ def test_patience_is_what_the_load_is_worth(tmp_path: Path) -> None:
     """A load that was estimated to be quick is not waited for until the timeout."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True, slow={"disk": (1e9, 1.0)}, timeout_s=30.0) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         learned(tiers, load_s=1e-4, s_per_row=1e-3)
         began = time.monotonic()
         assert [found.reason for found in tiers.load(wanted(1))] == ["tier_timeout"]
@@ -482,7 +504,7 @@ def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> 
     """Each gets what was decided for it, also where both are settled in the same step."""
     write(tmp_path, 1)
     with open_tiers({"disk": tmp_path}, controller=True) as tiers:
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         learned(tiers, load_s=1.0, s_per_row=1e-3)
         tiers.want("alone", wanted(1))
         tiers.want("behind", wanted(1), num_rows_ahead=5000)
@@ -527,7 +549,7 @@ def test_nothing_is_kept_of_what_was_computed_instead(tmp_path: Path, loading: s
         for _ in range(10):
             tiers.tier("disk").reads.observe(SIZE, 100.0)
             tiers.prefill_cost.observe(100, 100, 1e-6)
-        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         assert result(tiers.load(wanted(1))[0]) == ("disk", "tier_slow")
         tiers.check_nothing_waits()
 

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,10 +204,41 @@ def test_what_was_computed_behind_a_chunk_is_deleted_too(open_chunk_tiers, tmp_p
     tiers = open_chunk_tiers(host_bytes=100 * SIZE)
     idle(tiers)
     medium.write(stored(variant(4, context=(third, first))))  # by another server, meanwhile
-    assert tiers.evict_behind({first}) == {"disk": 1}
+    for number in (5, 6):
+        tiers.note_stored(variant(number, context=(first,)))
+        if number == 5:
+            idle(tiers)  # the other is being written
+    tiers.evict_behind({first})
+    assert tiers.stats()["tiers"]["host"]["entries"] == 0
     idle(tiers)
     assert on_disk(tmp_path / "disk") == {1, 3}
-    assert tiers.evict_behind({b"nobody's"}) == {}
+    tiers.evict_behind({b"nobody's"})
+    idle(tiers)
+    assert on_disk(tmp_path / "disk") == {1, 3}
+
+
+def test_a_store_is_asked_what_it_has(open_chunk_tiers, groups, tmp_path):
+    """It is not listed at the start; ranks wait for each other's answers."""
+    ranks = [open_chunk_tiers(f"rank{rank}", reduce_max=max_over_ranks(groups[rank])) for rank in range(2)]
+    for rank, tiers in enumerate(ranks):
+        idle(tiers)
+        tiers._tiers = (replace(tiers._tiers[0], is_asked=True),)
+        for number in (1, 2)[rank:]:  # by others, meanwhile
+            DiskMedium(tmp_path / f"rank{rank}", FINGERPRINT).write(stored(variant(number)))
+    keys = [wanted(number).key for number in (1, 2, 3)]
+    with ThreadPoolExecutor(2) as pool:
+
+        def on_both(call: Callable[[ChunkTiers], Any]) -> list[Any]:
+            return list(pool.map(call, ranks))
+
+        assert on_both(lambda tiers: tiers.stored_lens(keys)) == [{}, {}]
+        assert on_both(lambda tiers: tiers.ask([], is_first=True)) == [False, False]
+        assert on_both(lambda tiers: tiers.ask(keys, is_first=True)) == [True, True]
+        idle(ranks[0])
+        assert on_both(lambda tiers: tiers.ask(keys, is_first=False)) == [True, True], "one has no answer yet"
+        idle(ranks[1])
+        assert on_both(lambda tiers: tiers.ask(keys, is_first=False)) == [False, False]
+        assert on_both(lambda tiers: tiers.stored_lens(keys)) == [{keys[1]: LENGTH}] * 2, "what both have"
 
 
 def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
@@ -217,7 +249,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
     for tiers in ranks:
         (disk,) = tiers._tiers
         for info in disk.medium.scan():
-            tiers._writer.adopt(disk, info)
+            tiers._writer.adopt(disk, info.listed)
     keys = [wanted(number).key for number in (1, 2, 3)]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda tiers: tiers.stored_lens(keys), ranks)) == [{keys[1]: LENGTH}] * 2
@@ -290,7 +322,8 @@ def test_what_was_used_often_is_worth_as_much_after_a_restart(
     disk = DiskMedium(tmp_path / "disk", FINGERPRINT)
     for i in range(4):
         disk.write(stored(variant(i)))
-    first = open_chunk_tiers()
+    bounded = {"disk": {"path": str(tmp_path / "disk"), "max_bytes": 100 * SIZE}}
+    first = open_chunk_tiers(**bounded)
     idle(first)
     ledger = first._tiers[0].ledger
     order = list(ledger)
@@ -300,7 +333,7 @@ def test_what_was_used_often_is_worth_as_much_after_a_restart(
     first._note_worth()  # as when it is closed
     idle(first)
     disk.write(stored(variant(4)))
-    second = open_chunk_tiers()
+    second = open_chunk_tiers(**bounded)
     idle(second)
     found = [(entry_id, second._tiers[0].ledger.frequency_of(entry_id)) for entry_id in second._tiers[0].ledger]
     assert found[1:] == expected

@@ -64,7 +64,7 @@ class TestMooncake(MediumSuite):
         for _ in range(3):
             medium.write(stored)
         assert len(running.held()) == 2  # description and payload
-        medium.delete(stored.info)
+        medium.delete(stored.info.entry_id)
         assert running.held() == []
 
     def test_damaged_payload(self, medium: MooncakeMedium, running: MooncakeMaster) -> None:
@@ -116,7 +116,7 @@ class TestMooncake(MediumSuite):
             medium.write(make_stored(start=NUM_SLOTS))
         assert caught.value.reason == "full"
         assert_sound(medium, *written)
-        medium.delete(written[3].info)
+        medium.delete(written[3].info.entry_id)
         medium.write(make_stored(start=NUM_SLOTS))
 
     def test_no_room(self, opened: OpenMedium) -> None:
@@ -141,7 +141,7 @@ class TestMooncake(MediumSuite):
                 other.kill()
             if segment == "0":
                 assert_sound(mine, stored)
-                mine.delete(stored.info)
+                mine.delete(stored.info.entry_id)
                 mine.close()
             else:
                 until(lambda mine=mine: mine.find(KEY) == [])

@@ -64,7 +64,7 @@ class TestRemote(MediumSuite):
         for _ in range(3):
             medium.write(stored)
         assert len(keys_of(server)) == 3  # fingerprint, description, payload
-        medium.delete(stored.info)
+        medium.delete(stored.info.entry_id)
         assert keys_of(server) == [f"chunk_cache:{FINGERPRINT.digest}:fingerprint"]
 
     def test_damaged_payload(self, medium: Medium, server: RedisServer) -> None:
@@ -214,7 +214,7 @@ def calls(medium: Medium, stored: StoredVariant) -> list[Callable[[], Any]]:
         lambda: medium.read(info),
         lambda: list(medium.read_layers(info)),
         lambda: medium.write(stored),
-        lambda: medium.delete(info),
+        lambda: medium.delete(info.entry_id),
         lambda: list(medium.scan()),
     ]
 

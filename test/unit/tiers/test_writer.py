@@ -255,7 +255,7 @@ def test_what_others_write_is_adopted_once(tiers: Tiers) -> None:
     tier, one = tiers.tier("disk"), stored(variant(1))
     tier.medium.write(one)
     for _ in range(2):
-        tiers.writer.adopt(tier, one.info)
+        tiers.writer.adopt(tier, one.info.listed)
         tiers.check()
     assert names(tiers, "disk") == [1]
     tiers.writer.note_stored(variant(1))
@@ -270,7 +270,7 @@ def test_what_is_adopted_makes_others_go(tmp_path: Path) -> None:
             tiers.idle()
         one = stored(variant(2))
         tiers.tier("disk").medium.write(one)
-        tiers.writer.adopt(tiers.tier("disk"), one.info)
+        tiers.writer.adopt(tiers.tier("disk"), one.info.listed)
         tiers.check()
         assert names(tiers, "disk") == [1, 2]
 
@@ -282,7 +282,7 @@ def test_forgotten_means_deleted(tiers: Tiers) -> None:
     tiers.writer.note_stored(variant(1))
     tiers.idle()
     for tier in tiers.tiers:
-        tiers.writer.forget(tier, stored(variant(1)).info)
+        tiers.writer.forget(tier, stored(variant(1)).info.entry_id)
     tiers.check()
     assert names(tiers, "host") == names(tiers, "disk") == []
     tiers.writer.note_stored(variant(1))
@@ -293,7 +293,7 @@ def test_forgotten_means_deleted(tiers: Tiers) -> None:
 def test_forgotten_while_it_is_written(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}, slow={"disk": (1e9, 0.1)}) as tiers:
         tiers.writer.note_stored(variant(1))
-        tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info)
+        tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info.entry_id)
         tiers.check()
         assert names(tiers, "disk") == []
 
@@ -304,7 +304,7 @@ def test_stored_again_while_the_old_file_is_being_deleted(tmp_path: Path) -> Non
         for _ in range(10):
             tiers.writer.note_stored(variant(1))
             tiers.check()
-            tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info)
+            tiers.writer.forget(tiers.tier("disk"), stored(variant(1)).info.entry_id)
         tiers.check()
 
 
@@ -370,10 +370,10 @@ def random_step(tiers: Tiers, rng: random.Random) -> None:
     elif action == "victims":
         tiers.writer.save_victims([variant(rng.randrange(8)) for _ in range(3)], rng.randrange(1, 20))
     elif action == "forget":
-        tiers.writer.forget(tier, stored(one).info)
+        tiers.writer.forget(tier, stored(one).info.entry_id)
     elif action == "adopt" and not tier.is_host:
         for info in tier.medium.find(one.key):
-            tiers.writer.adopt(tier, info)
+            tiers.writer.adopt(tier, info.listed)
     elif action == "flush" and rng.random() < 0.2:
         tiers.writer.clear_host()
     elif action == "wait":

@@ -139,6 +139,7 @@ class Tiers:
         folders: name of a tier below the host's -> its folder.
         limits: bytes of each tier; one that is not named has no limit, and without `host` there is no host tier.
         slow: tier -> (bytes per second, latency).
+        asked: tiers that are not listed.
         config: of `TierConfig`; the controller is off unless named.
     """
 
@@ -148,6 +149,7 @@ class Tiers:
         *,
         limits: Mapping[str, int] | None = None,
         slow: Mapping[str, tuple[float, float]] | None = None,
+        asked: Sequence[str] = (),
         reduce_max: Callable[[Any], Any] | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
         prefers_prepared: bool = False,
@@ -163,6 +165,7 @@ class Tiers:
                 name,
                 Throttled(medium, *slow[name]) if name in slow else medium,
                 TierLedger(limits.get(name), eviction),
+                is_asked=name in asked,
             )
             for name, medium in media.items()
         ]
@@ -236,7 +239,8 @@ class Tiers:
         for tier in self.tiers:
             tier.ledger.check_integrity()
             held = {info.entry_id: info.payload_len for info in tier.medium.scan()}
-            assert set(tier.ledger) == set(tier.infos) == set(held), tier.name
+            assert set(tier.ledger) == set(held), tier.name
+            assert not tier.writing, tier.name
             assert tier.ledger.num_bytes == sum(held.values())
             assert tier.ledger.max_bytes is None or tier.ledger.num_bytes <= tier.ledger.max_bytes
 

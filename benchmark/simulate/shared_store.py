@@ -1,0 +1,240 @@
+"""SharedStore: a store that all replicas of a fleet share, and the replicas on it; bytes and waiting are modelled.
+
+    SharedStore.find, write    what is stored of a passage; what a replica writes through
+    Pipe.take                  bytes go behind those that were sent before, at so many a second
+    StoreReplay                a replica: before a prompt is planned, what the pool has not comes from the store
+
+What is real: the search by CFO among the variants of a passage, the decision to load or to compute, the ledger of what
+a replica knows of the store, and all that `engine` runs. A passage that was asked for before the simulation begins is
+stored as its first request computed it, exactly. A load takes the latency, and its bytes through two pipes, the
+replica's and the store's; requests come at equal distances, and how long a forward takes delays nobody.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmark.simulate.engine import Layout, Replay
+from benchmark.simulate.services import Services
+from benchmark.simulate.trace import Request
+
+from chunk_cache.cost import LoadingController, LoadOption, PrefillRecord, ThroughputRecord
+from chunk_cache.keys import DEFAULT_PARTITION
+from chunk_cache.tier_ledger import EntryId, TierLedger
+from chunk_cache.variant import NodeHome, Variant
+
+MAX_VARIANTS = 2
+"""Of a passage in the store, as `tiers.max_variants_per_chunk`."""
+_NOWHERE = NodeHome(array("q"), "store")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a fleet is made of; the defaults are Llama-3.1-8B in bf16 on one H100 each, at 200 Gbit/s.
+
+    Attributes:
+        token_bytes: KV of a token.
+        replica_bytes_per_s, store_bytes_per_s: of the network of a replica, and of all the store's.
+        latency_s: of a load.
+        s_per_row: that a prefill takes.
+    """
+
+    token_bytes: int = 131_072
+    replica_bytes_per_s: float = 25e9
+    store_bytes_per_s: float = 400e9
+    latency_s: float = 1e-3
+    s_per_row: float = 2e-5
+
+
+class Pipe:
+    """Bytes that go one behind the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int, now: float) -> float:
+        """When they are through."""
+        self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
+        return self._free_at
+
+    def wait_s(self, now: float) -> float:
+        """Until the next byte can go."""
+        return max(0.0, self._free_at - now)
+
+
+class SharedStore:
+    """See the head of this file."""
+
+    def __init__(self, services: Services, hardware: Hardware) -> None:
+        self._services = services
+        self.hardware = hardware
+        self.pipe = Pipe(hardware.store_bytes_per_s)
+        self._variants: dict[int, list[Variant]] = {}
+        self.num_bytes_written = 0
+
+    def find(self, number: int, replica: StoreReplay) -> list[Variant]:
+        """The variants of a passage.
+
+        Args:
+            replica: that asks; it says what a request would have stored.
+        """
+        if number not in self._variants:
+            before = self._services.first_request(number)
+            self._variants[number] = [] if before is None else [replica.computed(*before)]
+        return self._variants[number]
+
+    def write(self, number: int, variant: Variant, replica: StoreReplay) -> bool:
+        """Whether it was not there, and is now: in the place of one that is not better where there are enough."""
+        peers = self.find(number, replica)
+        if any(peer.name == variant.name for peer in peers):
+            return False
+        if len(peers) >= MAX_VARIANTS:
+            not_better = [peer for peer in peers if peer.rank >= variant.rank]
+            if not not_better:
+                return False
+            peers.remove(not_better[0])
+        peers.append(replace(variant, holder=_NOWHERE))
+        self.num_bytes_written += variant.length * self.hardware.token_bytes
+        return True
+
+
+class EventCount:
+    """An `Observer` that counts."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def stored(self, key: bytes, name: str, partition: bytes, size: int) -> None:
+        self.num += 1
+
+    def removed(self, key: bytes, name: str) -> None:
+        self.num += 1
+
+    def cleared(self) -> None:
+        self.num += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreReplay(Replay):
+    """A replica on a store.
+
+    Attributes:
+        now: when the request that is answered came.
+        ledger: what it knows of the store.
+        events: of pool and ledger, as it would tell them.
+        num_tokens_loaded, num_tokens_slow: of passages that came from the store; that are computed sooner.
+        waits: seconds that requests with loads waited for them.
+    """
+
+    store: SharedStore
+    now: float = 0.0
+    ledger: TierLedger = field(default_factory=lambda: TierLedger(None))
+    events: EventCount = field(default_factory=EventCount)
+    controller: LoadingController = field(default_factory=lambda: LoadingController(overlaps=False))
+    pipe: Pipe = field(init=False)
+    num_tokens_loaded: int = 0
+    num_tokens_slow: int = 0
+    waits: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        Replay.__post_init__(self)
+        self.pipe = Pipe(self.store.hardware.replica_bytes_per_s)
+        self.manager.index.observer = self.ledger.observer = self.events
+
+    def reset_flow(self) -> None:
+        """What was counted so far filled the pool."""
+        self.num_tokens_loaded = self.num_tokens_slow = self.events.num = 0
+        self.waits.clear()
+
+    def computed(self, request: Request, place: int) -> Variant:
+        """A passage of a request as that computes it, exactly."""
+        layout = Layout.of(self.trace, request, self.settings, self.keys)
+        prompt = layout.prompt
+        return Variant(
+            -1,
+            prompt.keys[place],
+            prompt.length(place),
+            prompt.options.spans[place][0],
+            0,
+            prompt.keys,
+            place,
+            _NOWHERE,
+            statistics=self._statistics(prompt, place),
+            system=prompt.system,
+        )
+
+    def _bring_in(self, layout: Layout, prefix_len: int) -> None:
+        best = self._search(layout, prefix_len)
+        loaded = self._choose(layout, best)
+        locked = []
+        for variant in loaded:
+            index = self.manager.index
+            place = {"start": variant.start, "generation": variant.generation, "context": variant.context}
+            if not index.wants(variant.key, **place, system=variant.system) or not self.pool.reserve(variant.length):
+                continue
+            node = self.pool.add_own(variant.length, owner=layout.owner)
+            added = index.add(
+                variant.key,
+                length=variant.length,
+                **place,
+                system=variant.system,
+                statistics=variant.statistics,
+                home=layout.home(variant.length),
+            )
+            assert added is not None, "the index wanted it"
+            self.pool.settle(node, added)
+            self.pool.lock([node])
+            locked.append(node)
+        self.pool.unlock(locked)
+
+    def _search(self, layout: Layout, prefix_len: int) -> list[Variant]:
+        """The best variant of each passage that the pool has not, where the store has one."""
+        found: dict[bytes, Variant] = {}
+        prompt = layout.prompt
+        for i, (number, key) in enumerate(zip(layout.numbers, prompt.keys, strict=True)):
+            need = self.manager.need(prompt, i)
+            if key in found or prompt.options.spans[i][1] <= prefix_len or self.manager.has(key, need):
+                continue
+            variants = self.store.find(number, self)
+            for variant in variants:
+                self._know(variant)
+            fitting = [variant for variant in variants if need.fits(variant)]
+            if fitting:
+                found[key] = min(fitting, key=lambda variant: (need.unit_cfo(variant), variant.rank))
+        return list(found.values())
+
+    def _choose(self, layout: Layout, found: Sequence[Variant]) -> list[Variant]:
+        """Those that are loaded: sooner there than computed."""
+        hardware = self.store.hardware
+        bytes_per_s = min(hardware.replica_bytes_per_s, hardware.store_bytes_per_s)
+        wait_s = max(self.pipe.wait_s(self.now), self.store.pipe.wait_s(self.now))
+        decisions = self.controller.decide(
+            [LoadOption("remote", v.length * hardware.token_bytes, v.length, layout.length) for v in found],
+            {"remote": ThroughputRecord(hardware.latency_s, 1.0 / bytes_per_s)},
+            PrefillRecord(0.0, hardware.s_per_row, 0.0),
+            queued_bytes={"remote": round(wait_s * bytes_per_s)},
+            hidden_s=0.0,
+        )
+        loaded = [v for v, decision in zip(found, decisions, strict=True) if decision.action == "load"]
+        num_tokens = sum(variant.length for variant in loaded)
+        self.num_tokens_loaded += num_tokens
+        self.num_tokens_slow += sum(variant.length for variant in found) - num_tokens
+        if loaded:
+            num_bytes = num_tokens * hardware.token_bytes
+            through = max(self.pipe.take(num_bytes, self.now), self.store.pipe.take(num_bytes, self.now))
+            self.waits.append(through + hardware.latency_s - self.now)
+        return loaded
+
+    def _note_kept(self, number: int, variant: Variant) -> None:
+        if self.store.write(number, variant, self):
+            self._know(variant)
+
+    def _know(self, variant: Variant) -> None:
+        entry_id = EntryId(variant.key, variant.name)
+        if not self.ledger.knows(entry_id):
+            num_bytes = variant.length * self.store.hardware.token_bytes
+            self.ledger.prepare_store(entry_id, num_bytes, variant.reuse_frequency, DEFAULT_PARTITION)
+            self.ledger.complete_store(entry_id, True)
