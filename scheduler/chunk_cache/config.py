@@ -76,7 +76,8 @@ class Config:
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
     starts; `listed`: only architectures that the tests run, which are checked too."""
     kernel: str = "auto"
-    """Kernels of ours: one of `KERNELS`."""
+    """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
+    where it fits the model; torch where these fail their test at the start, and on a CPU."""
     attention: str = "auto"
     """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
     kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.base import TOP_K
 from chunk_cache.methods.grouping import group_rows
-from chunk_cache.methods.options import GROUP_SIZE, GROUP_THRESHOLD
+from chunk_cache.methods.options import BLOCK_SIZE, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selection_plan import Selection, is_selecting, question_of
 from chunk_cache.types import Span
@@ -116,24 +116,30 @@ class _Choice:
     seed: int
     group_size: int
     group_threshold: int
+    block_size: int
     is_global: bool
     """Whether all chunks share one budget."""
 
     @classmethod
     def of(cls, method: Method, opts: RequestOptions) -> _Choice:
-        size, threshold = (method.option(opts.options, option.name) for option in (GROUP_SIZE, GROUP_THRESHOLD))
+        sizes = [method.option(opts.options, one.name) for one in (GROUP_SIZE, GROUP_THRESHOLD, BLOCK_SIZE)]
         seed = opts.option("seed", 0)  # only some methods have it
         assert isinstance(seed, int)
-        assert isinstance(size, int)
-        assert isinstance(threshold, int)
+        size, threshold, block_size = (one for one in sizes if isinstance(one, int))
         is_global = TOP_K in method.own_options and method.option(opts.options, TOP_K.name) == "global"
-        return cls(method, seed, size, threshold, is_global)
+        return cls(method, seed, size, threshold, block_size, is_global)
 
     def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
         """Offsets in the reused part of one chunk, by a budget of its own."""
         ranking = None if ranking is None else _reused_part(ranking, chunk)
         return self.method.rows_for_chunk(
-            chunk.src_offset, chunk.num_reused, budget, seed=self.seed, chunk_key=key, ranking=ranking
+            chunk.src_offset,
+            chunk.num_reused,
+            budget,
+            seed=self.seed,
+            chunk_key=key,
+            ranking=ranking,
+            blocks=self.blocks_of([chunk]),
         )
 
     def best_of_all(self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float) -> list[Rows]:
@@ -145,9 +151,22 @@ class _Choice:
         ]
         starts = np.cumsum([0, *(len(part) for part in parts)])
         ranking = np.concatenate(parts) if parts else None
-        rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking)
+        blocks = self.blocks_of([chunk for chunk, *_ in hits])
+        rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking, blocks=blocks)
         cuts = np.searchsorted(rows, starts)
         return [rows[cuts[i] : cuts[i + 1]] - starts[i] for i in range(len(hits))]
+
+    def blocks_of(self, chunks: Sequence[ChunkPlan]) -> Rows | None:
+        """The block of each reused token; blocks are counted from a chunk's first token, like windows."""
+        if self.block_size == 0 or not chunks:
+            return None
+        parts: list[Rows] = []
+        for chunk in chunks:
+            own = np.arange(chunk.src_offset, chunk.src_offset + chunk.num_reused) // self.block_size
+            first = parts[-1][-1] + 1 if parts else 0
+            parts.append(own - own[0] + first)
+        blocks: Rows = np.concatenate(parts)
+        return blocks
 
     def group(self, chunk: ChunkPlan, rows: Rows) -> Rows:
         """The part of `rows` that lies in windows of which enough was chosen."""

@@ -37,6 +37,10 @@ class Selection:
         return self._int("group_threshold")
 
     @property
+    def block_size(self) -> int:
+        return self._int("block_size")
+
+    @property
     def focus_window(self) -> int:
         return self._int("focus_window")
 

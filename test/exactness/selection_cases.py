@@ -52,6 +52,17 @@ RECIPES = [
     recipe("epic", 0.34, group_size=8, group_threshold=5),
     recipe("epic", 0.5, focus_window=2),
     recipe("lego-link", 0.3),
+    recipe("lego-link", 0.4, block_size=4),
+    recipe("epic", 0.4, block_size=4, **GROUPING),
+    recipe("random", 0.3, block_size=4),
+    recipe("h2o", 0.3, block_size=8),
+    recipe("cache-craft", 0.3, block_size=4, focus_window=2, **GROUPING),
+    recipe("cacheblend", 0.3, block_size=4),
+    recipe("cacheblend", 0.4, first_ratio=3.0, last_ratio=0.5, filter_share=1.0, block_size=8, top_k="chunk"),
+    recipe("a3", 0.3, block_size=8, drift=1, **GROUPING),
+    recipe("fusionrag", 0.3, block_size=4),
+    recipe("infoflow", 0.3, block_size=16, top_k="chunk"),
+    recipe("question-drift", 0.2, block_size=8),
     recipe("lego-link", None, ends=3),
     recipe("lego-link", 0.4, focus_window=1, **GROUPING),
     recipe("random", 0.3, seed=7),
@@ -119,6 +130,8 @@ SELECTOR_RECIPES = [
     recipe("cacheclip", 0.3, group_size=0),
     recipe("cacheclip", 0.3, group_size=0, top_k="chunk"),
     recipe("cacheclip", 0.5, focus_window=1, **GROUPING),
+    recipe("cacheclip", 0.3, block_size=8),
+    recipe("cacheclip", 0.3, block_size=4, group_size=0, top_k="chunk"),
 ]
 """With scores that `local_scheduler` sends in the place of the selector's process."""
 
@@ -266,6 +279,8 @@ def random_recipe(rng: Any, method: str, local: Any) -> Recipe:
         options |= rng.choice(
             [GROUPING, {"group_size": 8, "group_threshold": 3}, {"group_size": 3, "group_threshold": 1}]
         )
+    if rng.random() < 0.3:
+        options["block_size"] = rng.choice([1, 3, 4, 8])
     if rng.random() < 0.3:
         options["focus_window"] = rng.choice([1, 2, 3])
     if method in ("cacheclip", "cacheblend", "a3", "fusionrag", "infoflow") and rng.random() < 0.3:

@@ -340,13 +340,28 @@ class _Execution:
             return [frozenset(hit.positions) for hit in self.hits]
         return [self.reused]
 
+    def _block(self, position: int) -> tuple[int, int]:
+        """The chunk and the block of it that a reused token lies in."""
+        (hit,) = (hit for hit in self.hits if position in hit.positions)
+        return hit.start, (position - hit.start) // (self._option("block_size") or 1)
+
+    def _by_block(self, scores: Scores) -> Scores:
+        """Ours: a token counts as much as those of its block that have a score, on average."""
+        if not self._option("block_size") or self.method.name in ("epic", "lego-link"):
+            return scores
+        members: dict[tuple[int, int], list[float]] = {}
+        for p, score in scores.items():
+            members.setdefault(self._block(p), []).extend([score] if score > -math.inf else [])
+        return {p: float(np.mean(members[self._block(p)] or -math.inf)) for p in scores}
+
     # Before the forward.
 
     def _ranked(self) -> frozenset[int]:
         selected: frozenset[int] = frozenset()
         if self.method.name == "cacheclip" and self._option("top_k") == "global":
             scores = {p: one for hit in self.hits for p, one in zip(hit.positions, self._ranking(hit), strict=True)}
-            chosen = self.choose(BEFORE_LAYERS, scores, num_rows_at(self.ratio, len(scores))) if scores else selected
+            count = num_rows_at(self.ratio, len(scores))
+            chosen = self.choose(BEFORE_LAYERS, self._by_block(scores), count) if scores else selected
             for hit in self.hits:
                 inside = chosen & frozenset(hit.positions)
                 selected |= inside if self.ratio == 1.0 else inside - self._lonely(hit, inside)
@@ -354,7 +369,8 @@ class _Execution:
         for hit in self.hits:
             count = num_rows_at(self._budget(hit), len(hit.positions))
             ranking = self._ranking(hit)
-            chosen = self.choose(BEFORE_LAYERS, dict(zip(hit.positions, ranking, strict=True)), count)
+            scores = self._by_block(dict(zip(hit.positions, ranking, strict=True)))
+            chosen = self.choose(BEFORE_LAYERS, scores, count)
             self.result.scores_at.setdefault(BEFORE_LAYERS, {}).update(zip(hit.positions, ranking, strict=True))
             selected |= chosen if self._budget(hit) == 1.0 else chosen - self._lonely(hit, chosen)
         return selected
@@ -385,6 +401,7 @@ class _Execution:
                 self._budget(hit),
                 seed=self._option("seed"),
                 chunk_key=key,
+                blocks=np.array([self._block(p)[1] - self._block(hit.dst_start)[1] for p in hit.positions]),
             )
             return [float(i in drawn) for i in range(len(hit.positions))]
         if self.method.name == "lego-link":  # in turns one of the front and one of the end
@@ -410,7 +427,7 @@ class _Execution:
             left = segment & here
             if count < len(left):
                 self.result.scores_at[layer] = {p: scores[p] for p in here}
-                left = self.choose(layer, {p: scores[p] for p in left}, count)
+                left = self.choose(layer, self._by_block({p: scores[p] for p in left}), count)
             kept |= left
         if kept != here and not self.result.selected:
             self.result.selected = kept
@@ -454,7 +471,7 @@ class _Execution:
         self.result.scores_at[BEFORE_LAYERS] = scores
         chosen: frozenset[int] = frozenset()
         for segment, budget in zip(segments, budgets, strict=True):
-            chosen |= self.choose(BEFORE_LAYERS, {p: scores[p] for p in segment}, budget)
+            chosen |= self.choose(BEFORE_LAYERS, self._by_block({p: scores[p] for p in segment}), budget)
         self.result.selected = chosen
         self._group(BEFORE_LAYERS, chosen)
         return chosen

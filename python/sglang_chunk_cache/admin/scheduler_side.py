@@ -40,6 +40,7 @@ class ChunkAdmin:
         gate: verifies replies; None = nobody does.
         discoverer: finds passages that nobody marked; None = nobody does.
         journal: what became of requests.
+        kernel: ours that serves.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChunkAdmin:
         gate: Gate | None = None,
         discoverer: Discoverer | None = None,
         journal: Journal | None = None,
+        kernel: str = "torch",
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -60,6 +62,7 @@ class ChunkAdmin:
         self.gate = gate
         self.discoverer = discoverer
         self.journal = journal or Journal()
+        self.kernel = kernel
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -93,6 +96,7 @@ class ChunkAdmin:
             **below,
             "tiers": {"pool": pool_stats(self), **below["tiers"]},
             "pins": self.pins.stats(),
+            "kernel": self.kernel,
             "num_flushes": self.num_flushes,
             **({} if self.gate is None else {"gate": self.gate.stats()}),
             **({} if self.discoverer is None else {"discover": self.discoverer.stats()}),

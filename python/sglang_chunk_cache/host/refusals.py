@@ -12,7 +12,6 @@ its configuration tells is refused here; whether reuse fits the model that was l
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -406,18 +405,10 @@ def check_flashinfer(model_config: Any) -> None:
     Raises:
         StartRefused: it cannot; the sentence says why.
     """
-    import torch
+    from sgl_kernel_ext.sparse_extend.flashinfer import unserved
 
-    from sgl_kernel_ext.sparse_extend.flashinfer import HEAD_DIMS
-
-    problem = None
-    if importlib.util.find_spec("flashinfer") is None:
-        problem = "flashinfer is not installed"
-    elif model_config.dtype not in (torch.float16, torch.bfloat16):
-        problem = f"it computes in float16 and bfloat16, and this model runs in {model_config.dtype}"
-    elif model_config.head_dim not in HEAD_DIMS or model_config.v_head_dim != model_config.head_dim:
-        dims = ", ".join(map(str, HEAD_DIMS))
-        problem = f"it has heads of {dims}, and this model's have {model_config.head_dim}, {model_config.v_head_dim}"
+    dtype = model_config.dtype  # the pool's is known later
+    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
     if problem is not None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 

@@ -222,7 +222,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         tiers=tiers,
         landings=landings,
         events=events,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal),
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, kernel),
         metrics=metrics,
         clock=clock,
         journal=journal,

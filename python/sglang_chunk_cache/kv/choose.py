@@ -1,4 +1,5 @@
-"""Choices among rows on the device: `keep_best`, `keep_where`, `group_mask`, `chunk_of`; none waits for the device.
+"""Choices among rows on the device: `keep_best`, `block_means`, `keep_where`, `group_mask`,
+`chunk_of`; none waits for the device.
 
 Sizes are known to the host before; where they are not (a mask), the caller brings the count. Ties go to the earlier
 row, so every tensor-parallel rank chooses alike.
@@ -31,6 +32,27 @@ def keep_best(scores: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.
         at += num_rows
     assert at == len(scores), f"pieces of {at} rows, {len(scores)} scores"
     return torch.cat(kept)
+
+
+def block_means(
+    scores: torch.Tensor, positions: torch.Tensor, block_at: torch.Tensor, blocks: torch.Tensor
+) -> torch.Tensor:
+    """For each row the mean score of the rows of its block, so that `keep_best` keeps whole blocks, the last in part.
+
+    A sum along a dimension and not by index, whose order a GPU does not promise.
+
+    Args:
+        scores: `[num_rows]` of the rows at these `positions`, which are distinct.
+        block_at, blocks: see `selection.tables.Tables`.
+
+    Returns:
+        `[num_rows]`; undefined of rows that are in no block.
+    """
+    at = scores.new_zeros(2, len(block_at) + 1)
+    at[0, positions] = scores
+    at[1, positions] = 1.0
+    sums, nums = at[:, blocks].sum(dim=-1)
+    return (sums / nums)[block_at[positions]]
 
 
 def keep_where(mask: torch.Tensor, num_kept: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
+from sgl_kernel_ext.sparse_extend import flashinfer
 from sglang_chunk_cache.kv.model import ModelLayers
 from sglang_chunk_cache.kv.statistics_taker import observed_heads
 from sglang_chunk_cache.server_args import refuse
@@ -35,14 +36,31 @@ def choose_kernel(
     if device.type == "cpu":
         return first
     shape = _shape_of(model_runner, kv_pool, layers, statistics_heads)
-    for kernel in (first,) if asked != "auto" else dict.fromkeys((first, "torch")):
+    candidates = [first] if asked != "auto" else _by_itself(first, shape, model_runner.prefill_attention_backend_str)
+    for kernel in candidates:
         failed = _failures(kernel, shape, device)
-        if not failed:
-            break
+        if failed:
+            continue
+        if asked == "auto" and kernel == "flashinfer" and flashinfer.variant() == "mask":
+            logger.error("Chunk cache: not used: FlashInfer's kernel, whose variant could not be built")
+            continue
+        break
     else:
         remedy = "" if asked == "auto" else '; use "auto" or "torch"'
         refuse(f'--chunk-cache-config: kernel: "{asked}": on this device {_told(failed[0])}{remedy}.')
     return kernel
+
+
+def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]:
+    """What "auto" tries, in this order: FlashInfer's kernel beside FlashInfer's backend, where it fits the model."""
+    kernels = [*dict.fromkeys((first, "torch"))]
+    if prefill_backend != "flashinfer":
+        return kernels
+    problem = flashinfer.unserved(shape.dtype, shape.head_dim, shape.v_head_dim, shape.kv_dtype)
+    if problem is not None:
+        logger.info("Chunk cache: not used: FlashInfer's kernel: %s", problem)
+        return kernels
+    return ["flashinfer", *kernels]
 
 
 def _failures(kernel: str, shape: ModelShape, device: torch.device) -> list[Result]:

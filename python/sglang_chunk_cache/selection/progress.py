@@ -21,7 +21,7 @@ from chunk_cache.methods import METHODS, Options, Stage
 from chunk_cache.methods.scored import LayerMethod, QuestionMethod
 from chunk_cache.plan import RecomputePlan
 from sgl_kernel_ext.transfer import Download
-from sglang_chunk_cache.kv.choose import group_mask, keep_best, keep_where
+from sglang_chunk_cache.kv.choose import block_means, group_mask, keep_best, keep_where
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
 from sglang_chunk_cache.selection.drift import DriftCorrection
@@ -175,7 +175,9 @@ class RequestProgress:
         assert self._question_scores is not None, "no layer of the first pass was scored"
         reused = self._tables.reused
         scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
-        found = keep_best(scores, list(zip(self._selection.segment_lens, self._counts[0], strict=True)))
+        found = keep_best(
+            self._by_block(scores, reused), list(zip(self._selection.segment_lens, self._counts[0], strict=True))
+        )
         if self.report is not None:
             is_late = torch.zeros_like(reused, dtype=torch.bool).index_fill_(0, found, True)
             self.report.record_scores(scores, is_late, layer_id=None)
@@ -209,7 +211,7 @@ class RequestProgress:
         stays = self._chunk < 0
         left = self._left_at(layer_id)
         sizes = [(before.num_rows, after.num_rows) for before, after in zip(self._pieces, left, strict=True)]
-        index = keep_best(scores.masked_fill(stays, float("inf")), sizes)
+        index = keep_best(self._by_block(scores, self.positions).masked_fill(stays, float("inf")), sizes)
         if self.report is not None and not self._is_selected:
             is_left = torch.zeros_like(stays).index_fill_(0, index, True)
             self.report.record_scores(scores, is_left, layer_id, ignore=stays)
@@ -262,6 +264,12 @@ class RequestProgress:
             self._stays = self._settled = None
 
     # Bookkeeping.
+
+    def _by_block(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What rows at these positions are chosen by: their scores, or those of their blocks."""
+        if not self._selection.block_size:
+            return scores
+        return block_means(scores, positions, self._tables.block_at, self._tables.blocks)
 
     def _begin(self, positions: torch.Tensor) -> None:
         """From here on these are the rows."""

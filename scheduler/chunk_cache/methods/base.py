@@ -80,6 +80,7 @@ class Method:
         seed: int = 0,
         chunk_key: bytes = b"",
         ranking: Ranking | None = None,
+        blocks: Rows | None = None,
     ) -> Rows:
         """The tokens of one reused chunk that are computed again (`Stage.BEFORE`).
 
@@ -90,6 +91,8 @@ class Method:
             seed: the request's ``options.seed``, for methods that draw lots.
             chunk_key: the chunk's key, so that different chunks draw differently.
             ranking: [num_reused] the statistic or score of each reused token, NaN where it has none; None = none has.
+            blocks: [num_reused] the block that each reused token lies in, from 0, ascending; a method that does not
+                choose runs of tokens anyway chooses whole blocks, the last one in part. None = token by token.
 
         Returns:
             Sorted offsets in ``[0, num_reused)``, counted from the first reused token; shape [num_selected].
@@ -98,9 +101,17 @@ class Method:
         num_rows = num_rows_at(ratio, num_reused)
         if num_rows in (0, num_reused):
             return np.arange(num_rows, dtype=np.int64)
-        return self._select(num_reused, num_rows, seed, chunk_key, ranking)
+        return self._select(num_reused, num_rows, seed, chunk_key, ranking, blocks)
 
-    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+    def _select(
+        self,
+        num_reused: int,
+        num_rows: int,
+        seed: int,
+        chunk_key: bytes,
+        ranking: Ranking | None,
+        blocks: Rows | None,
+    ) -> Rows:
         """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
         raise NotImplementedError(f"{self.name} does not choose before the forward")
 

@@ -35,7 +35,15 @@ class Epic(Method):
     name = "epic"
     own_options = (ALPHA,)
 
-    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+    def _select(
+        self,
+        num_reused: int,
+        num_rows: int,
+        seed: int,
+        chunk_key: bytes,
+        ranking: Ranking | None,
+        blocks: Rows | None,
+    ) -> Rows:
         return np.arange(num_rows, dtype=np.int64)
 
 
@@ -50,7 +58,15 @@ class LegoLink(Method):
         assert isinstance(ends, int)
         return 2 * ends or None
 
-    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+    def _select(
+        self,
+        num_reused: int,
+        num_rows: int,
+        seed: int,
+        chunk_key: bytes,
+        ranking: Ranking | None,
+        blocks: Rows | None,
+    ) -> Rows:
         num_last = num_rows // 2
         rows = np.arange(num_rows, dtype=np.int64)
         rows[num_rows - num_last :] += num_reused - num_rows
@@ -70,9 +86,19 @@ class Random(Method):
     name = "random"
     own_options = (SEED, ALPHA)
 
-    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+    def _select(
+        self,
+        num_reused: int,
+        num_rows: int,
+        seed: int,
+        chunk_key: bytes,
+        ranking: Ranking | None,
+        blocks: Rows | None,
+    ) -> Rows:
         message = seed.to_bytes(8, "little") + num_reused.to_bytes(8, "little") + chunk_key
         base = int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
+        if blocks is not None:
+            return np.sort(np.argsort(_hash_counters(base, blocks[-1] + 1)[blocks], kind="stable")[:num_rows])
         # the words are all different, so this set is unique whichever algorithm numpy picks
         chosen = np.argpartition(_hash_counters(base, num_reused), num_rows)[:num_rows]
         return np.sort(chosen).astype(np.int64, copy=False)

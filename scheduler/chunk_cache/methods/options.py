@@ -142,13 +142,15 @@ GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 """Tokens per window of CacheClip's grouping (its paper, and the default of its method: 8); 0 = no grouping."""
 GROUP_THRESHOLD = IntOption("group_threshold", default=5, minimum=0, maximum=4095)
 """A window keeps its selected tokens only where more than this many were selected (paper: 5 of 8)."""
+BLOCK_SIZE = IntOption("block_size", default=0, minimum=0, maximum=256)
+"""Tokens per block; blocks are chosen by their mean score, the last one in part. *Ours*. 0 = token by token."""
 FOCUS_WINDOW = IntOption("focus_window", default=0, minimum=0, maximum=1024)
 """Layers over which Cache-Craft's focused chunks must agree before rows of others are dropped; 0 = off."""
 SHIFT = IntOption("shift", default=1, minimum=0, maximum=1)
 """0 leaves K at the rotary phase it was computed with: a diagnostic that shows what the shift is worth."""
 DRIFT = FloatOption("drift", default=0.0, minimum=0.0, maximum=1.0)
 """How much of the recomputed tokens' mean change is added to the reused ones that are not recomputed; 0 = none."""
-COMMON_OPTIONS: tuple[Option, ...] = (GROUP_SIZE, GROUP_THRESHOLD, FOCUS_WINDOW, DRIFT, SHIFT)
+COMMON_OPTIONS: tuple[Option, ...] = (GROUP_SIZE, GROUP_THRESHOLD, BLOCK_SIZE, FOCUS_WINDOW, DRIFT, SHIFT)
 
 
 def check_options(options: Mapping[str, object], schema: Sequence[Option], path: str, owner: str) -> Options:

@@ -15,10 +15,20 @@ class RankedMethod(Method):
 
     own_options: ClassVar[tuple[Option, ...]] = (ALPHA,)
 
-    def _select(self, num_reused: int, num_rows: int, seed: int, chunk_key: bytes, ranking: Ranking | None) -> Rows:
+    def _select(
+        self,
+        num_reused: int,
+        num_rows: int,
+        seed: int,
+        chunk_key: bytes,
+        ranking: Ranking | None,
+        blocks: Rows | None,
+    ) -> Rows:
         if ranking is None:
             return np.arange(num_rows, dtype=np.int64)
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
+        if blocks is not None:
+            ranking = _block_means(ranking, blocks)
         if np.isnan(ranking.sum()):  # one of them is
             ranking = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
         least = np.partition(ranking, num_reused - num_rows)[num_reused - num_rows]
@@ -28,6 +38,16 @@ class RankedMethod(Method):
         is_chosen[(ranking == least).nonzero()[0][:num_equals]] = True
         rows: Rows = is_chosen.nonzero()[0].astype(np.int64, copy=False)
         return rows
+
+
+def _block_means(ranking: Ranking, blocks: Rows) -> Ranking:
+    """For each token the mean over those of its block that have a statistic; NaN where none has."""
+    is_known = ~np.isnan(ranking)
+    sums = np.bincount(blocks, weights=np.where(is_known, ranking, 0.0))
+    nums = np.bincount(blocks, weights=is_known)
+    means = np.full(len(sums), np.nan, dtype=np.float32)
+    np.divide(sums, nums, out=means, where=nums > 0, casting="same_kind")
+    return means[blocks]
 
 
 class CacheCraft(RankedMethod):

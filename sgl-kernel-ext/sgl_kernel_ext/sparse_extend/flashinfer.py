@@ -16,6 +16,7 @@ so and `variant()` is "mask": FlashInfer's own kernel reads a bit per row and ke
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from sgl_kernel_ext.sparse_extend.torch_blocked import Index, as_list
 
 logger = logging.getLogger(__name__)
 
+DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation, for partial results where it splits the keys
 ROWS_PER_GROUP = 128  # at least one full tile of FlashInfer's (128 rows x query heads per key-value head); not tuned
@@ -71,6 +73,19 @@ _build_failure: str | None = None
 def variant() -> Literal["jit", "mask"]:
     """How plans from now on mask: "jit" (by row positions) unless this process has failed to build the variant."""
     return "jit" if _build_failure is None else "mask"
+
+
+def unserved(dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> str | None:
+    """What of a model FlashInfer has no kernel for; None where it has one."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed"
+    if dtype not in DTYPES:
+        return f"it computes in float16 and bfloat16, and this model runs in {dtype}"
+    if kv_dtype != dtype:
+        return f"it reads K and V of the model's dtype, {dtype}, and this pool holds {kv_dtype}"
+    if head_dim not in HEAD_DIMS or v_head_dim != head_dim:
+        return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, and this model's have {head_dim}, {v_head_dim}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -284,7 +299,7 @@ def _check_supported(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Te
     problem = None
     if q.device.type != "cuda":
         problem = f"q: on {q.device}, need CUDA"
-    elif q.dtype not in (torch.float16, torch.bfloat16):
+    elif q.dtype not in DTYPES:
         problem = f"q: {q.dtype}, need float16 or bfloat16"
     elif q.shape[2] not in HEAD_DIMS:
         problem = f"q: head_dim {q.shape[2]}, need one of {HEAD_DIMS}"

@@ -19,9 +19,9 @@ from sglang_chunk_cache.server_args import StartRefused
 def choose(monkeypatch):
     """`choose_kernel` on a GPU on which the named implementations are wrong, without the GPU."""
 
-    def made(asked: str, wrong: set[str]) -> str:
+    def made(asked: str, wrong: set[str], backend: str = "fa3", kv_dtype=torch.bfloat16, variant="jit") -> str:
         def check(shape, device, implementations):
-            assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 32)
+            assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 64)
             return [
                 Result(kernel="sparse_extend", case="a case", implementation=one, error=7.0 if one in wrong else 0.5,
                        seconds=0.0, failure="")
@@ -29,9 +29,10 @@ def choose(monkeypatch):
             ]  # fmt: skip
 
         monkeypatch.setattr(kernels, "check_kernels", check)
-        runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16)
-        pool = SimpleNamespace(dtype=torch.bfloat16)
-        attention, rotary = RadixAttention(4, 32, 1.0, 2, 0), RotarySpec(32, True, torch.ones(16))
+        monkeypatch.setattr(kernels.flashinfer, "variant", lambda: variant)
+        runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16, prefill_attention_backend_str=backend)
+        pool = SimpleNamespace(dtype=kv_dtype)
+        attention, rotary = RadixAttention(4, 64, 1.0, 2, 0), RotarySpec(64, True, torch.ones(32))
         layers = ModelLayers(torch.nn.Module(), (torch.nn.Module(),), (attention,), (rotary,))
         return kernels.choose_kernel(asked, runner, pool, layers)
 
@@ -45,6 +46,23 @@ def choose(monkeypatch):
 )  # fmt: skip
 def test_the_first_that_agrees_with_its_definition_serves(choose, asked, wrong, chosen):
     assert choose(asked, wrong) == chosen
+
+
+@pytest.mark.parametrize(
+    ("how", "chosen", "told"),
+    [
+        ({}, "flashinfer", ""),
+        ({"backend": "fa3"}, "triton", ""),
+        ({"wrong": {"flashinfer"}}, "triton", "not used: sparse_extend (a case) by flashinfer is wrong by 7.0 times"),
+        ({"wrong": {"flashinfer", "triton"}}, "torch", "by triton is wrong by 7.0"),
+        ({"variant": "mask"}, "triton", "not used: FlashInfer's kernel, whose variant could not be built"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "triton", "not used: FlashInfer's kernel: it reads K and V of the model's"),
+    ],
+)
+def test_beside_flashinfers_backend_its_kernel_serves_where_it_fits(choose, caplog, how, chosen, told):
+    with caplog.at_level("INFO"):
+        assert choose("auto", **{"wrong": set(), "backend": "flashinfer"} | how) == chosen
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,22 @@ class TestCacheClip(MethodSuite):
     def test_it_takes_the_largest_scores(self) -> None:
         ranking = np.array([0.1, 0.5, 0.2, 0.5, 0.0], dtype=np.float32)
         assert self.method.rows_for_chunk(0, 5, 0.4, ranking=ranking).tolist() == [1, 3]
+
+
+BLOCKS = np.array([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3], dtype=np.int64)
+
+
+@pytest.mark.parametrize("method", ["random", "h2o", "cache-craft", "cacheclip"])
+@pytest.mark.parametrize("num_rows", range(1, len(BLOCKS)))
+def test_whole_blocks_are_chosen_and_the_last_in_part(method: str, num_rows: int) -> None:
+    ranking = np.array([9, 1, 2, 2, np.nan, 2, 8, 8, np.nan, 3, np.nan], dtype=np.float32)
+    rows = METHODS[method].rows_for_chunk(2, len(BLOCKS), num_rows / len(BLOCKS), ranking=ranking, blocks=BLOCKS)
+    assert len(rows) == num_rows
+    chosen = {block: rows[BLOCKS[rows] == block].tolist() for block in set(BLOCKS[rows].tolist())}
+    whole = {block: np.flatnonzero(block == BLOCKS).tolist() for block in chosen}
+    cut = [block for block in chosen if chosen[block] != whole[block]]
+    assert len(cut) <= 1
+    assert all(chosen[block] == whole[block][: len(chosen[block])] for block in cut), "its first tokens"
+    if method != "random":  # means 5, 2, 6.3 and none
+        order = [6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 10]
+        assert rows.tolist() == sorted(order[:num_rows])

@@ -233,13 +233,15 @@ class RowsOracle:
         budget = case.budget(i, len(positions))
         num_rows = num_rows_at(budget, len(positions))
         if case.method.asks_selector and case.option("top_k") == "global":
-            order = sorted(self.brought_in, key=lambda p: (-self.worth(self.brought_in[p], p), p))
+            order = sorted(self.brought_in, key=lambda p: (-self.block_worth(self.brought_in[p], p), p))
             chosen = [p for p in order[: num_rows_at(case.ratio, len(order))] if self.brought_in[p] == i]
         elif case.method.statistic is not None or case.method.asks_selector:
-            chosen = sorted(positions, key=lambda p: (-self.worth(i, p), p))[:num_rows]
+            chosen = sorted(positions, key=lambda p: (-self.block_worth(i, p), p))[:num_rows]
         elif case.method.name == "random":
             seed = dict(case.opts.options).get("seed", 0)
-            rows = case.method.rows_for_chunk(0, len(positions), budget, seed=seed, chunk_key=case.chunk_keys[i])
+            blocks = np.array([self.block(i, p) - self.block(i, positions[0]) for p in positions])
+            how = {"seed": seed, "chunk_key": case.chunk_keys[i]}
+            rows = case.method.rows_for_chunk(0, len(positions), budget, **how, blocks=blocks)
             chosen = [positions[row] for row in rows.tolist()]
         elif case.method.name == "lego-link":
             num_last = num_rows // 2
@@ -258,6 +260,16 @@ class RowsOracle:
             inside = [p for p in sorted(chosen) if p in window]
             kept += inside if Fraction(len(inside), len(window)) > Fraction(threshold, size) else []
         return kept
+
+    def block(self, i: int, p: int) -> int:
+        size = self.case.option("block_size")
+        assert isinstance(size, int)
+        return (p - self.case.opts.spans[i][0]) // max(1, size)
+
+    def block_worth(self, i: int, p: int) -> float:
+        own = [self.worth(i, q) for q in self.positions(i) if self.block(i, q) == self.block(i, p)]
+        known = [one for one in own if one > -math.inf]
+        return float(np.float32(math.fsum(known) / len(known))) if known else -math.inf
 
     def worth(self, i: int, p: int) -> float:
         ranking = self.case.rankings[i] if self.case.rankings else None
@@ -384,5 +396,5 @@ def test_counts_of_a_selection_fit_its_plan(case: Case, num_layers: int) -> None
         mean = sum(map(sum, counts[first:])) / (num_layers - first)
         # At each layer the budget of each segment is rounded up.
         assert abs(mean - plan.num_recomputed) < len(selection.segment_lens) + 1e-6
-    for name in ("group_size", "group_threshold", "focus_window", "drift"):
+    for name in ("group_size", "group_threshold", "block_size", "focus_window", "drift"):
         assert getattr(selection, name) == METHODS[selection.method].option(selection.options, name)

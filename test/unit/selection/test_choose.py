@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.methods.grouping import group_rows
-from sglang_chunk_cache.kv.choose import chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.kv.choose import block_means, chunk_of, group_mask, keep_best, keep_where
 from sglang_chunk_cache.selection.tables import Tables
 
 # Few values, so that ties are common; +inf marks rows that must stay.
@@ -100,14 +100,18 @@ class Grouping:
     def chunk(self, position: int) -> int:
         return next((i for i, (a, b) in enumerate(self.reused) if a <= position < b), -1)
 
-    def mask(self) -> list[bool]:
+    def tables(self) -> Tables:
         spans = zip(self.ranges, self.reused, strict=True)
         chunks = [
             SimpleNamespace(start=a, end=b, dst_start=first, dst_end=last, num_reused=last - first)
             for (a, b), (first, last) in spans
         ]
-        plan: Any = SimpleNamespace(chunks=chunks, selection=SimpleNamespace(group_size=self.size))
-        tables = Tables(*map(torch.from_numpy, Tables.of(plan, self.ranges[-1][1] + 6)))
+        selection = SimpleNamespace(group_size=self.size, block_size=self.size)
+        plan: Any = SimpleNamespace(chunks=chunks, selection=selection)
+        return Tables(*map(torch.from_numpy, Tables.of(plan, self.ranges[-1][1] + 6)))
+
+    def mask(self) -> list[bool]:
+        tables = self.tables()
         rows = torch.tensor(self.rows, dtype=torch.int64)
         assert tables.chunk_at[rows].tolist() == [self.chunk(row) for row in self.rows]
         mask = group_mask(
@@ -164,3 +168,20 @@ def test_group_mask_equals_the_windows_of_the_host(case: Grouping) -> None:
         )
         assert (kept + first).tolist() == [row for row in rows if mask[row]]
     assert all(mask[row] for row in case.rows if case.chunk(row) < 0)
+
+
+@given(groupings(), st.data())
+def test_block_means_equal_a_loop_over_blocks(case: Grouping, data: st.DataObject) -> None:
+    drawn = st.floats(-10, 10, width=32)
+    scores = data.draw(st.lists(drawn, min_size=len(case.rows), max_size=len(case.rows)))
+    tables = case.tables()
+    rows = torch.tensor(case.rows, dtype=torch.int64)
+    means = block_means(torch.tensor(scores, dtype=torch.float32), rows, tables.block_at, tables.blocks).tolist()
+    blocks: dict[tuple[int, int], list[int]] = {}
+    for at, row in enumerate(case.rows):
+        if (chunk := case.chunk(row)) >= 0:
+            blocks.setdefault((chunk, (row - case.ranges[chunk][0]) // case.size), []).append(at)
+    for members in blocks.values():
+        own = [means[at] for at in members]
+        assert len(set(own)) == 1, "rows of a block have one score"
+        assert own[0] == pytest.approx(sum(scores[at] for at in members) / len(members), abs=1e-5)

@@ -213,6 +213,7 @@ CHOOSE_DIFFERENTLY = ("epic", "cacheblend", "fusionrag", "question-drift")
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     ", explained": {"explain": True},
+    ", in blocks": {"options": {"block_size": 8}},
     ", grouped": {"options": {"group_size": 8, "group_threshold": 2}},
     ", focused": {"options": {"focus_window": 2}},
 }

@@ -77,5 +77,5 @@ def test_a_fused_batch_launches_little(parts, method: str) -> None:
 def test_only_grouping_and_focus_wait_for_a_layer(parts) -> None:
     """Once for each request, whatever the method."""
     for name, part in parts("methods").items():
-        may_wait = any(option in name for option in list(OPTIONS)[2:])
+        may_wait = any(option in name for option in list(OPTIONS)[3:])
         assert sum(part.waits.values()) <= (8 if may_wait else 0), (name, part.waits)
