@@ -170,7 +170,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import get_device_sm
 
-    from sglang_chunk_cache.host.refusals import check_pool_dtype
+    from sglang_chunk_cache.host.pool_check import check_pool_dtype
     from sglang_chunk_cache.plugin import enable
     from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
@@ -190,7 +190,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     kv = _kv_dtype(server_args, view.kv_cache_dtype, quant_config)
     if options is not None:
         try:
-            check_pool_dtype(kv)
+            check_pool_dtype(kv, attention_backends_of(view))
         except StartRefused as refusal:
             return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
     return Choice(

@@ -32,7 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_chunk_cache.host.model_runner import Extras, announce
 from sglang_chunk_cache.host.own_batch import OwnPrompt, take_slots
-from sglang_chunk_cache.kv.assembler import kv_buffers
+from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.kv.rows import AttentionNotServed, FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
 from sglang_chunk_cache.selection.executor import LayerwiseForward
@@ -61,6 +61,8 @@ fourth. A window of 8 tokens at one layer of Qwen2.5-0.5B shows as 0.04 behind i
 _QUANTIZED = 8
 """And so much more of a model with quantized weights: a scale of activations may be shared by all rows of a forward, so
 it is another where rows leave. Not measured."""
+_STORED = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
+"""Relative difference that is rounding where K and V are stored in FP8: the largest of one number."""
 _ANGLE_ULPS = 4
 
 
@@ -132,7 +134,8 @@ class _Check:
             assert taken is not None, "an idle server has room for two short prompts"
             self._prompts.append(OwnPrompt(scheduler, f"check of the model, {name}", ids, *taken))
         self._shift = scheduler.model_config.context_len - num_tokens
-        self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
+        rounding = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
+        self._tolerance = max(rounding, _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0))
 
     def close(self) -> None:
         for prompt in self._prompts:
