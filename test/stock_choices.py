@@ -54,6 +54,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "fa4": {"flags": {"attention_backend": "fa4"}},
     "fa3, e5m2": {"flags": {"attention_backend": "fa3", "kv_cache_dtype": "fp8_e5m2"}},
     "e4m3": {"flags": {"kv_cache_dtype": "fp8_e4m3"}},
+    "fa4, e4m3": {"flags": {"attention_backend": "fa4", "kv_cache_dtype": "fp8_e4m3"}},
+    "trtllm_mha, e5m2": {"flags": {"attention_backend": "trtllm_mha", "kv_cache_dtype": "fp8_e5m2"}},
     "full prefill graphs": {"flags": {"cuda_graph_backend_prefill": "full"}},
     "hnd": {"variables": {"SGLANG_USE_HND_KVCACHE": "1"}},
     "post-capture": {"variables": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}},

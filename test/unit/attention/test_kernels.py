@@ -19,7 +19,7 @@ from sglang_chunk_cache.server_args import StartRefused
 def choose(monkeypatch):
     """`choose_kernel` on a GPU on which the named implementations are wrong, without the GPU."""
 
-    def made(asked: str, wrong: set[str]) -> str:
+    def made(asked: str, wrong: set[str], kv_dtype: torch.dtype = torch.bfloat16) -> str:
         def check(shape, device, implementations):
             assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 32)
             return [
@@ -30,7 +30,7 @@ def choose(monkeypatch):
 
         monkeypatch.setattr(kernels, "check_kernels", check)
         runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16)
-        pool = SimpleNamespace(dtype=torch.bfloat16)
+        pool = SimpleNamespace(dtype=kv_dtype)
         attention, rotary = RadixAttention(4, 32, 1.0, 2, 0), RotarySpec(32, True, torch.ones(16))
         layers = ModelLayers(torch.nn.Module(), (torch.nn.Module(),), (attention,), (rotary,))
         return kernels.choose_kernel(asked, runner, pool, layers)
@@ -53,3 +53,9 @@ def test_the_first_that_agrees_with_its_definition_serves(choose, asked, wrong, 
 def test_a_kernel_that_was_asked_for_and_is_wrong_stops_the_start(choose, asked, wrong):
     with pytest.raises(StartRefused, match=rf'kernel: "{asked}".*sparse_extend \(a case\).* wrong by 7.0 times'):
         choose(asked, wrong)
+
+
+def test_flashinfer_reads_no_fp8(choose):
+    assert choose("auto", set(), torch.float8_e4m3fn) == "triton"
+    with pytest.raises(StartRefused, match=r'"flashinfer" does not read a KV cache in FP8; use "auto" or "triton"'):
+        choose("flashinfer", set(), torch.float8_e4m3fn)
