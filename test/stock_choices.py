@@ -54,6 +54,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "fa4": {"flags": {"attention_backend": "fa4"}},
     "fa3, e5m2": {"flags": {"attention_backend": "fa3", "kv_cache_dtype": "fp8_e5m2"}},
     "e4m3": {"flags": {"kv_cache_dtype": "fp8_e4m3"}},
+    "fa4, e4m3": {"flags": {"attention_backend": "fa4", "kv_cache_dtype": "fp8_e4m3"}},
+    "trtllm_mha, e5m2": {"flags": {"attention_backend": "trtllm_mha", "kv_cache_dtype": "fp8_e5m2"}},
     "full prefill graphs": {"flags": {"cuda_graph_backend_prefill": "full"}},
     "hnd": {"variables": {"SGLANG_USE_HND_KVCACHE": "1"}},
     "post-capture": {"variables": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}},
@@ -170,7 +172,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import get_device_sm
 
-    from sglang_chunk_cache.host.refusals import check_pool_dtype
+    from sglang_chunk_cache.host.pool_check import check_pool_dtype
     from sglang_chunk_cache.plugin import enable
     from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
@@ -190,7 +192,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     kv = _kv_dtype(server_args, view.kv_cache_dtype, quant_config)
     if options is not None:
         try:
-            check_pool_dtype(kv)
+            check_pool_dtype(kv, attention_backends_of(view))
         except StartRefused as refusal:
             return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
     return Choice(

@@ -72,6 +72,7 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
          "layer_types": ("sliding_attention", "full_attention")},
     ),
     "mistral_window": ("Mistral", _WINDOW),
+    "llama_fp8_kv": ("Llama", {}),
 }  # fmt: skip
 KINDS: tuple[str, ...] = tuple(_CLASSES)
 
@@ -147,10 +148,26 @@ def make_model(
         model = model_class(config).to(torch.float32)
         _widen(model)
     model.to(dtype).save_pretrained(out_dir, safe_serialization=True)
+    if kind == "llama_fp8_kv":
+        _scale_kv_cache(out_dir, layers)
     if tokenizer:
         make_tokenizer(vocab, add_bos=kind in ("llama", "mistral")).save_pretrained(out_dir)
     mark.write_text(recipe)
     return out_dir
+
+
+def _scale_kv_cache(out_dir: Path, layers: int) -> None:
+    """Asks for a KV cache in FP8 and gives each layer scales, in the form of llm-compressor's checkpoints."""
+    config, weights = out_dir / "config.json", out_dir / "model.safetensors"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
+    quantization |= {"ignore": ["lm_head"], "kv_cache_scheme": scheme}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+    tensors = load_file(weights)
+    for layer in range(layers):
+        for name, scale in (("k_scale", 0.03), ("v_scale", 0.01)):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale * (1 + layer / 2))
+    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 DRAFTS = {"llama_eagle": "LlamaForCausalLMEagle", "llama_eagle3": "LlamaForCausalLMEagle3"}

@@ -54,3 +54,11 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, fp8 as bytes; other dtypes as they are."""
     return tensor.view(torch.uint8) if tensor.dtype in FP8 else tensor
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`; to fp8 they saturate at its finite range, whatever torch's own conversion does there."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)  # keeps NaN
+    return values.to(dtype)

@@ -1,8 +1,8 @@
-"""What the chunk cache does not work with, decided before any process is started; the KV pool once it is there.
+"""What the chunk cache does not work with, decided before any process is started.
 
 Verbs: `check_flags` (the flags as given), `check_resolved` (the model, and the flags as SGLang resolved them),
-`check_model` (one resolved model configuration), `check_pool` (in a scheduler), `prepare_flags` (flags that follow from
-the options).
+`check_model` (one resolved model configuration), `prepare_flags` (flags that follow from the options). In a scheduler
+`pool_check` decides of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
 that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. Of a model, what
@@ -32,9 +32,8 @@ ARCHITECTURES = (
 )
 """Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
-KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-POOL_DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -266,43 +265,6 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
             f"{flag} needs a method that chooses before the forward, and {args.method} does not; name another with "
             "--chunk-cache-method."
         )
-
-
-def check_pool(kv_pool: Any) -> None:
-    """Checks that a KV pool is one tensor `[num_slots, num_heads, head_dim]` per layer, of numbers that we can move.
-
-    Or one row per token and layer, of latent attention (MLA).
-
-    A checkpoint may ask for another type than the flags: the pool's own says what it became.
-
-    Raises:
-        StartRefused: it is not.
-    """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    layout = getattr(kv_pool, "kv_cache_layout", None)
-    is_by_head = isinstance(kv_pool, MHATokenToKVPool) and layout == "nhd"
-    if not is_by_head and type(kv_pool) is not MLATokenToKVPool:
-        refuse(
-            f"the KV cache is a {type(kv_pool).__name__} of the layout {layout}, and --chunk-cache needs a "
-            "MHATokenToKVPool of the layout nhd or a MLATokenToKVPool; drop the flag or the variable that changes "
-            "SGLang's default."
-        )
-    check_pool_dtype(
-        "packed integers"
-        if getattr(kv_pool, "is_quantized_kv_cache", False)
-        else str(kv_pool.dtype).removeprefix("torch.")
-    )
-
-
-def check_pool_dtype(dtype: str) -> None:
-    """Checks the numbers of a KV pool, whoever asked for them.
-
-    Raises:
-        StartRefused: they are not of `POOL_DTYPES`.
-    """
-    if dtype not in POOL_DTYPES:
-        refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
 
 
 def _refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:

@@ -26,17 +26,17 @@ from sglang_chunk_cache.gate.metrics import GateMetrics
 from sglang_chunk_cache.gate.state_file import StateFile
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.events import EventPublisher
-from sglang_chunk_cache.host.refusals import check_pool
+from sglang_chunk_cache.host.pool_check import check_pool, check_scales
 from sglang_chunk_cache.journal import Journal
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.forward_clock import ForwardClock
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.kernels import choose_kernel
+from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.kv.model import ModelLayers, describe_model
 from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
-from sglang_chunk_cache.kv.rows import is_latent
 from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
@@ -137,10 +137,12 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     config = args.parsed_config
     model_runner = ctx.tp_worker.model_runner
     allocator = cache.token_to_kv_pool_allocator
-    check_pool(allocator.get_kvcache())
+    backends = (model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str)
+    check_pool(allocator.get_kvcache(), backends)
     if is_latent(allocator.get_kvcache()):
         keep_latent_rows()
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
+    check_scales(allocator.get_kvcache(), layers.attentions, backends)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))

@@ -20,9 +20,9 @@ from sglang_chunk_cache.host.disaggregation import drop_waiting, own_fields, ref
 from sglang_chunk_cache.host.exact_pass import open_pass
 from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
+from sglang_chunk_cache.host.pool_check import check_pool
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
-from sglang_chunk_cache.host.refusals import check_pool
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
 from sglang_chunk_cache.host.stages import note_stage

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.runtime_context import get_schedule
 
+from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.transfer import host_buffer
-from sglang_chunk_cache.kv.rows import is_latent
+from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
@@ -51,18 +52,6 @@ class HostKV:
         """Returns once they are there; for a worker thread."""
         if self.copied is not None:
             self.copied.synchronize()
-
-
-def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a KV pool holds per layer, as views: what is rotated, `[num_slots, heads, dim]`, and what is not.
-
-    Of latent attention (MLA), whose row is a latent vector with the rotated dimensions behind it, "K" is these
-    dimensions and "V" the vector: together they are the row.
-    """
-    if is_latent(kv_pool):
-        rows, rank = kv_pool.kv_buffer, kv_pool.kv_lora_rank
-        return [row[..., rank:] for row in rows], [row[..., :rank] for row in rows]
-    return list(kv_pool.k_buffer), list(kv_pool.v_buffer)
 
 
 class _Alike(NamedTuple):
@@ -128,7 +117,7 @@ class KVAssembler:
             old = row.to(torch.int64)
             heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
             for layer, places in enumerate(kept):
-                for buffer in (self._k_buffers[layer], self._v_buffers[layer]):
+                for buffer in (raw(self._k_buffers[layer]), raw(self._v_buffers[layer])):
                     buffer[slots] = buffer[old[places], heads].transpose(0, 1)
             row[: len(slots)] = slots.to(row.dtype)
         if not self._runs_in_order:
@@ -142,10 +131,10 @@ class KVAssembler:
             for buffers in (self._k_buffers, self._v_buffers):
                 found = host_buffer((len(buffers), len(slots), *buffers[0].shape[1:]), buffers[0].dtype)
                 for part in self._parts(found, range(len(buffers))):
-                    target = found[part.start : part.stop]
+                    target = raw(found[part.start : part.stop])
                     staged = target if self._is_cpu else torch.empty_like(target, device=buffers[0].device)
                     for layer, one in zip(part, staged, strict=True):
-                        torch.index_select(buffers[layer], 0, slots, out=one)
+                        torch.index_select(raw(buffers[layer]), 0, slots, out=one)
                     if not self._is_cpu:
                         self._download(staged, target)
                 kv.append(found)
@@ -163,16 +152,16 @@ class KVAssembler:
         with self._behind_launched_forwards(slots):
             for source, buffers in ((k, self._k_buffers), (v, self._v_buffers)):
                 for part in self._parts(source, layers):
-                    values = source[part.start : part.stop]
+                    values = raw(source[part.start : part.stop])
                     values = values if self._is_cpu else self._upload(values, buffers[0].device)
                     for layer, value in zip(part, values, strict=True):
-                        buffers[layer].index_copy_(0, slots, value)
+                        raw(buffers[layer]).index_copy_(0, slots, value)
 
     def erase(self, slots: torch.Tensor) -> None:
         """Overwrites K and V of every layer at `slots`, int64 on the pool's device, with zeros."""
         with self._behind_launched_forwards(slots):
             for buffer in (*self._k_buffers, *self._v_buffers):
-                buffer.index_fill_(0, slots, 0)
+                raw(buffer).index_fill_(0, slots, 0)
         if self.draft is not None:
             self.draft.erase(slots)
 

@@ -18,6 +18,7 @@ import torch
 
 from chunk_cache.kept_tokens import POOLING_LEN, WINDOW_LEN, KeptTokens
 from sgl_kernel_ext.attention_mass import attention_mass
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 
 if TYPE_CHECKING:
@@ -71,21 +72,22 @@ class KeptChooser:
         """Adds one layer; arguments as of `StatisticsTaker.observe`."""
         num_kv_heads = layer.tp_k_head_num
         q = q.view(-1, num_kv_heads, layer.tp_q_head_num // num_kv_heads, layer.qk_head_dim)
-        keys = self._kv_pool.get_key_buffer(layer.layer_id)
+        stored = LayerKV.of(self._kv_pool, layer)
         for job in self._jobs:
             begin, end = job.kept.begin, job.kept.end
             if job.state.kept_scores is None:
                 shape = self._num_layers, num_kv_heads, end - begin
-                job.state.kept_scores = torch.zeros(shape, device=keys.device)
+                job.state.kept_scores = torch.zeros(shape, device=q.device)
             last = sum(row_lens[: job.request + 1])  # the rows of an extend never leave, and are a request's last
             rows = slice(last - job.num_rows, last)
             for head, scores in enumerate(job.state.kept_scores[layer.layer_id]):
                 received, _ = attention_mass(
                     q[rows, head],
-                    keys[job.slots, head : head + 1],
+                    stored.k[job.slots, head : head + 1],
                     positions[rows],
                     sm_scale=layer.scaling,
                     logit_cap=layer.logit_cap,
+                    k_scale=stored.k_scale,
                     backend=self._kernel,
                 )
                 scores += received[begin:end]

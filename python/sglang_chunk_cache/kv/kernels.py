@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.backend import FP8, resolve_backend
 from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
 from sgl_kernel_ext.sparse_extend import flashinfer
 from sglang_chunk_cache.kv.model import ModelLayers
@@ -29,8 +29,10 @@ def choose_kernel(
         asked, statistics_heads: `kernel` and `statistics_heads` of `--chunk-cache-config`.
 
     Raises:
-        StartRefused: the one that was asked for by name does not agree with its definition.
+        StartRefused: the one that was asked for by name does not agree with its definition, or reads no FP8.
     """
+    if asked == "flashinfer" and kv_pool.dtype in FP8:
+        refuse('--chunk-cache-config: kernel: "flashinfer" does not read a KV cache in FP8; use "auto" or "triton".')
     device = torch.device(model_runner.device)
     first = resolve_backend(asked, device, has_flashinfer=True)
     if device.type == "cpu":

@@ -16,30 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kernel_ext.sparse_extend import SparseExtend
 from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.kv.layer_kv import LayerKV, write_kv
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-def write_kv(kv_pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """K and V `[num_rows, num_kv_heads, head_dim]` of rows, into their `slots`; `k` and `v` stay as they are.
-
-    All of them before any row attends: a row reads what rows in front of it wrote.
-    """
-    if k.dtype != kv_pool.dtype:  # such a pool scales what it is given in place, and some backends attend from it
-        k, v = k.clone(), v.clone()
-    scales = () if is_latent(kv_pool) else (layer.k_scale, layer.v_scale)
-    kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, *scales)
-
-
-def is_latent(kv_pool: Any) -> bool:
-    """Whether a pool holds one row per token and layer, of which K and V of all heads are made (MLA)."""
-    return hasattr(kv_pool, "kv_lora_rank")
 
 
 class AttentionNotServed(ValueError):
@@ -143,16 +127,18 @@ class FusedRows:
         **parts: Any,
     ) -> torch.Tensor:
         """Writes K and V of the rows and attends: `[num_rows, num_q_heads * v_head_dim]`; `parts` are `whole_rows`'."""
-        pool = self.kv_pool
         q, k = whole_rows(q, k, layer, parts)
         if save_kv_cache and k is not None:
-            write_kv(pool, layer, batch.out_cache_loc[: len(k)], k, v)
+            write_kv(self.kv_pool, layer, batch.out_cache_loc[: len(k)], k, v)
+        kv = LayerKV.of(self.kv_pool, layer)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
+            kv.k,
+            kv.v,
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
             window=layer.sliding_window_size,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_chunk_cache.kv.rows import whole_rows, write_kv
+from sglang_chunk_cache.kv.layer_kv import write_kv
+from sglang_chunk_cache.kv.rows import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,6 +26,7 @@ from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.transfer import Download, upload
 from sglang_chunk_cache.kv.choose import chunk_of, keep_where
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
 
@@ -249,16 +250,17 @@ class StatisticsTaker:
             self._row_lens = list(row_lens)
             self._rows = [_rows_of(jobs, positions, row_lens) for jobs in self._groups]
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
-        keys = self._kv_pool.get_key_buffer(layer.layer_id)
+        stored = LayerKV.of(self._kv_pool, layer)
         sums = iter(self._sums)
         for jobs, rows in zip(self._groups, self._rows, strict=True):
             last = jobs[-1]
             received, by_segment = attention_mass(
                 q[rows.index],
-                keys[last.slots[:, None], kv_heads],
+                stored.k[last.slots[:, None], kv_heads],
                 rows.positions,
                 sm_scale=layer.scaling,
                 logit_cap=layer.logit_cap,
+                k_scale=stored.k_scale,
                 segment_starts=last.segment_starts,
                 skip_self=True,
                 row_starts=rows.starts,

@@ -21,7 +21,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_chunk_cache.platform_cpu import memory, operations, speculation, threads
+from sglang_chunk_cache.platform_cpu import memory, operations, scaled_kv, speculation, threads
 from sglang_chunk_cache.platform_cpu.compiler import switch_compiler_on
 
 # Weights and pool together may take this part of the memory that is free at start-up. The pool has its own, much
@@ -92,6 +92,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The CPU. Also binds the process: the one call that tells a platform its rank, before weights are loaded."""
         threads.bind_rank(local_rank)
         operations.install()
+        scaled_kv.install()
         return torch.device("cpu")
 
     def get_torch_profiler_activity_str(self) -> str:

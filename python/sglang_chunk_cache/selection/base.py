@@ -15,6 +15,7 @@ import torch
 from chunk_cache.methods import Options
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.rotary import RotarySpec
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RowsAtLayer:
         positions: `[num_rows]` int64, ascending.
         num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         kv_slots: `[kv_len]` int64, the slot of each position.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` of this layer.
+        stored: of this layer.
         sm_scale, logit_cap: of the layer's attention.
         tp_size: ranks among which the heads are divided.
         rotary: of the keys of this layer; None where they carry no position.
@@ -43,8 +44,7 @@ class RowsAtLayer:
     num_question: int
     num_answer: int
     kv_slots: torch.Tensor
-    k_buffer: torch.Tensor
-    v_buffer: torch.Tensor
+    stored: LayerKV
     sm_scale: float
     logit_cap: float
     tp_size: int
@@ -74,8 +74,8 @@ class RowsAtLayer:
 
     def keys(self) -> torch.Tensor:
         """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed."""
-        keys = self.k_buffer[self.kv_slots]
-        keys[self.positions] = self.k.to(keys.dtype)
+        keys = self.stored.keys(self.kv_slots, self.k.dtype)
+        keys[self.positions] = self.k
         return keys
 
     def question_mass(self, *, squared: bool = False) -> torch.Tensor:

@@ -14,9 +14,11 @@ def score(rows: RowsAtLayer) -> torch.Tensor:
     return kv_deviation(
         rows.k,
         rows.v,
-        rows.k_buffer,
-        rows.v_buffer,
+        rows.stored.k,
+        rows.stored.v,
         slots=rows.slots(),
+        k_scale=rows.stored.k_scale,
+        v_scale=rows.stored.v_scale,
         only_v=dict(rows.options).get(DEVIATION.name) == "v",
         backend=rows.kernel,
     )

@@ -19,6 +19,7 @@ import torch
 
 from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 from sglang_chunk_cache.kv.choose import keep_where
+from sglang_chunk_cache.kv.layer_kv import add
 from sglang_chunk_cache.selection.base import RowsAtLayer
 
 PRIOR = 8.0
@@ -88,18 +89,16 @@ class DriftCorrection:
         sides = self._sides
         assert sides is not None
         slots = rows.slots()[sides.rows]
-        k, k_buffer = rows.k[..., rows.num_unrotated :], rows.k_buffer[..., rows.num_unrotated :]
-        drift_k = sides.back(k[sides.rows].float() - k_buffer[slots].float(), rows.rotary)
-        drift_v = rows.v[sides.rows].float() - rows.v_buffer[slots].float()
+        stored = rows.stored
+        k, k_buffer = rows.k[..., rows.num_unrotated :], stored.k[..., rows.num_unrotated :]
+        drift_k = sides.back(k[sides.rows].float() - k_buffer[slots].float() * stored.k_scale, rows.rotary)
+        drift_v = rows.v[sides.rows].float() - stored.v[slots].float() * stored.v_scale
         mean_k, mean_v = (
             (sides.weights @ drift.flatten(1)).unflatten(1, drift.shape[1:]) for drift in (drift_k, drift_v)
         )
         others = rows.kv_slots[sides.others]
-        for buffer, change in (
-            (k_buffer, sides.there(mean_k[sides.chunk], rows.rotary)),
-            (rows.v_buffer, mean_v[sides.chunk]),
-        ):
-            buffer[others] = (buffer[others].float() + change).to(buffer.dtype)
+        add(k_buffer, others, sides.there(mean_k[sides.chunk], rows.rotary), stored.k_scale)
+        add(stored.v, others, mean_v[sides.chunk], stored.v_scale)
 
     def _prepare(self, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int, kv_len: int) -> _Sides:
         device = positions.device

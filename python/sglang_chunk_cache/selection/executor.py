@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
 from sglang_chunk_cache.kv.model import ModelLayers, cut_residual, cut_rows
-from sglang_chunk_cache.kv.rows import FusedRows, is_latent, whole_rows, write_kv
+from sglang_chunk_cache.kv.rows import FusedRows, whole_rows
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress
 
@@ -252,8 +253,7 @@ class LayerwiseForward:
             num_question=self._requests[i].num_question,
             num_answer=self._requests[i].num_answer,
             kv_slots=self._rows.slots_of(i),
-            k_buffer=pool.get_key_buffer(layer.layer_id),
-            v_buffer=pool.get_value_buffer(layer.layer_id),
+            stored=LayerKV.of(pool, layer),
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             tp_size=self._tp_size,

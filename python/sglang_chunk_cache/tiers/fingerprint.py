@@ -52,7 +52,7 @@ class Fingerprint:
     tp_rank: int = 0
     tp_size: int = 1
     settings: tuple[tuple[str, str], ...] = ()
-    """Whatever else changes the KV that this server computes: dtype of the weights, quantization, scales of fp8 KV."""
+    """Whatever else changes the KV that this server computes: dtype of the weights, quantization."""
     model: str = field(default="", compare=False)
     """Name for people; neither compared nor in the digest."""
 

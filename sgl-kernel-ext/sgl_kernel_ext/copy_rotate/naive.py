@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kernel_ext.backend import raw
+from sgl_kernel_ext.backend import raw, rounded
 from sgl_kernel_ext.rotary import RotarySpec, rotate, rotation_table
 
 # Measured on 2 cores (AMD EPYC, Zen 5), 4,096 tokens of 12 heads x 64 in fp32: slices of 16 tokens cost as much as an
@@ -58,8 +58,8 @@ def copy_rotate_reference(
         old = k[src_loc]
         new = old.clone()
         x, y = (old.view(k_buffer.dtype).double()[..., dims] for dims in (first, second))
-        new[..., first] = raw(_rounded(x * cos - y * sin, k_buffer.dtype))
-        new[..., second] = raw(_rounded(y * cos + x * sin, k_buffer.dtype))
+        new[..., first] = raw(rounded(x * cos - y * sin, k_buffer.dtype))
+        new[..., second] = raw(rounded(y * cos + x * sin, k_buffer.dtype))
         k[dst_loc] = torch.where(moved[:, None, None], new, old)
 
 
@@ -152,21 +152,10 @@ def _copy_rotated(buffer: torch.Tensor, block: _Block, spec: RotarySpec) -> None
         return
     turned = torch.empty(old.shape, dtype=torch.float32, device=old.device)
     rotate(old.view(buffer.dtype).float(), turned, block.cos, block.sin, spec)
-    new = raw(_rounded(turned, buffer.dtype))
+    new = raw(rounded(turned, buffer.dtype))
     if spec.rotary_dim < old.shape[2]:
         new[..., spec.rotary_dim :] = old[..., spec.rotary_dim :]  # the bits of a NaN do not survive two conversions
     if in_place:
         bits[block.dst].copy_(new)
     else:
         bits.index_copy_(0, block.dst, new)
-
-
-# --- fp8 --------------------------------------------------------------------------------------------------------------
-
-
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`; to fp8 they saturate at its finite range, whatever torch's own conversion does there."""
-    if dtype.itemsize == 1:
-        largest = torch.finfo(dtype).max
-        values = values.clamp(-largest, largest)  # keeps NaN
-    return values.to(dtype)

@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
 from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
-from sglang_chunk_cache.host import refusals
+from sglang_chunk_cache.host import pool_check, refusals
 from sglang_chunk_cache.host.runtime import create_runtime
 from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
 
@@ -378,27 +378,75 @@ def kv_pool(dtype: torch.dtype = torch.bfloat16, **extra: Any) -> MHATokenToKVPo
     return MHATokenToKVPool(8, 4, dtype, **shape, **extra)
 
 
-@pytest.mark.parametrize("name", refusals.POOL_DTYPES)
+@pytest.mark.parametrize("name", pool_check.POOL_DTYPES)
 def test_pool_of_a_type_that_we_can_move(name):
-    refusals.check_pool(kv_pool(getattr(torch, name)))
+    pool_check.check_pool(kv_pool(getattr(torch, name)))
 
 
 def test_pool_of_another_type_is_refused():
     with pytest.raises(StartRefused, match="holds int8, which --chunk-cache cannot move; add --kv-cache-dtype bf16"):
-        refusals.check_pool(kv_pool(torch.int8))
+        pool_check.check_pool(kv_pool(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backends", "unread"),
+    [
+        (torch.float8_e4m3fn, ("fa3", "trtllm_mha"), None),
+        (torch.float8_e5m2, ("flashinfer", "triton"), None),
+        (torch.float8_e4m3fn, ("fa4", "fa3"), "fa4"),
+        (torch.float8_e5m2, ("triton", "trtllm_mha"), "trtllm_mha"),
+        (torch.bfloat16, ("fa4", "trtllm_mha"), None),
+    ],
+)
+def test_pool_must_be_read_by_the_backends(dtype, backends, unread):
+    if unread is None:
+        pool_check.check_pool(kv_pool(dtype), backends)
+        return
+    with pytest.raises(StartRefused, match=f"attention backend {unread} does not read, .* --kv-cache-dtype bf16"):
+        pool_check.check_pool(kv_pool(dtype), backends)
+
+
+@pytest.mark.parametrize(
+    ("scale", "scale_float", "device", "backend", "word"),
+    [
+        (None, None, "cuda", "torch_native", None),
+        (1.0, 1.0, "cuda", "torch_native", None),
+        (0.5, 0.5, "cpu", "torch_native", None),
+        (0.5, 0.5, "cuda", "fa3", None),
+        (0.5, 0.5, "cuda", "torch_native", "torch_native does not read scales"),
+        (0.5, None, "cuda", "fa3", "--quantization-param-path"),
+    ],
+)
+def test_scales_of_the_kv_cache_must_be_read(scale, scale_float, device, backend, word):
+    layer = SimpleNamespace(k_scale=scale, k_scale_float=scale_float, v_scale_float=scale_float)
+    pool = SimpleNamespace(dtype=torch.float8_e4m3fn, device=device)
+    if word is None:
+        pool_check.check_scales(pool, [layer], (backend,))
+        return
+    with pytest.raises(StartRefused, match=word):
+        pool_check.check_scales(pool, [layer], (backend,))
+    pool_check.check_scales(SimpleNamespace(dtype=torch.bfloat16), [layer], (backend,))
+
+
+def test_latent_attention_stores_no_scales():
+    layer = SimpleNamespace(k_scale=0.5, k_scale_float=0.5, v_scale_float=0.5)
+    pool = SimpleNamespace(dtype=torch.float8_e4m3fn, device="cuda", kv_lora_rank=8)
+    with pytest.raises(StartRefused, match=r"latent attention \(MLA\) does not store with scales"):
+        pool_check.check_scales(pool, [layer], ("fa3",))
 
 
 def test_pool_of_another_layout_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     with pytest.raises(StartRefused, match="MHATokenToKVPool of the layout hnd, and"):
-        refusals.check_pool(kv_pool())
+        pool_check.check_pool(kv_pool())
     with pytest.raises(StartRefused, match="SimpleNamespace of the layout None, and"):
-        refusals.check_pool(SimpleNamespace())
+        pool_check.check_pool(SimpleNamespace())
 
 
 def test_scheduler_checks_its_pool():
     allocator = SimpleNamespace(get_kvcache=lambda: kv_pool(torch.int8))
-    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device="cpu")))
+    runner = SimpleNamespace(prefill_attention_backend_str="triton", decode_attention_backend_str="triton")
+    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     with pytest.raises(StartRefused, match="the KV cache holds int8"):
         create_runtime(SimpleNamespace(token_to_kv_pool_allocator=allocator), ChunkCacheArgs(), context)
 

@@ -1,7 +1,8 @@
 """Kernels of SGLang's attention backends, in torch on the CPU.
 
 Each takes the arguments of the kernel whose name it bears and reads nothing else. Whatever SGLang's call may hold
-beyond them (sinks, windows, caps, scales) is refused, since no model that we serve has it.
+beyond them (sinks, windows, caps) is refused, since no model that we serve has it. K and V in FP8 are the scales of the
+call times what is stored.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def _spans(indptr: torch.Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _attend_paged(q, k_cache, v_cache, k_table, v_table, kv_lens, q_indptr, max_q_len, scale, out, dtype):
+def _attend_paged(
+    q, k_cache, v_cache, k_table, v_table, kv_lens, q_indptr, max_q_len, scale, out, dtype, kv_scales=(1.0, 1.0)
+):
     """Caches `[pages, page_size, heads, dim]`, tables `[batch, pages]`; written to `out` where it is given."""
     spans = _spans(q_indptr)
     assert len(spans) == len(kv_lens) == len(k_table) == len(v_table)
@@ -53,8 +56,8 @@ def _attend_paged(q, k_cache, v_cache, k_table, v_table, kv_lens, q_indptr, max_
         kv_len = int(kv_lens[i])
         num_pages = -(-kv_len // k_cache.shape[1])
         k, v = (
-            cache[table[i, :num_pages].long()].flatten(0, 1)[:kv_len]
-            for cache, table in ((k_cache, k_table), (v_cache, v_table))
+            cache[table[i, :num_pages].long()].flatten(0, 1)[:kv_len].float() * one
+            for cache, table, one in zip((k_cache, v_cache), (k_table, v_table), kv_scales, strict=True)
         )
         out[begin:end] = attend(q[begin:end], k, v, scale)[0]
     return out
@@ -81,6 +84,8 @@ def flash_attn_with_kvcache(
     num_splits,
     out,
     ver,
+    k_descale=None,
+    v_descale=None,
 ):
     assert causal
     assert window_size == (-1, -1)
@@ -89,9 +94,15 @@ def flash_attn_with_kvcache(
     assert ver in (3, 4)
     assert cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
     tables = (page_table, page_table)
-    return _attend_paged(
-        q, k_cache, v_cache, *tables, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, out, q.dtype
-    )
+    scales, dtype = (1.0, 1.0), q.dtype
+    if k_cache.dtype == torch.float8_e4m3fn:
+        assert q.dtype == k_cache.dtype, "FlashAttention multiplies numbers of one type"
+        dtype = torch.bfloat16
+    if k_descale is not None:
+        assert k_descale.shape == v_descale.shape == (len(cache_seqlens), k_cache.shape[2])
+        scales = [one.unique().item() for one in (k_descale, v_descale)]
+    lens = (cache_seqlens, cu_seqlens_q, max_seqlen_q)
+    return _attend_paged(q, k_cache, v_cache, *tables, *lens, softmax_scale, out, dtype, scales)
 
 
 # --- FlashInfer -------------------------------------------------------------------------------------------------------
@@ -200,7 +211,6 @@ def trtllm_batch_context_with_kv_cache(
     """Caches are `[pages, heads, page_size, dim]`."""
     assert causal
     assert window_left == -1
-    assert bmm2_scale == 1.0
     assert sinks is None
     assert kv_cache_sf is None
     assert batch_size == len(seq_lens)
@@ -208,7 +218,8 @@ def trtllm_batch_context_with_kv_cache(
     assert int(seq_lens.max()) <= max_kv_len
     caches = (cache.transpose(1, 2) for cache in kv_cache)
     tables = (block_tables, block_tables)
-    return _attend_paged(query, *caches, *tables, seq_lens, cum_seq_lens_q, max_q_len, bmm1_scale, out, out_dtype)
+    lens = (seq_lens, cum_seq_lens_q, max_q_len)
+    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -231,14 +242,14 @@ def trtllm_batch_decode_with_kv_cache(
 ):
     """One query per sequence."""
     assert window_left == -1
-    assert bmm2_scale == 1.0
     assert sinks is None
     assert kv_cache_sf is None
     assert int(seq_lens.max()) <= max_seq_len
     caches = (cache.transpose(1, 2) for cache in kv_cache)
     tables = (block_tables, block_tables)
     indptr = torch.arange(len(seq_lens) + 1)
-    return _attend_paged(query, *caches, *tables, seq_lens, indptr, 1, bmm1_scale, out, out_dtype)
+    lens = (seq_lens, indptr, 1)
+    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
 
 
 def trtllm_fmha_v2_prefill(
@@ -266,7 +277,6 @@ def trtllm_fmha_v2_prefill(
     assert input_layout == "Q_PAGED_KV_NHD"
     assert mask_mode == "causal"
     assert window_left == -1
-    assert bmm2_scale == 1.0
     assert sinks is None
     assert batch_size == len(seq_lens)
     assert cum_seq_lens_kv.diff().tolist() == seq_lens.tolist()
@@ -279,7 +289,8 @@ def trtllm_fmha_v2_prefill(
     else:
         k, v = kv.unbind(1)
         k_table = v_table = block_tables
-    return _attend_paged(query, k, v, k_table, v_table, seq_lens, cum_seq_lens_q, max_q_len, bmm1_scale, out, out_dtype)
+    lens = (seq_lens, cum_seq_lens_q, max_q_len)
+    return _attend_paged(query, k, v, k_table, v_table, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
 
 
 def backends_on_the_cpu() -> types.SimpleNamespace:

@@ -71,3 +71,9 @@ def test_beside_flashinfers_backend_its_kernel_serves_where_it_fits(choose, capl
 def test_a_kernel_that_was_asked_for_and_is_wrong_stops_the_start(choose, asked, wrong):
     with pytest.raises(StartRefused, match=rf'kernel: "{asked}".*sparse_extend \(a case\).* wrong by 7.0 times'):
         choose(asked, wrong)
+
+
+def test_flashinfer_reads_no_fp8(choose):
+    assert choose("auto", set(), kv_dtype=torch.float8_e4m3fn) == "triton"
+    with pytest.raises(StartRefused, match=r'"flashinfer" does not read a KV cache in FP8; use "auto" or "triton"'):
+        choose("flashinfer", set(), kv_dtype=torch.float8_e4m3fn)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import stock_choices
-from sglang_chunk_cache.host.refusals import ATTENTION_BACKENDS, POOL_DTYPES
+from sglang_chunk_cache.host.pool_check import POOL_DTYPES
+from sglang_chunk_cache.host.refusals import ATTENTION_BACKENDS
 from stock_choices import GPUS, LLAMA, STARTS, Choice, checkpoints, choices
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
@@ -52,12 +53,19 @@ def test_backends_are_those_of_the_generation(gpu):
         ("ModelOpt FP8, hf_quant_config.json, FP8 KV", "float8_e4m3fn"),
         ("ModelOpt NVFP4, hf_quant_config.json, FP8 KV", "float8_e4m3fn"),
         ("compressed-tensors with kv_cache_scheme in FP8", "float8_e4m3fn"),
-        ("e4m3", "fp8_e4m3"),
-        ("fa3, e5m2", "fp8_e5m2"),
+        ("e4m3", "float8_e4m3fn"),
+        ("fa3, e5m2", "float8_e5m2"),  # SGLang's triton attends in fa3's place
     ],
 )
-def test_fp8_kv_is_refused_whoever_asks_for_it(name, kv):
-    assert kv in str(both("sm_90", name)[0].refused)
+def test_fp8_kv_is_served_whoever_asks_for_it(name, kv):
+    ours = both("sm_90", name)[0]
+    assert (ours.reason, ours.kv) == (None, kv)
+
+
+@pytest.mark.parametrize("name", ["fa4, e4m3", "trtllm_mha, e5m2"])
+def test_fp8_kv_is_refused_where_the_backend_does_not_read_it(name):
+    backend = name.partition(",")[0]
+    assert f"attention backend {backend} does not read" in str(both("sm_100", name)[0].refused)
 
 
 def test_fp8_weights_with_a_16_bit_kv_cache_are_served():

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq, rotate, rotation_table
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.drift import PRIOR, DriftCorrection
 
@@ -34,7 +36,7 @@ def make(rows: list[int], change_k: torch.Tensor, change_v: torch.Tensor, seed: 
     k = k_buffer[slots[positions]] + turned(change_k[positions], positions)
     v = v_buffer[slots[positions]] + change_v[positions]
     q = torch.zeros(len(positions), HEADS, DIM)
-    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, k_buffer, v_buffer, 1.0, 0.0, 1, SPEC)
+    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, LayerKV(k_buffer, v_buffer), 1.0, 0.0, 1, SPEC)
 
 
 def correct(given: RowsAtLayer, rows: list[int], strength: float = 1.0) -> None:
@@ -50,19 +52,19 @@ def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
     )
     rows = [5, 17, 26]
     given = make(rows, change_k, change_v)
-    before_k, before_v = given.k_buffer.clone(), given.v_buffer.clone()
+    before_k, before_v = given.stored.k.clone(), given.stored.v.clone()
     correct(given, rows)
     others = torch.tensor([p for p in REUSED if p not in rows])
     slots = given.kv_slots[others]
-    torch.testing.assert_close(given.k_buffer[slots], before_k[slots] + turned(change_k[others], others))
-    torch.testing.assert_close(given.v_buffer[slots], before_v[slots] + change_v[others])
+    torch.testing.assert_close(given.stored.k[slots], before_k[slots] + turned(change_k[others], others))
+    torch.testing.assert_close(given.stored.v[slots], before_v[slots] + change_v[others])
     half = make(rows, change_k, change_v)
     correct(half, rows, strength=0.5)
-    torch.testing.assert_close(half.v_buffer[slots], before_v[slots] + change_v[others] / 2)
+    torch.testing.assert_close(half.stored.v[slots], before_v[slots] + change_v[others] / 2)
     untouched = torch.ones(NUM_SLOTS, dtype=torch.bool)
     untouched[slots] = False
-    assert torch.equal(given.k_buffer[untouched], before_k[untouched])
-    assert torch.equal(given.v_buffer[untouched], before_v[untouched])
+    assert torch.equal(given.stored.k[untouched], before_k[untouched])
+    assert torch.equal(given.stored.v[untouched], before_v[untouched])
 
 
 def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
@@ -70,9 +72,9 @@ def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
     rows = [4, 5, 6, 7]
     change[rows] = 2.0
     given = make(rows, torch.zeros_like(change), change)
-    before = given.v_buffer.clone()
+    before = given.stored.v.clone()
     correct(given, rows)
-    moved = (given.v_buffer - before)[given.kv_slots]
+    moved = (given.stored.v - before)[given.kv_slots]
     torch.testing.assert_close(moved[8:20], torch.full((12, HEADS, DIM), 2.0))
     torch.testing.assert_close(moved[24:34], torch.full((10, HEADS, DIM), 2.0))  # the mean of all rows
 
@@ -80,9 +82,9 @@ def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
     change = torch.zeros(KV_LEN, HEADS, DIM)
     change[:20] = 4.0
     given = make(rows, torch.zeros_like(change), change)
-    before = given.v_buffer.clone()
+    before = given.stored.v.clone()
     correct(given, rows)
-    moved = (given.v_buffer - before)[given.kv_slots]
+    moved = (given.stored.v - before)[given.kv_slots]
     overall = 3 / 4 * 4.0
     torch.testing.assert_close(moved[8], torch.full((HEADS, DIM), (3 * 4.0 + PRIOR * overall) / (3 + PRIOR)))
     torch.testing.assert_close(moved[30], torch.full((HEADS, DIM), PRIOR * overall / (1 + PRIOR)))
@@ -92,18 +94,37 @@ def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
 def test_nothing_happens_without_rows_and_with_all(rows: list[int]) -> None:
     change = torch.ones(KV_LEN, HEADS, DIM)
     given = make(rows, change, change)
-    before = given.k_buffer.clone(), given.v_buffer.clone()
+    before = given.stored.k.clone(), given.stored.v.clone()
     correct(given, rows)
-    assert torch.equal(given.k_buffer, before[0])
-    assert torch.equal(given.v_buffer, before[1])
+    assert torch.equal(given.stored.k, before[0])
+    assert torch.equal(given.stored.v, before[1])
 
 
 def test_buffers_of_fewer_bits_are_rounded_once() -> None:
     change = torch.full((KV_LEN, HEADS, DIM), 0.25)
     given = make([5, 26], torch.zeros_like(change), change)
-    half = dataclasses.replace(given, k_buffer=given.k_buffer.bfloat16(), v_buffer=given.v_buffer.bfloat16())
-    before = half.v_buffer.clone()
+    half = dataclasses.replace(given, stored=LayerKV(given.stored.k.bfloat16(), given.stored.v.bfloat16()))
+    before = half.stored.v.clone()
     half = dataclasses.replace(half, v=before[half.slots()].float() + 0.25)
     correct(half, [5, 26])
     slots = half.kv_slots[torch.tensor([p for p in REUSED if p not in (5, 26)])]
-    assert torch.equal(half.v_buffer[slots], (before[slots].float() + 0.25).bfloat16())
+    assert torch.equal(half.stored.v[slots], (before[slots].float() + 0.25).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_buffers_of_fp8_are_scaled_and_saturate(dtype: torch.dtype) -> None:
+    scale, largest = 0.5, torch.finfo(dtype).max
+    change = torch.full((KV_LEN, HEADS, DIM), 3.0)
+    given = make([5, 26], torch.zeros_like(change), change)
+    others = torch.tensor([p for p in REUSED if p not in (5, 26)])
+    slots = given.kv_slots[others]
+    v = given.stored.v.div(scale).to(dtype)
+    v.view(torch.uint8)[slots[0]] = torch.full((HEADS, DIM), largest).to(dtype).view(torch.uint8)
+    k = given.stored.k.div(scale).to(dtype)
+    stored = LayerKV(k, v, scale, scale)
+    before = v.clone()
+    given = dataclasses.replace(given, stored=stored, v=before[given.slots()].float() * scale + 3.0)
+    correct(given, [5, 26])
+    expected = (before[slots].float() + 3.0 / scale).clamp(-largest, largest).to(dtype)
+    assert torch.equal(v[slots].view(torch.uint8), expected.view(torch.uint8))
+    assert (v[slots[0]].float() == largest).all()

@@ -29,8 +29,12 @@ class Pool:
         self.q = torch.randn(NUM_LAYERS, PROMPT_LEN, NUM_Q_HEADS, HEAD_DIM, generator=rng)
         self.slots = torch.randperm(120, generator=rng)[:PROMPT_LEN]
 
+    dtype = torch.float32
+
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         return self.k[layer]
+
+    get_value_buffer = get_key_buffer
 
 
 def observe(pool: Pool, state: Any, begin: int, end: int) -> None:

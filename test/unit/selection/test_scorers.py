@@ -9,7 +9,9 @@ import torch
 
 from chunk_cache.methods import METHODS, Stage
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
+from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
 
@@ -38,8 +40,7 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
         num_question=len(QUESTION),
         num_answer=0,
         kv_slots=slots,
-        k_buffer=k_buffer,
-        v_buffer=v_buffer,
+        stored=LayerKV(k_buffer, v_buffer),
         sm_scale=HEAD_DIM**-0.5,
         logit_cap=0.0,
         tp_size=1,
@@ -48,7 +49,7 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
 
 def received_of_question(rows: RowsAtLayer, *, squared: bool = False) -> torch.Tensor:
     """[kv_len]: what the question gives to each position, keys of the rows as just computed."""
-    keys = torch.stack([rows.k_buffer[slot] for slot in rows.kv_slots.tolist()])
+    keys = torch.stack([rows.stored.k[slot] for slot in rows.kv_slots.tolist()])
     for row, position in enumerate(POSITIONS):
         keys[position] = rows.k[row]
     received, _ = attention_mass_reference(
@@ -65,7 +66,7 @@ def received_of_question(rows: RowsAtLayer, *, squared: bool = False) -> torch.T
 def expected(method: str, rows: RowsAtLayer) -> torch.Tensor:
     if method == "cacheblend":
         slots = rows.kv_slots[rows.positions]
-        return kv_deviation_reference(rows.k, rows.v, rows.k_buffer[slots], rows.v_buffer[slots])
+        return kv_deviation_reference(rows.k, rows.v, rows.stored.k[slots], rows.stored.v[slots])
     received = received_of_question(rows, squared=method == "infoflow")
     return received[rows.positions] if method == "a3" else received
 
@@ -108,10 +109,23 @@ def test_scores_equal_the_definition(name: str, logit_cap: float) -> None:
         torch.testing.assert_close(scorer_of(name)(rows).double(), expected(name, rows), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag"])
+def test_what_is_stored_in_fp8_is_scaled(name: str, dtype: torch.dtype) -> None:
+    """As if the pool held the numbers that are meant."""
+    rows = make_rows()
+    k_scale, v_scale = 0.5, 0.125
+    stored = LayerKV(rows.stored.k.div(k_scale).to(dtype), rows.stored.v.div(v_scale).to(dtype), k_scale, v_scale)
+    meant = LayerKV(stored.k.float() * k_scale, stored.v.float() * v_scale)
+    found, expected_scores = (scorer_of(name)(dataclasses.replace(rows, stored=one)) for one in (stored, meant))
+    torch.testing.assert_close(found, expected_scores, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, scorer_of(name)(dataclasses.replace(rows, stored=LayerKV(stored.k, stored.v))))
+
+
 def test_cacheblend_may_compare_v_alone() -> None:
     rows = dataclasses.replace(make_rows(), options=(("deviation", "v"),))
     slots = rows.kv_slots[rows.positions]
-    deviation = kv_deviation_reference(rows.k, rows.v, rows.k, rows.v_buffer[slots])
+    deviation = kv_deviation_reference(rows.k, rows.v, rows.k, rows.stored.v[slots])
     torch.testing.assert_close(scorer_of("cacheblend")(rows).double(), deviation, atol=1e-5, rtol=1e-5)
 
 
@@ -128,8 +142,7 @@ def test_scores_of_the_ranks_add_up_to_those_of_all_heads(name: str, tp_size: in
             q=rows.q[:, q_heads],
             k=rows.k[:, kv_heads],
             v=rows.v[:, kv_heads],
-            k_buffer=rows.k_buffer[:, kv_heads],
-            v_buffer=rows.v_buffer[:, kv_heads],
+            stored=LayerKV(rows.stored.k[:, kv_heads], rows.stored.v[:, kv_heads]),
             tp_size=tp_size,
         )
         parts.append(scorer_of(name)(part))
@@ -157,7 +170,7 @@ def test_the_answer_stands_behind_the_question() -> None:
 def test_keys_are_those_of_the_slots_but_of_rows_as_just_computed() -> None:
     rows = make_rows()
     keys = rows.keys()
-    expected_keys = [rows.k_buffer[slot] for slot in rows.kv_slots.tolist()]
+    expected_keys = [rows.stored.k[slot] for slot in rows.kv_slots.tolist()]
     for row, position in enumerate(POSITIONS):
         expected_keys[position] = rows.k[row]
     torch.testing.assert_close(keys, torch.stack(expected_keys), rtol=0, atol=0)

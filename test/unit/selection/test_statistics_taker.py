@@ -43,7 +43,13 @@ def totals(
         monkeypatch.setattr(module, "get_tp_group", lambda group=group: group)
         monkeypatch.setattr(module, "sum_over_ranks", lambda total, _: parts.append(total) or total)
         q_heads, kv_heads = (slice(rank * n // tp_size, (rank + 1) * n // tp_size) for n in (NUM_Q_HEADS, NUM_KV_HEADS))
-        pool = SimpleNamespace(device="cpu", get_key_buffer=lambda _, kv_heads=kv_heads: k[:, kv_heads])
+        own_k = k[:, kv_heads]
+        pool = SimpleNamespace(
+            device="cpu",
+            dtype=k.dtype,
+            get_key_buffer=lambda _, own_k=own_k: own_k,
+            get_value_buffer=lambda _, own_k=own_k: own_k,
+        )
         state: Any = SimpleNamespace(options=SimpleNamespace(spans=SPANS), sums=ChunkSums(SPANS, 1))
         jobs = [module._Job(state, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
         taker = StatisticsTaker(jobs, [1], pool, heads=which)

@@ -56,7 +56,7 @@ class Server:
             for dim in (FINGERPRINT.head_dim, FINGERPRINT.v_head_dim)
         )
         runner = SimpleNamespace(model=Model(), model_config=SimpleNamespace(context_len=NUM_SLOTS))
-        pool = SimpleNamespace(k_buffer=self.k, v_buffer=self.v, device="cpu")
+        pool = SimpleNamespace(k_buffer=self.k, v_buffer=self.v, device="cpu", dtype=dtype)
         self.index = ChunkIndex(16, 8, 1000)
         self.locked: set[int] = set()
         store = SimpleNamespace(lock=self._lock, unlock=self.locked.remove)
