@@ -140,7 +140,7 @@ def test_methods_lose_no_more_than_a_full_prefill(config: Config) -> None:
     lost: dict[bool, list[float]] = {True: [], False: []}
     for rounded, whole in pairs:
         lost[bool((rounded.info or {}).get("reused_tokens"))] += differences(rounded, whole)
-    assert len(lost[True]) > 150
+    assert len(lost[True]) > 100
     assert 1e-3 < np.median(lost[True]) < 2 * np.median(lost[False])
     chosen = [(recomputed(rounded), recomputed(whole)) for rounded, whole in pairs]
     assert np.mean([len(a & b) / len(a | b) for a, b in chosen if a | b]) > 0.85
