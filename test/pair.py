@@ -68,8 +68,8 @@ class Pair:
         prefill, decode, gateway = commands()
         port = str(free_port())
         prefill[prefill.index("--disaggregation-bootstrap-port") + 1] = port
-        self.prefill = Server(model_dir, *_behind_port(prefill), *flags, *prefill_flags, env=env)
-        self.decode = Server(model_dir, *_behind_port(decode), *flags, *RETRACTION, *decode_flags, env=env)
+        self.prefill = Server(model_dir, *_flags_of(prefill), *flags, *prefill_flags, env=env)
+        self.decode = Server(model_dir, *_flags_of(decode), *flags, *RETRACTION, *decode_flags, env=env)
         self.gateway = PairGateway(self.prefill, port, self.decode, gateway[gateway.index("--pd-disaggregation") :])
 
     @property
@@ -96,6 +96,8 @@ class Pair:
         self.prefill.stop()
 
 
-def _behind_port(command: list[str]) -> list[str]:
-    """The flags of a server behind its model and its port, which are the test's own."""
-    return command[command.index("--port") + 2 :]
+def _flags_of(command: list[str]) -> list[str]:
+    """The flags of a server without its model and its port, which are the test's own."""
+    flags = command[command.index("--model-path") + 2 :]
+    port = flags.index("--port")
+    return flags[:port] + flags[port + 2 :]

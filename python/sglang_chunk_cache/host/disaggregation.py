@@ -1,7 +1,7 @@
 """The prefill server of a pair (`--disaggregation-mode prefill`), where it differs from one that decodes too.
 
 Verbs: `check_role` (flags, at the start), `waiting` (all requests that wait), `drop_waiting` (some of them leave),
-`own_fields` (of a request that no decode server waits for), `refuse_kept` (before one is sent).
+`refuse_kept` (before one is sent). Of requests for which no decode server waits: `own_fields`, `let_store`.
 
 A request waits in the bootstrap queue until its decode server has room, and then in SGLang's waiting queue; its loads
 begin when it comes. Once computed it is sent from its own row of slots, private ones included, and released when all
@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_chunk_cache.request_state import state_of
 from sglang_chunk_cache.server_args import refuse
 
 if TYPE_CHECKING:
@@ -75,6 +76,17 @@ def own_fields(server_args: Any) -> dict[str, Any]:
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
     return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
+
+
+def let_store(req: Req) -> None:
+    """Keeps what a request with marks computes where no decode server waits for it: it was sent for its chunks.
+
+    SGLang keeps nothing of such requests, which for it are health checks and the like.
+    """
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST and req.positional_embed_overrides is None:
+        req.skip_radix_cache_insert = state_of(req) is None
 
 
 def waiting(scheduler: Scheduler) -> list[Req]:

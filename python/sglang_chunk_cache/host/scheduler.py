@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
-from sglang_chunk_cache.host.disaggregation import drop_waiting, own_fields, refuse_kept, waiting
+from sglang_chunk_cache.host.disaggregation import drop_waiting, let_store, own_fields, refuse_kept, waiting
 from sglang_chunk_cache.host.exact_pass import open_pass
 from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
@@ -71,6 +71,7 @@ class ChunkScheduler(Scheduler):
             discover(req, chunks.discoverer)
         if chunks.gate is not None and (state := state_of(req)) is not None:
             chunks.gate.steer(state)
+        let_store(req)
         super()._add_request_to_queue(req, *args, **kwargs)
         queue = waiting(self)
         if chunks.tiers is None or not queue or queue[-1] is not req:
