@@ -44,6 +44,7 @@ class Config:
     rope: str | None = None
     layers: int = 2
     hidden: int = 64  # four heads
+    max_position: int = 8192
     max_total_tokens: int = 4096
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
@@ -69,6 +70,7 @@ class Config:
     def model_dir(self) -> Path:
         name = f"{self.kind}-{self.rope or 'default'}"
         name += f"-{self.layers}layers" if self.layers != 2 else ""
+        name += f"-{self.max_position}positions" if self.max_position != 8192 else ""
         return MODEL_DIR / (name + (f"-{self.hidden}" if self.hidden != 64 else ""))
 
     @property
@@ -149,7 +151,8 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         importlib.import_module("sglang.srt.managers.io_struct")._USE_PICKLE_IPC = not config.typed
         if config.force_retract:
             importlib.import_module("sglang.srt.managers.scheduler").TEST_RETRACT = True
-        model = make_model(config.kind, config.model_dir, rope=config.rope, layers=config.layers, hidden=config.hidden)
+        shape = {"layers": config.layers, "hidden": config.hidden, "max_position": config.max_position}
+        model = make_model(config.kind, config.model_dir, rope=config.rope, **shape)
         for i, folder in enumerate(config.adapter_dirs):
             make_adapter(model, folder, seed=i)
         if config.draft in DRAFTS:

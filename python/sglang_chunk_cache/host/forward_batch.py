@@ -246,12 +246,13 @@ def _init_parts(
     without_tails.prefix_lens = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     without_tails.extend_lens = without_tails.extend_logprob_start_lens = [0] * len(due)
     without_tails.return_logprob = False
-    parts, begin = [], one.load_start
+    parts: list[Part] = []
+    begin, first = one.load_start, None
     for positions in firsts:
-        end = int(positions[-1]) + 1
-        parts.append(build(without_tails, [replace(one, positions=positions, load_start=begin), *decoding], end=end))
-        begin = end
-    return [*parts, build(batch, [replace(one, positions=last, load_start=begin), *decoding])]
+        end, due = int(positions[-1]) + 1, [replace(one, positions=positions, load_start=begin), *decoding]
+        parts.append(build(without_tails, due, end=end, first=first))
+        begin, first = end, parts[0]
+    return [*parts, build(batch, [replace(one, positions=last, load_start=begin), *decoding], first=first)]
 
 
 def _num_decoding(batch: ScheduleBatch) -> int:
@@ -269,8 +270,9 @@ def _init_fused(
     chunks: ChunkRuntime,
     kwargs: dict[str, Any],
     end: int | None = None,
+    first: Part | None = None,
 ) -> Part:
-    """One forward; `end` of the rows where they do not reach up to the extend's."""
+    """One forward; `end` of the rows where they do not reach up to the extend's, `first` of the parts of its batch."""
     begins = [
         prefix_len if one.load_start is None else one.load_start
         for one, prefix_len in zip(due, batch.prefix_lens, strict=True)
@@ -301,15 +303,18 @@ def _init_fused(
         return Part(forward_batch, by_runs, observers)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
-    rows = FusedRows.build(
-        req_to_token=model_runner.req_to_token_pool.req_to_token,
-        req_pool_indices=pool_rows,
-        kv_lens=batch.seq_lens_cpu.tolist(),
-        row_lens=row_lens,
-        row_positions=row_positions,
-        kv_pool=kv_pool,
-        kernel=kernel,
-    )
+    if first is not None and isinstance(first.attention, FusedRows):
+        rows = first.attention.with_rows(row_positions, row_lens)
+    else:
+        rows = FusedRows.build(
+            req_to_token=model_runner.req_to_token_pool.req_to_token,
+            req_pool_indices=pool_rows,
+            kv_lens=batch.seq_lens_cpu.tolist(),
+            row_lens=row_lens,
+            row_positions=row_positions,
+            kv_pool=kv_pool,
+            kernel=kernel,
+        )
     attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
     return Part(forward_batch, attention, observers)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class Extras:
     Attributes:
         attention, observers: as of a `Part`.
         timing: measures the forward; None = nobody asks.
-        before: parts that are computed first; their logits mean nothing.
+        before: parts that are computed first, each forgotten then; their logits mean nothing.
         loads: KV that arrives during the forward; None = all is there.
         again: what is done instead where it does not arrive, with the reason.
         tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
@@ -62,7 +62,7 @@ class Extras:
     attention: Attention | None = None
     observers: tuple[Observer, ...] = ()
     timing: contextlib.AbstractContextManager[None] | None = None
-    before: tuple[Part, ...] = ()
+    before: list[Part] = field(default_factory=list)
     loads: LayerLoads | None = None
     again: Callable[[str], ForwardBatch] | None = None
     tail_lens: tuple[int, ...] | None = None
@@ -72,7 +72,7 @@ class Extras:
     def of(cls, parts: Sequence[Part], **more: Any) -> Extras:
         """Of a batch that is computed in `parts`, with `more` of the attributes."""
         *before, last = parts
-        return cls(last.attention, last.observers, before=tuple(before), **more)
+        return cls(last.attention, last.observers, before=before, **more)
 
     @property
     def changes_anything(self) -> bool:
@@ -97,11 +97,13 @@ def forward(
     hidden: list[torch.Tensor] = []
     with extras.timing or contextlib.nullcontext():
         try:
-            for part in extras.before:
+            is_cut = bool(extras.before)
+            while extras.before:  # what its attention has made of the whole prompt is not kept for the next
+                part = extras.before.pop(0)
                 divide_adapters(model_runner.lora_manager, part.batch)
                 done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
                 hidden.append(done.logits_output.hidden_states)
-            if extras.before:
+            if is_cut:
                 divide_adapters(model_runner.lora_manager, forward_batch)
             last = Part(forward_batch, extras.attention, extras.observers)
             output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)

@@ -49,8 +49,7 @@ def block_means(
         `[num_rows]`; undefined of rows that are in no block.
     """
     at = scores.new_zeros(2, len(block_at) + 1)
-    at[0, positions] = scores
-    at[1, positions] = 1.0
+    at.index_copy_(1, positions, torch.stack([scores, torch.ones_like(scores)]))
     sums, nums = at[:, blocks].sum(dim=-1)
     return (sums / nums)[block_at[positions]]
 

@@ -346,7 +346,8 @@ def sparse_extend_triton(
     group, v_dim = num_q_heads // num_kv_heads, v_buffer.shape[2]
     head_pad, v_pad = (max(triton.next_power_of_2(dim), 16) for dim in (head_dim, v_dim))
     if tile is None:
-        tile = choose_tile(max(head_pad, v_pad), q.element_size(), group, gpu_arch())
+        is_plain = k_buffer.dtype == q.dtype and (head_pad, v_pad) == (head_dim, v_dim)
+        tile = choose_tile(max(head_pad, v_pad), q.element_size(), group, gpu_arch(), is_plain=is_plain)
     tile_rows = tile.block_m // group
     # Every request may end in a tile that is not full.
     max_tiles = triton.cdiv(num_rows, tile_rows) + num_requests
@@ -435,7 +436,7 @@ def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> in
     return max(1, min(wanted, num_keys // _MIN_SPLIT_LEN, _MAX_SPLITS))
 
 
-def choose_tile(dim_pad: int, q_size: int, group: int, arch: int) -> Tile:
+def choose_tile(dim_pad: int, q_size: int, group: int, arch: int, *, is_plain: bool = True) -> Tile:
     """A tile within registers and shared memory of a GPU: no spills, 99 KB before sm_90 (test_budgets.py).
 
     Args:
@@ -443,6 +444,7 @@ def choose_tile(dim_pad: int, q_size: int, group: int, arch: int) -> Tile:
         q_size: bytes of an element of q.
         group: query heads per key-value head.
         arch: 90 for sm_90.
+        is_plain: K and V are of q's dtype, their dimensions not padded: what it takes to read others takes registers.
     """
     is_wide = dim_pad > 128
     if q_size == 4:
@@ -451,6 +453,8 @@ def choose_tile(dim_pad: int, q_size: int, group: int, arch: int) -> Tile:
         tile = Tile(32, 32, 4, 2) if is_wide else Tile(64, 64, 4, 2)
     elif is_wide:
         tile = Tile(128, 32, 8, 3) if arch >= 90 else Tile(64, 32, 8, 3)
+    elif arch < 89 and not is_plain:
+        tile = Tile(128, 32, 8, 3)
     else:
         tile = Tile(128, 64, 8, 3)
     return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group)))

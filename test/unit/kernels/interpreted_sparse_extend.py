@@ -96,7 +96,7 @@ def test_positions_past_65536(make_problem, monkeypatch):
     """All positions share 64 slots: only the indices are long. Wide tiles, as the interpreter pays for each step."""
     # By import_module: the package's attribute of this name is the function.
     kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
-    monkeypatch.setattr(kernel, "choose_tile", lambda *_: kernel.Tile(16, 512, 4, 2))
+    monkeypatch.setattr(kernel, "choose_tile", lambda *_, **__: kernel.Tile(16, 512, 4, 2))
     small = make_problem([(64, [63])], num_q_heads=1, num_kv_heads=1)
     kv_indices = torch.arange(65_600) % 64
     kv_indices = small.kv_indices[kv_indices]

@@ -26,7 +26,6 @@ FAST = [
 SLOW = [(arch, name) for arch in SHARED for name in SHAPES if (arch, name) not in FAST]
 # Slower than they could be there, and right: these spill, or have more shared memory than a smaller card of the kind.
 OVER = {
-    (80, "32/8 heads x 128, bfloat16 float8_e4m3fn"), (80, "32/32 heads x 80, bfloat16"),
     (89, "28/4 heads x 128, bfloat16"), (100, "32/8 heads x 128, bfloat16 float8_e4m3fn"),
     (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"),
 }  # fmt: skip
