@@ -9,7 +9,8 @@ Policies, as SGLang's gateway has them (docs/fleet.md):
     cache-aware   the replica to which the longest beginning of the prompt was sent before, where that is at least 0.3
                   of the prompt; else the one that got the fewest tokens
     session       consistent hashing of a header that names the session
-    passages      consistent hashing of `sglang_chunk_cache.routing.routing_key`: nothing is known of the replicas
+    passages      consistent hashing of `sglang_chunk_cache.routing.routing_key`: nothing is known of the replicas; at
+                  random without passages
     held          the replica that holds most tokens of the prompt's passages, as an index of events would tell; one
                   that got more than `MAX_SHARE` of the mean of the latest requests is passed over
     held, prefix  the same; what was sent there before of the prompt's beginning counts too
@@ -141,7 +142,11 @@ def _session() -> Policy:
 
 
 def _passages() -> Policy:
+    otherwise = _random()
+
     def choose(request: Request, sent: Sent, replicas: Sequence[Replay]) -> int:
+        if not request.chunks:
+            return otherwise(request, sent, replicas)
         return _hashed(routing_key(str(chunk) for chunk in request.chunks), len(replicas))
 
     return choose

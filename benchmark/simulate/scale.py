@@ -175,12 +175,12 @@ def scale_report(
         line("thousand rows a second, each replica", lambda one: f"{one.rows / one.seconds / num_replicas / 1e3:.1f}"),
         line("rows of the busiest replica, in means", lambda one: f"{one.busiest:.2f}"),
         line("GB/s from the store", lambda one: f"{one.loaded / one.seconds / 1e9:.1f}"),
-        line("GB/s that would have been slower", lambda one: f"{one.slow / one.seconds / 1e9:.1f}"),
+        line("GB/s not loaded, as computing is sooner", lambda one: f"{one.slow / one.seconds / 1e9:.1f}"),
         line("GB/s to the store", lambda one: f"{one.written / one.seconds / 1e9:.1f}"),
         line("ms that a request waits for loads, median", lambda one: f"{one.wait_ms(0.5):.1f}"),
         line("the same, p99", lambda one: f"{one.wait_ms(0.99):.1f}"),
         line("events a second, all replicas", lambda one: f"{one.num_events / one.seconds:,.0f}"),
-        line("MB of index and ledger, fullest replica", lambda one: f"{memory(one) / 1e6:.1f}"),
+        line("MB of index and ledger by then, fullest replica", lambda one: f"{memory(one) / 1e6:.1f}"),
     ]
     speed = RATE / pulse_rate / len(services.points)
     size = services.num_stored * one.distinct_tokens / len(one.distinct) * hardware.token_bytes

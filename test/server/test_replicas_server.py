@@ -156,10 +156,17 @@ def test_what_is_deleted_everywhere_is_nowhere(fleet: Fleet, passages: Passages,
             return not any(key.encode() in name or key.encode() in value for (name, _), value in new.items())
 
         wait_until(is_gone, "its key is still in the store, or in what was computed behind it")
+    wait_until(lambda: not _is_stored(fleet.first, behind), "what stood behind it is still in the store")
     prompt = marked([other, gone, behind], head="Asked. ")
     out, reply = reuse(fleet.second, prompt, tokenizer)
     assert statuses(reply) == ["hit", "miss", "miss"]
     assert_right(fleet.second, prompt, out)
+
+
+def _is_stored(server: Server, text: str) -> bool:
+    """In its pool, or in the store, which it asks where it does not know."""
+    body = {"texts": [text], "dry_run": True}
+    return bool(json.loads(server.post("/chunk_cache/warm", body).text)["already"])
 
 
 def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, tokenizer: Any):
