@@ -45,6 +45,11 @@ def test_rounding_is_no_difference(dtype: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_of_one_request_at_a_time_starts() -> None:
+    assert isinstance(start(tiny(), max_running_requests=1, **SMALL), float)
+
+
+@pytest.mark.slow
 def test_a_layer_may_have_a_rotation_of_its_own() -> None:
     found = start(tiny(rope="llama3"), broken_models.another_base_and_says_so, {"attention": "runs"}, **SMALL)
     assert isinstance(found, float)

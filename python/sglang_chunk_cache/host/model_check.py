@@ -130,42 +130,45 @@ class _Check:
         self._positions = np.arange(num_tokens)
         rng = np.random.default_rng(0)
         ids = array("q", rng.integers(0, scheduler.model_config.vocab_size, num_tokens).tolist())
-        self._prompts = []
-        for name in ("whole", "moved"):
-            taken = take_slots(scheduler, num_tokens)
-            assert taken is not None, "an idle server has room for two short prompts"
-            self._prompts.append(OwnPrompt(scheduler, f"check of the model, {name}", ids, *taken))
+        taken = take_slots(scheduler, num_tokens)
+        assert taken is not None, "an idle server has room for a short prompt"
+        self._prompt = OwnPrompt(scheduler, "check of the model", ids, *taken)
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._others = self._allocator.alloc(len(self._prompt.slots))
+        assert self._others is not None, "an idle server has room for two short prompts"
         self._shift = scheduler.model_config.context_len - num_tokens
         self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
 
     def close(self) -> None:
-        for prompt in self._prompts:
-            prompt.close()
+        self._prompt.close()
+        self._allocator.free(self._others)
 
     def run(self) -> None:
-        whole, moved = self._prompts
-        expected = self._forward(whole, self._positions)
-        there = self._forward(moved, self._positions, shift=self._shift)
+        expected = self._forward(self._positions)
+        computed = self._prompt.slots
+        self._prompt.move(self._others)
+        self._others = computed
+        there = self._forward(self._positions, shift=self._shift)
         self._bring_in(self._shift)
-        self._compare_keys(self._keys(moved), there.keys)
-        for how, positions, attention in self._attentions(moved):
+        self._compare_keys(self._keys(), there.keys)
+        for how, positions, attention in self._attentions():
             self._bring_in(0)
-            self._compare_forward(self._forward(moved, positions, attention), expected, how)
+            self._compare_forward(self._forward(positions, attention), expected, how)
 
     def _bring_in(self, shift: int) -> None:
-        """Copies the KV of `whole` into the slots of `moved`, turned by so many positions, as a request's is."""
-        source, target = (prompt.slots[: self._num_tokens].to(torch.int64) for prompt in self._prompts)
+        """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
+        source, target = (slots[: self._num_tokens].to(torch.int64) for slots in (self._others, self._prompt.slots))
         self._chunks.assembler.copy(source, target, torch.full_like(source, shift))
 
-    def _attentions(self, prompt: OwnPrompt) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
-        """What attends in fused batches, for a sentence, with the rows of `prompt` that it computes."""
+    def _attentions(self) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
+        """What attends in fused batches, for a sentence, with the rows that it computes."""
         layers, num_tokens = self._chunks.layers, self._num_tokens
-        rows = self._rows(prompt, self._positions)
+        rows = self._rows(self._positions)
         yield "computed by our kernel", self._positions, rows
         if self._chunks.min_run_len is not None:
             gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
-            yield "computed in runs", gap, self._runs(prompt, gap)
+            yield "computed in runs", gap, self._runs(gap)
         leaving = _Leaving(rows.row_positions, len(layers.modules))
         tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
         layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, tp_size, adapters)
@@ -173,36 +176,36 @@ class _Check:
 
     # Forwards.
 
-    def _forward(
-        self, prompt: OwnPrompt, positions: npt.NDArray[np.int64], attention: Attention | None = None, shift: int = 0
-    ) -> _Pass:
+    def _forward(self, positions: npt.NDArray[np.int64], attention: Attention | None = None, shift: int = 0) -> _Pass:
         """One forward of some rows of a prompt, by SGLang's backend or by `attention`."""
-        batch = ForwardBatch.init_new(prompt.batch(positions), self._runner, return_hidden_states_before_norm=False)
+        batch = ForwardBatch.init_new(
+            self._prompt.batch(positions), self._runner, return_hidden_states_before_norm=False
+        )
         batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
         if attention is not None:
             announce(batch, Extras(attention))
         output = self._runner.forward(batch).logits_output
-        return _Pass(self._keys(prompt), output.next_token_logits[0].float().clone())
+        return _Pass(self._keys(), output.next_token_logits[0].float().clone())
 
-    def _keys(self, prompt: OwnPrompt) -> list[torch.Tensor]:
+    def _keys(self) -> list[torch.Tensor]:
         buffers, _ = kv_buffers(self._runner.token_to_kv_pool)
-        slots = prompt.slots[: self._num_tokens].to(torch.int64)
+        slots = self._prompt.slots[: self._num_tokens].to(torch.int64)
         return [buffer[slots].float() for buffer in buffers]
 
-    def _rows(self, prompt: OwnPrompt, positions: npt.NDArray[np.int64]) -> FusedRows:
+    def _rows(self, positions: npt.NDArray[np.int64]) -> FusedRows:
         return FusedRows.build(
             req_to_token=self._runner.req_to_token_pool.req_to_token,
-            req_pool_indices=[prompt.row],
+            req_pool_indices=[self._prompt.row],
             kv_lens=[self._num_tokens],
             row_lens=[len(positions)],
-            row_positions=torch.from_numpy(positions).to(prompt.slots.device),
+            row_positions=torch.from_numpy(positions).to(self._prompt.slots.device),
             kv_pool=self._runner.token_to_kv_pool,
             kernel=self._chunks.kernel,
         )
 
-    def _runs(self, prompt: OwnPrompt, positions: npt.NDArray[np.int64]) -> BackendRuns:
-        device = prompt.slots.device
-        runs = Runs.of([positions], [prompt.row])
+    def _runs(self, positions: npt.NDArray[np.int64]) -> BackendRuns:
+        device = self._prompt.slots.device
+        runs = Runs.of([positions], [self._prompt.row])
         uploaded = [torch.from_numpy(one).to(device) for one in runs.arrays()]
         at = torch.from_numpy(positions).to(device)
         runner = self._runner

@@ -53,12 +53,18 @@ class OwnPrompt:
     ) -> None:
         self._scheduler = scheduler
         self.token_ids = token_ids
-        self.slots, self.row, self._num_shared = slots, row, num_shared
+        self.row, self._num_shared = row, num_shared
         params = SamplingParams(max_new_tokens=0)
         params.normalize(None)
         self._req = Req(name, "", token_ids, params)
         self._req.full_untruncated_fill_ids = token_ids
-        scheduler.req_to_token_pool.req_to_token[row, : len(token_ids)] = slots[: len(token_ids)].to(torch.int32)
+        self.move(slots)
+
+    def move(self, slots: torch.Tensor) -> None:
+        """Lets it stand at these slots; those that it had are the caller's."""
+        num_tokens, self.slots = len(self.token_ids), slots
+        places = slots[:num_tokens].to(torch.int32)
+        self._scheduler.req_to_token_pool.req_to_token[self.row, :num_tokens] = places
 
     def batch(self, positions: npt.NDArray[np.int64], behind: array[int] | None = None) -> ScheduleBatch:
         """A batch of one extend, which computes `positions`, ascending, of a request that exists here only.
