@@ -146,8 +146,8 @@ def to_markdown(report: Mapping[str, Any], size: Size) -> list[str]:
         "",
         *run_markdown(report),
         f"{size.shape}; {size}.",
-        "Method `epic` at 15 %, idle server; median seconds (min-max); stores on this machine, over its loopback. In the",
-        "pool the first chunk is an exact prefix.",
+        "Method `epic` at 15 %, idle server; median seconds (min-max); stores on this machine, over its loopback.",
+        "In the pool the first chunk is an exact prefix.",
         "",
         *markdown_table(("chunks", "seconds", "how many times sooner"), rows),
     ]
