@@ -38,8 +38,8 @@ def check(seed: int, num: int) -> None:
     assert counts["preparing"] > num / 50
     keeps_all = config.kind == "gemma3" or dict(config.server).get("enable_mixed_chunk")
     assert counts["packed"] > (0 if keeps_all else num / 50) or keeps_all
-    # One that loads layer by layer may have no idle turn.
-    assert counts["verified"] or config.loading or not dict(config.options).get("verify_share")
+    # One that loads layer by layer may have no idle turn; in a short one the first that waits may never find room.
+    assert counts["verified"] or config.loading or num < 300 or not dict(config.options).get("verify_share")
     assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)
     # A share leaves fewer hits, of which the selector is asked.
     assert num < 1000 or share_of(seed) < 1.0 or all(counts[f"fallback {one}"] for one in SELECTOR_REASONS if one)
