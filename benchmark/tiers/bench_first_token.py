@@ -3,7 +3,7 @@
     python benchmark/tiers/bench_first_token.py [--quick] [--repeats N] [--places NAME ...] [--out FOLDER]
 
 One server per place with a tier of that kind only, asked by turns, paused meanwhile; stores run on this machine. The
-pool of a server with a tier holds two prompts, and three sets of chunks take turns: so each request finds its chunks in
+pool of a server with a tier holds 2.6 prompts, and three sets of chunks take turns: so each request finds its chunks in
 the tier, which the reply must say. `computed` is stock's full prefill (mode off). Results:
 `benchmark/results/tiers/first_token.*`, or `.cache/bench/` with `--quick`.
 """
@@ -105,7 +105,7 @@ def places(names: Sequence[str], size: Size, folder: Path) -> Iterator[list[Plac
 
 def make_server(model_dir: Path, size: Size, name: str, tiers: Mapping[str, Any]) -> Server:
     """A server with these tiers; not started."""
-    num_prompts = 2.2 if tiers else NUM_SETS + 2
+    num_prompts = 2.6 if tiers else NUM_SETS + 2
     flags = ["--skip-tokenizer-init", "--max-running-requests", "1", "--chunk-cache"]
     flags += ["--max-total-tokens", str(int(num_prompts * size.prompt_len))]
     if tiers:
