@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,15 @@ class Stage(StrEnum):
     BEFORE = "before"
     LAYER = "layer"
     QUESTION = "question"
+
+
+class Basis(NamedTuple):
+    """What `rows_for_chunk` chooses by; its arguments."""
+
+    seed: int
+    chunk_key: bytes
+    ranking: Ranking | None
+    blocks: Rows | None
 
 
 class Method:
@@ -101,17 +110,9 @@ class Method:
         num_rows = num_rows_at(ratio, num_reused)
         if num_rows in (0, num_reused):
             return np.arange(num_rows, dtype=np.int64)
-        return self._select(num_reused, num_rows, seed, chunk_key, ranking, blocks)
+        return self._select(num_reused, num_rows, Basis(seed, chunk_key, ranking, blocks))
 
-    def _select(
-        self,
-        num_reused: int,
-        num_rows: int,
-        seed: int,
-        chunk_key: bytes,
-        ranking: Ranking | None,
-        blocks: Rows | None,
-    ) -> Rows:
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
         raise NotImplementedError(f"{self.name} does not choose before the forward")
 

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.methods.base import Method, Ranking, Rows
+from chunk_cache.methods.base import Basis, Method, Rows
 from chunk_cache.methods.options import ALPHA, ENDS, IntOption, Options
 
 
@@ -35,15 +35,7 @@ class Epic(Method):
     name = "epic"
     own_options = (ALPHA,)
 
-    def _select(
-        self,
-        num_reused: int,
-        num_rows: int,
-        seed: int,
-        chunk_key: bytes,
-        ranking: Ranking | None,
-        blocks: Rows | None,
-    ) -> Rows:
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         return np.arange(num_rows, dtype=np.int64)
 
 
@@ -58,15 +50,7 @@ class LegoLink(Method):
         assert isinstance(ends, int)
         return 2 * ends or None
 
-    def _select(
-        self,
-        num_reused: int,
-        num_rows: int,
-        seed: int,
-        chunk_key: bytes,
-        ranking: Ranking | None,
-        blocks: Rows | None,
-    ) -> Rows:
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         num_last = num_rows // 2
         rows = np.arange(num_rows, dtype=np.int64)
         rows[num_rows - num_last :] += num_reused - num_rows
@@ -86,18 +70,11 @@ class Random(Method):
     name = "random"
     own_options = (SEED, ALPHA)
 
-    def _select(
-        self,
-        num_reused: int,
-        num_rows: int,
-        seed: int,
-        chunk_key: bytes,
-        ranking: Ranking | None,
-        blocks: Rows | None,
-    ) -> Rows:
-        message = seed.to_bytes(8, "little") + num_reused.to_bytes(8, "little") + chunk_key
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
+        seed = basis.seed.to_bytes(8, "little")
+        message = seed + num_reused.to_bytes(8, "little") + basis.chunk_key
         base = int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
-        if blocks is not None:
+        if (blocks := basis.blocks) is not None:
             return np.sort(np.argsort(_hash_counters(base, blocks[-1] + 1)[blocks], kind="stable")[:num_rows])
         # the words are all different, so this set is unique whichever algorithm numpy picks
         chosen = np.argpartition(_hash_counters(base, num_reused), num_rows)[:num_rows]

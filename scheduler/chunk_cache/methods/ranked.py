@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from chunk_cache.methods.base import Method, Ranking, Rows
+from chunk_cache.methods.base import Basis, Method, Ranking, Rows
 from chunk_cache.methods.options import ALPHA, Option
 
 
@@ -15,20 +15,13 @@ class RankedMethod(Method):
 
     own_options: ClassVar[tuple[Option, ...]] = (ALPHA,)
 
-    def _select(
-        self,
-        num_reused: int,
-        num_rows: int,
-        seed: int,
-        chunk_key: bytes,
-        ranking: Ranking | None,
-        blocks: Rows | None,
-    ) -> Rows:
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
+        ranking = basis.ranking
         if ranking is None:
             return np.arange(num_rows, dtype=np.int64)
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
-        if blocks is not None:
-            ranking = _block_means(ranking, blocks)
+        if basis.blocks is not None:
+            ranking = _block_means(ranking, basis.blocks)
         if np.isnan(ranking.sum()):  # one of them is
             ranking = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
         least = np.partition(ranking, num_reused - num_rows)[num_reused - num_rows]
