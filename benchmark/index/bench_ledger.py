@@ -17,7 +17,6 @@ import gc
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test"))
 import numpy as np
 import psutil
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+from benchmark.simulate.engine import key_of
 
 from chunk_cache.config import parse_config
 from chunk_cache.cost import PrefillCost
-from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.tier_ledger import EntryId, TierLedger
 from chunk_cache.variant import variant_name
 from sglang_chunk_cache.tiers.base import Fingerprint
@@ -49,10 +48,6 @@ NUM_ASKED = 10
 NUM_LOOKUPS = 2000
 NOWHERE = "redis://127.0.0.1:1/0"
 """Asked by none of the lookups."""
-
-
-def key_of(number: int) -> bytes:
-    return chunk_key(Partition(), array("q", [number]))
 
 
 def open_replica() -> tuple[ChunkTiers, TierLedger]:

@@ -12,11 +12,11 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 from benchmark.common.machine import ROOT
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, offline_env
@@ -29,6 +29,7 @@ from rich.progress import Progress
 from sglang_chunk_cache.api.marks import split_marked
 from sglang_chunk_cache.explain.ask import ExplainClient
 from sglang_chunk_cache.explain.specs import MethodSpec
+from sglang_chunk_cache.kv.runs import Runs
 from sglang_chunk_cache.verify.conditions import Condition, parse_method
 
 METHODS = ("random", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift")
@@ -44,10 +45,9 @@ def conditions() -> list[Condition]:
 
 
 def run_lens(positions: Iterable[int]) -> list[int]:
-    """Lengths of the maximal runs of ascending positions."""
-    ascending = sorted(positions)
-    ends = [i + 1 for i, (a, b) in enumerate(pairwise(ascending)) if b != a + 1]
-    return [b - a for a, b in pairwise([0, *ends, len(ascending)])] if ascending else []
+    """Lengths of the maximal runs of positions."""
+    lens: list[int] = Runs.of([np.array(sorted(positions), dtype=np.int64)], [0]).lens.tolist()
+    return lens
 
 
 def count_runs(client: ExplainClient, prompts: Sequence[Prompt]) -> dict[str, list[list[int]]]:

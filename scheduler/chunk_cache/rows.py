@@ -108,6 +108,22 @@ def _choose_in_forward(
     return ChosenRows(_positions(np.ones_like(is_missing), load_start), num_recomputed, 0, selection)
 
 
+def blocks_of(chunks: Sequence[ChunkPlan], size: int) -> Rows:
+    """`[num_reused]` the block of each reused token of these chunks; they are counted on from chunk to chunk.
+
+    Args:
+        chunks: at least one, each of which reuses something.
+        size: tokens of a block; the first of a chunk begins with it, like a window.
+    """
+    parts: list[Rows] = []
+    for chunk in chunks:
+        own = (np.arange(chunk.dst_start, chunk.dst_end) - chunk.start) // size
+        first = parts[-1][-1] + 1 if parts else 0
+        parts.append(own - own[0] + first)
+    blocks: Rows = np.concatenate(parts)
+    return blocks
+
+
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """How a method that chooses before the forward does so, for all chunks of one request."""
@@ -139,7 +155,7 @@ class _Choice:
             seed=self.seed,
             chunk_key=key,
             ranking=ranking,
-            blocks=self.blocks_of([chunk]),
+            blocks=self._blocks([chunk]),
         )
 
     def best_of_all(self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float) -> list[Rows]:
@@ -151,22 +167,13 @@ class _Choice:
         ]
         starts = np.cumsum([0, *(len(part) for part in parts)])
         ranking = np.concatenate(parts) if parts else None
-        blocks = self.blocks_of([chunk for chunk, *_ in hits])
+        blocks = self._blocks([chunk for chunk, *_ in hits])
         rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking, blocks=blocks)
         cuts = np.searchsorted(rows, starts)
         return [rows[cuts[i] : cuts[i + 1]] - starts[i] for i in range(len(hits))]
 
-    def blocks_of(self, chunks: Sequence[ChunkPlan]) -> Rows | None:
-        """The block of each reused token; blocks are counted from a chunk's first token, like windows."""
-        if self.block_size == 0 or not chunks:
-            return None
-        parts: list[Rows] = []
-        for chunk in chunks:
-            own = np.arange(chunk.src_offset, chunk.src_offset + chunk.num_reused) // self.block_size
-            first = parts[-1][-1] + 1 if parts else 0
-            parts.append(own - own[0] + first)
-        blocks: Rows = np.concatenate(parts)
-        return blocks
+    def _blocks(self, chunks: Sequence[ChunkPlan]) -> Rows | None:
+        return blocks_of(chunks, self.block_size) if self.block_size and chunks else None
 
     def group(self, chunk: ChunkPlan, rows: Rows) -> Rows:
         """The part of `rows` that lies in windows of which enough was chosen."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,16 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
     data = [line.removeprefix("data: ") for line in lines if line]
     assert data[-1] == "[DONE]"
     return [json.loads(event) for event in data[:-1]]
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """Sum of the samples of `sglang:chunk_cache_<name>` with these labels; 0 where nothing was counted."""
+    total = 0.0
+    for line in server.get("/metrics").text.splitlines():
+        match = re.match(rf"sglang:chunk_cache_{name}\{{(.*)\}} (\S+)$", line)
+        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
+            total += float(match[2])
+    return total
 
 
 def prime(server: Server, chunks: list[str], **body: Any) -> None:

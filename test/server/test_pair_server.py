@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -26,7 +25,7 @@ import pytest
 from gateway import find_gateway
 from pair import Pair
 from server.conftest import FLAGS, STRICT
-from server.contract import FULL, Marked, Passages, generated, marked, same_logprobs, statuses
+from server.contract import FULL, Marked, Passages, generated, marked, metric, same_logprobs, statuses
 from server.tier_contract import wait_until
 from server_fixture import Server
 from unit.tiers.mooncake_master import library_env
@@ -173,16 +172,6 @@ def flush(server: Server) -> None:
     wait_until(lambda: server.post("/flush_cache", {}, check=False).status_code == 200, "it is not idle", 90)
 
 
-def counted(server: Server, name: str, **labels: str) -> float:
-    """Sum of the samples of `sglang:chunk_cache_<name>_total` with these labels."""
-    total = 0.0
-    for line in server.get("/metrics").text.splitlines():
-        match = re.match(rf"sglang:chunk_cache_{name}_total\{{(.*)\}} (\S+)$", line)
-        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
-            total += float(match[2])
-    return total
-
-
 def reused_by(pair: Pair, rid: str) -> int:
     """Tokens from chunks in a request, as the prefill server tells."""
     told = pair.prefill.get("/chunk_cache/requests").json()["requests"]
@@ -298,15 +287,15 @@ def test_what_the_prefill_server_does_by_itself(pair: Pair, tokenizer: Any, pass
         chunks = [warmed, derived] if i == 0 else [derived]
         ask(pair.http, [body(marked(chunks, head=head), tokenizer, REUSE, rid=f"itself-{i}")])
         assert reused_by(pair, f"itself-{i}") > 30
-    wait_until(lambda: counted(pair.prefill, "maintenance", kind="refreshed") == 1, "not refreshed")
-    wait_until(lambda: counted(pair.prefill, "verifications", outcome="verified") >= len(heads), "not verified")
+    wait_until(lambda: metric(pair.prefill, "maintenance_total", kind="refreshed") == 1, "not refreshed")
+    wait_until(lambda: metric(pair.prefill, "verifications_total", outcome="verified") >= len(heads), "not verified")
 
 
 @pytest.mark.parametrize("pair", ["pages"], indirect=True)
 def test_chunks_come_from_tiers(pair: Pair, tokenizer: Any, passages: Passages, model_dir: Path):
     chunks = passages.several(3, num_words=40)
     ask(pair.http, [body(marked(chunks), tokenizer, FULL)])
-    wait_until(lambda: counted(pair.prefill, "tier_writes", tier="disk", outcome="ok") >= 3, "not written")
+    wait_until(lambda: metric(pair.prefill, "tier_writes_total", tier="disk", outcome="ok") >= 3, "not written")
     flush(pair.prefill)
     prompt = marked(chunks[::-1], head="Again. ")
     (plain,) = ask(pair.http, [body(prompt, tokenizer, None)])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 
 from chunk_cache.keys import Partition, chunk_key
+from server import contract
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import FULL, Marked, encode, generated, prime, same_logprobs
 from server_fixture import Server
@@ -116,13 +116,8 @@ def flip_a_byte(path: Path) -> None:
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
-    """One sample of `sglang:chunk_cache_tier_<name>`; 0 where nothing was counted."""
-    total = 0.0
-    for line in server.get("/metrics").text.splitlines():
-        match = re.match(rf"sglang:chunk_cache_tier_{name}\{{(.*)\}} (\S+)$", line)
-        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
-            total += float(match[2])
-    return total
+    """Of `sglang:chunk_cache_tier_<name>`, as of `contract.metric`."""
+    return contract.metric(server, f"tier_{name}", **labels)
 
 
 def fill_pool(server: Server) -> None:

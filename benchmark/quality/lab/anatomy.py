@@ -10,7 +10,6 @@ OUT/NAME.md.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import statistics
 import sys
@@ -22,7 +21,7 @@ from scipy.stats import spearmanr
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, mean_and_error, named, run_markdown
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import Reused
 from benchmark.quality.lab.rows import KV, RowModel, attention_of
@@ -113,9 +112,8 @@ def to_markdown(found: Sequence[Mapping[str, float]], about: Sequence[str]) -> l
     """A row a measure: mean, standard error, and whose figure has its counterpart."""
     rows = []
     for name, paper in MEASURES.items():
-        values = [one[name] for one in found]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        rows.append((name, f"{statistics.mean(values):.2f}", f"{error:.2f}", paper))
+        mean, error = mean_and_error([one[name] for one in found])
+        rows.append((name, f"{mean:.2f}", f"{error:.2f}", paper))
     return [*about, "", *markdown_table(("measure", "mean", "standard error", "in the papers"), rows)]
 
 
@@ -143,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key, question, _ in questions:
         found.append(anatomy(Case.build(model, prompt_of(model, question, long=False), own_len=1)))
         print(key, flush=True)
-    files = [f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})" for path in map(Path, args.data)]
+    files = [named(Path(path)) for path in args.data]
     head = [
         f"# {Path(args.model).name}: which tokens deviate",
         "",

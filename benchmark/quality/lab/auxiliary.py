@@ -10,9 +10,6 @@ OUT/NAME.md.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, mean_and_error, named, run_markdown
 
 from sglang_chunk_cache.selector.auxiliary import ATTENTION, AuxiliaryModel
 from sglang_chunk_cache.selector.train import Score, TrainError, compare, load, make_examples, predict, read_prompts
@@ -37,8 +34,8 @@ def first_layer_of(path: str) -> AuxiliaryModel:
 
 def shown(scores: Sequence[Score], name: str) -> str:
     """Mean and standard error of one of the fields."""
-    values = [getattr(score, name) for score in scores]
-    return f"{statistics.mean(values):.3f} ({statistics.stdev(values) / math.sqrt(len(values)):.3f})"
+    mean, error = mean_and_error([getattr(score, name) for score in scores])
+    return f"{mean:.3f} ({error:.3f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,13 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for scores, predicted in zip(found.values(), (predict(auxiliary, example), own.target), strict=True):
                     scores.append(compare(example.target, predicted))
     num = len(next(iter(found.values())))
-    file = f"{args.data.name} ({hashlib.sha256(args.data.read_bytes()).hexdigest()[:12]})"
     names = Path(args.main).name, Path(args.selector).name
     page = [
         f"# What {names[1]} attends to, beside {names[0]}",
         "",
-        f"{num} questions of {file}, means and standard errors: how close each is to what the question attends to in",
-        f"{names[0]}'s last layer, over all chunk tokens. KL in nats, Jaccard index of the best 20 %.",
+        f"{num} questions of {named(args.data)}, means and standard errors: how close each is to what the question",
+        f"attends to in {names[0]}'s last layer, over all chunk tokens. KL in nats, Jaccard index of the best 20 %.",
         "",
         *markdown_table(
             ("", "KL", "Jaccard"), [(name, shown(some, "kl"), shown(some, "jaccard")) for name, some in found.items()]

@@ -11,9 +11,7 @@ kept in OUT/NAME.jsonl: the same command goes on where it was stopped. OUT/NAME.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, describe_run, run_markdown
+from benchmark.common.results import RESULTS_DIR, describe_run, mean_and_error, named, run_markdown
 from benchmark.quality.lab.ape import ape
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.causes import causes
@@ -124,15 +122,15 @@ def table(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
 
 
 def _mean(values: Sequence[float]) -> str:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{statistics.mean(values):+.3f} ({error:.3f})"
+    mean, error = mean_and_error(values)
+    return f"{mean:+.3f} ({error:.3f})"
 
 
 def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> str:
     """The result as Markdown."""
     names = list(dict.fromkeys(name for line in lines for name in line["results"]))
     hours = sum(line["seconds"] for line in lines) / 3600
-    files = [f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})" for path in map(Path, args.data)]
+    files = [named(Path(path)) for path in args.data]
     lengths = [line["prompt_len"] for line in lines]
     own_len = statistics.mean(line["own_len"] for line in lines)
     return "\n".join(

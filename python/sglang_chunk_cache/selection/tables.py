@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from chunk_cache.plan import RecomputePlan
+from chunk_cache.plan import ChunkPlan, RecomputePlan
+from chunk_cache.rows import blocks_of
 
 
 class Tables(NamedTuple):
@@ -34,11 +36,11 @@ class Tables(NamedTuple):
         """For a request whose positions up to `kv_len` are computed or there once the forward is done."""
         assert plan.selection is not None
         size = plan.selection.group_size or kv_len
-        block_at, blocks = _blocks(plan, kv_len)
         chunk_at = np.full(kv_len, -1, dtype=np.int64)
         window_at = np.zeros(kv_len, dtype=np.int64)
         window_lens: list[int] = []
         hits = [chunk for chunk in plan.chunks if chunk.num_reused]
+        block_at, blocks = _blocks(plan, hits, kv_len)
         for number, chunk in enumerate(hits):
             span = slice(chunk.dst_start, chunk.dst_end)
             chunk_at[span] = number
@@ -56,21 +58,17 @@ class Tables(NamedTuple):
         )
 
 
-def _blocks(plan: RecomputePlan, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Tables.block_at` and `blocks`; blocks are counted from a chunk's first token, like windows."""
+def _blocks(plan: RecomputePlan, hits: Sequence[ChunkPlan], kv_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Tables.block_at` and `blocks`."""
     assert plan.selection is not None
     size = plan.selection.block_size
     if not size:
         return np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.int64)
-    block_at, places, reused, num = np.zeros(kv_len, dtype=np.int64), [], [], 0
-    for chunk in plan.chunks:
-        if chunk.num_reused:
-            reused.append(np.arange(chunk.dst_start, chunk.dst_end))
-            own, place = np.divmod(reused[-1] - chunk.start, size)
-            block_at[reused[-1]] = own - own[0] + num
-            num += own[-1] - own[0] + 1
-            places.append(place)
-    positions = np.concatenate(reused)
-    blocks = np.full((num, size), kv_len, dtype=np.int64)
-    blocks[block_at[positions], np.concatenate(places)] = positions
+    numbers = blocks_of(hits, size)
+    positions = np.concatenate([np.arange(chunk.dst_start, chunk.dst_end) for chunk in hits])
+    places = np.concatenate([(np.arange(chunk.dst_start, chunk.dst_end) - chunk.start) % size for chunk in hits])
+    block_at = np.zeros(kv_len, dtype=np.int64)
+    block_at[positions] = numbers
+    blocks = np.full((numbers[-1] + 1, size), kv_len, dtype=np.int64)
+    blocks[numbers, places] = positions
     return block_at, blocks

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -397,6 +396,11 @@ def _behind(tier: Tier, keys: set[bytes], known: Sequence[bytes]) -> Iterator[Li
     return (info.listed for info in tier.medium.scan(known) if _is_behind(keys, info))
 
 
+def _all(tier: Tier) -> Iterator[Listed]:
+    """What a tier holds, whoever wrote it."""
+    return (info.listed for info in tier.medium.scan())
+
+
 def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[Listed]:
     """What a tier holds of these chunks, whoever wrote it."""
     return (info.listed for key in keys for info in tier.medium.find(key))
@@ -418,8 +422,7 @@ def _listed(tier: Tier, entries: Callable[[], Iterable[Listed]], problem: str) -
 
 def _scanned(tier: Tier) -> tuple[Tier, list[Listed], dict[EntryId, float]]:
     """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
-    scan = partial(map, attrgetter("listed"), tier.medium.scan())
-    _, entries = _listed(tier, scan, f"tier {tier.name} was not searched")
+    _, entries = _listed(tier, partial(_all, tier), f"tier {tier.name} was not searched")
     try:
         return tier, entries, decode_worth(tier.medium.read_note(), f"tier {tier.name}")
     except TierError as error:
