@@ -36,12 +36,8 @@ def case_moved_keys(s: Session, shift: int) -> list[MovedKeys]:
     chunks, found = s.local.cache.chunks, []
     check = _Check(s.local.scheduler, chunks, 128)
     try:
-        check._shift = shift
-        whole, moved = check._prompts
-        check._forward(whole, check._positions)
-        there = check._forward(moved, check._positions, shift=shift).keys
-        check._bring_in(shift)
-        for mine, expected in zip(check._keys(moved), there, strict=True):
+        check.compute()
+        for mine, expected in zip(*check.moved_keys(shift), strict=True):
             error, size = (one.unflatten(-1, (2, -1)).norm(dim=-2).numpy() for one in (mine - expected, expected))
             found.append(MovedKeys(error, size))
     finally:

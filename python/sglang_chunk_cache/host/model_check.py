@@ -145,16 +145,25 @@ class _Check:
         self._allocator.free(self._others)
 
     def run(self) -> None:
-        expected = self._forward(self._positions)
-        computed = self._prompt.slots
-        self._prompt.move(self._others)
-        self._others = computed
-        there = self._forward(self._positions, shift=self._shift)
-        self._bring_in(self._shift)
-        self._compare_keys(self._keys(), there.keys)
+        expected = self.compute()
+        self._compare_keys(*self.moved_keys(self._shift))
         for how, positions, attention in self._attentions():
             self._bring_in(0)
             self._compare_forward(self._forward(positions, attention), expected, how)
+
+    def compute(self) -> _Pass:
+        """SGLang's own forward of the prompt, which then stands elsewhere."""
+        computed = self._forward(self._positions)
+        slots = self._prompt.slots
+        self._prompt.move(self._others)
+        self._others = slots
+        return computed
+
+    def moved_keys(self, shift: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """By layer the keys that `compute` left, moved by so many positions, and those that are computed there."""
+        there = self._forward(self._positions, shift=shift)
+        self._bring_in(shift)
+        return self._keys(), there.keys
 
     def _bring_in(self, shift: int) -> None:
         """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
