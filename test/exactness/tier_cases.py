@@ -114,7 +114,8 @@ def land(s: Session, chunk: list[int]) -> None:
     from sglang_chunk_cache.tiers.search import Wanted
 
     tiers, key = s.local.cache.chunks.tiers, chunk_key(Partition(), chunk)
-    tiers.want("another", [Wanted(key, array("q", chunk), Partition(), Need(8))], num_keys=len(chunk), num_rows_ahead=0)
+    wanted = Wanted(key, array("q", chunk), Partition(), Need(8))
+    tiers.want("another", [wanted], num_keys=len(chunk), num_rows=len(chunk), num_rows_ahead=0)
     tiers.poll(["another"])
     while tiers.is_held("another"):
         tiers.wait(1.0)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.disaggregation import drop_waiting, let_store, own_fields, refuse_kept, waiting
@@ -76,12 +77,25 @@ class ChunkScheduler(Scheduler):
         queue = waiting(self)
         if chunks.tiers is None or not queue or queue[-1] is not req:
             return  # refused: the queue is full
+        wanted = _wanted(chunks, req)
         chunks.tiers.want(
             req.rid,
-            _wanted(chunks, req),
+            wanted,
             num_keys=len(req.origin_input_ids),
+            num_rows=self._num_rows_without_loads(req) if wanted else 0,
             num_rows_ahead=sum(_num_rows(other) for other in queue[:-1]),
         )
+
+    def _num_rows_without_loads(self, req: Req) -> int:
+        """Rows of a request with chunks, a layer, were it planned now: no chunk comes up, the exact prefix is there."""
+        state, ids = state_of(req), req.origin_input_ids
+        assert state is not None
+        key = RadixKey(ids[:-1], extra_key=req.extra_key, cache_salt=req.cache_salt)
+        prefix_len, _, _ = self.tree_cache.tree_core.match_full_device_prefix(key)
+        plan = self._chunks.manager.plan(
+            state.prompt, prompt_len=len(ids), prefix_len=prefix_len, max_prefix_len=len(ids) - 1
+        )
+        return plan.num_computed + plan.num_recomputed
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
         if self.grammar_manager.has_waiting_grammars():
@@ -208,8 +222,11 @@ def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
         return []
     if state.decision is not None and state.decision.step is None:
         return []  # the target has it computed exactly
+    spans = state.options.spans
+    if spans and spans[-1][1] > len(req.origin_input_ids):
+        return []  # SGLang replaced the prompt of a request that it is about to abort
     wanted = []
-    for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True)):
+    for i, (key, (start, end)) in enumerate(zip(state.keys, spans, strict=True)):
         need = chunks.manager.need(state.prompt, i)
         if i != state.prompt.to_prepare and not chunks.manager.has(key, need):
             wanted.append(Wanted(key, req.origin_input_ids[start:end], state.partition, need))

@@ -110,11 +110,14 @@ class TierLoader:
 
     # Requests.
 
-    def want(self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows_ahead: int = 0) -> None:
+    def want(
+        self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: int, num_rows_ahead: int = 0
+    ) -> None:
         """A request that begins to wait needs chunks that the pool does not have.
 
         Args:
             num_keys: tokens of its prompt.
+            num_rows: rows that it would compute without these chunks.
             num_rows_ahead: rows that the requests in front of it will compute, at most.
         """
         if rid in self._waiting:  # it was admitted or aborted, and is back before anybody looked
@@ -136,7 +139,7 @@ class TierLoader:
             patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
         to_load = {chunk.key: chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
         if self._overlaps:
-            self._choose_preload(list(to_load.values()), num_keys)
+            self._choose_preload(waiting, num_rows, num_keys)
         self._wanted |= to_load
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
@@ -241,18 +244,18 @@ class TierLoader:
             worth_s += load_s + prefill.marginal(option.num_rows, option.num_keys)
         return 2.0 * worth_s
 
-    def _choose_preload(self, chunks: Sequence[Wanted], num_keys: int) -> None:
+    def _choose_preload(self, waiting: _Waiting, num_rows: int, num_keys: int) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        tiers = [self._expected_tier(chunk) for chunk in chunks]
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        load_s = sum(
-            tier.reads.estimate(self._num_bytes(chunk))
-            for chunk, tier in zip(chunks, tiers, strict=True)
-            if tier is not None
-        )
-        num_rows = num_keys - num_tokens + round(self._ratio * num_tokens)
+        load_s, to_load = 0.0, []
+        for chunk in waiting.chunks:
+            found, tier = waiting.decided.get(chunk.key), self._expected_tier(chunk)
+            is_brought = tier is not None if found is None else found.stored is not None
+            num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids)) if is_brought else 0
+            if found is None:
+                to_load.append(chunk)
+                load_s += 0.0 if tier is None else tier.reads.estimate(self._num_bytes(chunk))
         depth = preload_depth(self._num_layers, load_s, self._prefill_cost.estimate(max(num_rows, 1), num_keys))
-        self._preload |= {chunk.key: depth for chunk in chunks if chunk.key not in self._wanted}
+        self._preload |= {chunk.key: depth for chunk in to_load if chunk.key not in self._wanted}
 
     def _tier_of(self, chunk: Wanted) -> Tier | None:
         """The first that is known to have it; another server may have written it where we share a tier."""

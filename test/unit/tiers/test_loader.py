@@ -566,3 +566,30 @@ def test_a_stream_does_not_wait_behind_the_loads_of_others(tmp_path: Path) -> No
         assert found.stream is not None
         assert all(found.stream.wait(layer, 2.0) for layer in range(found.stream.num_layers))
         assert_same(found.stream.stored, stored(variant(0)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_ready"),
+    [
+        (2000, 1),  # 1830 rows: longer than the load
+        (570, 2),  # 400 rows: half as long
+        (200, 3),  # 30 rows
+    ],
+)
+def test_a_forward_with_fewer_rows_needs_more_layers_before_it_begins(
+    tmp_path: Path, num_rows: int, num_ready: int
+) -> None:
+    """It computes what is in neither prefix nor chunk; a chunk that comes up spares all but 15 % of its tokens.
+
+    Of two wanted chunks of 200 tokens one is stored nowhere, so its rows are all computed. Loading takes 0.8 s.
+    """
+    chunk, nowhere, one = wanted(1, length=200), wanted(2, length=200), variant(1, length=200)
+    DiskMedium(tmp_path, FINGERPRINT).write(stored(one))
+    with open_tiers({"disk": tmp_path}, loading="layerwise") as tiers:
+        tiers.writer.adopt(tiers.tier("disk"), stored(one).info.listed)
+        learned(tiers, load_s=0.02, s_per_row=0.001)
+        tiers.want("r", chunk, nowhere, num_keys=4000, num_rows=num_rows)
+        tiers.idle()  # the worker stops here until it is admitted
+        stream = tiers.loader._found[chunk.key].stream
+        assert stream is not None
+        assert (stream.num_ready, stream.num_layers) == (num_ready, 3)

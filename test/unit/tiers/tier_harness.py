@@ -201,8 +201,10 @@ class Tiers:
     def tier(self, name: str) -> Tier:
         return next(tier for tier in self.tiers if tier.name == name)
 
-    def want(self, rid: str, *chunks: Wanted, num_keys: int = 100, num_rows_ahead: int = 0) -> None:
-        self.loader.want(rid, chunks, num_keys=num_keys, num_rows_ahead=num_rows_ahead)
+    def want(
+        self, rid: str, *chunks: Wanted, num_keys: int = 100, num_rows: int = 100, num_rows_ahead: int = 0
+    ) -> None:
+        self.loader.want(rid, chunks, num_keys=num_keys, num_rows=num_rows, num_rows_ahead=num_rows_ahead)
 
     def step(self, *queued: str) -> None:
         """One scheduling step with these requests in the queue."""
