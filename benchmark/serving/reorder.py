@@ -2,6 +2,7 @@
 
     Reorderer    puts marked chunks into an order in which earlier prompts began
     Rebuilder    knows no marks: begins a prompt as an earlier one began, with runs of its own tokens
+    SetOrderer   follows an earlier prompt whose first chunks were the same set: the hits of Set-Cache
 
 `Reorderer`: chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so
 that stock SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is
@@ -17,6 +18,11 @@ another order than the retriever's, which ranks them.
 `Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which
 the prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any
 text, also that of a system prompt.
+
+`SetOrderer` is the lookup of Set-Cache, a baseline of Cache-Craft (section 5.1): the first chunks of a prompt are found
+where an earlier prompt began with the same ones in any order. Set-Cache moves their KV to the places that they have
+now and fixes nothing; a prompt in the order of the earlier one finds as much and computes as much, but its answer is
+the exact one of that order.
 """
 
 from __future__ import annotations
@@ -86,6 +92,25 @@ class Reorderer(Generic[Key]):
         for key in order:
             node = node.children.setdefault(key, _Node())
             node.used_at = self._clock
+
+
+class SetOrderer(Generic[Key]):
+    """See the head of this file. It forgets nothing."""
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[Hashable, tuple[Key, ...]], tuple[Key, ...]] = {}  # by what they begin with, sorted
+
+    def order(self, keys: Sequence[Key], head: Hashable = None) -> tuple[Key, ...]:
+        """The keys, of which as many as possible of the first stand as an earlier prompt behind `head` began."""
+        order = tuple(keys)
+        for i in range(len(order), 0, -1):
+            found = self._orders.get((head, tuple(sorted(order[:i]))))
+            if found is not None:
+                order = (*found, *order[i:])
+                break
+        for i in range(1, len(order) + 1):
+            self._orders[head, tuple(sorted(order[:i]))] = order[:i]
+        return order
 
 
 class Rebuilder:

@@ -6,6 +6,7 @@
 | `stock` | stock SGLang, prefix cache on | as retrieved |
 | `reorder` | stock SGLang, prefix cache on | chunks reordered and de-duplicated by the client, `reorder.py` |
 | `rebuild` | stock SGLang, prefix cache on | rebuilt by tokens without marks, `reorder.py` |
+| `set-cache` | stock SGLang, prefix cache on | first chunks in the order of an earlier prompt, `reorder.py` |
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
 | `METHOD@RATIO, no ...` | without a part of it, `ablated` | the same |
 
@@ -21,11 +22,11 @@ from typing import Any
 
 from benchmark.quality.question import DataError
 from benchmark.serving.prompt import Piece, Prompt, num_tokens
-from benchmark.serving.reorder import Rebuilder, Reorderer
+from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
 
 from sglang_chunk_cache.verify.conditions import Condition, parse_method
 
-NO_CACHE, STOCK, REORDER, REBUILD = "no-cache", "stock", "reorder", "rebuild"
+NO_CACHE, STOCK, REORDER, REBUILD, SET_CACHE = "no-cache", "stock", "reorder", "rebuild", "set-cache"
 DEFAULT_RATIO = 0.15
 SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("--disable-radix-cache",),
@@ -45,7 +46,7 @@ class System:
         name: as in tables and on the command line.
         kind: of its server, a key of `SERVER_FLAGS`.
         options: of the chunk cache; None on a stock server.
-        orders: what a client puts into another order, "chunks" or "tokens"; None = nothing.
+        orders: what a client puts into another order, "chunks", "tokens" or "sets"; None = nothing.
     """
 
     name: str
@@ -59,6 +60,7 @@ BASELINES: Mapping[str, System] = {
     STOCK: System(STOCK, "plain"),
     REORDER: System(REORDER, "plain", orders="chunks"),
     REBUILD: System(REBUILD, "plain", orders="tokens"),
+    SET_CACHE: System(SET_CACHE, "plain", orders="sets"),
 }
 
 
@@ -115,6 +117,7 @@ class Writer:
         self.sent: list[Prompt] = []
         self._reorderer: Reorderer[str] | None = Reorderer(pool_len) if system.orders == "chunks" else None
         self._rebuilder = Rebuilder(pool_len) if system.orders == "tokens" else None
+        self._set_orderer: SetOrderer[str] | None = SetOrderer() if system.orders == "sets" else None
         self._heads: set[Piece] = set()
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
@@ -133,5 +136,8 @@ class Writer:
             tokens = prompt.tokens
             order = self._rebuilder.order(tokens, rest_len=prompt.output_len)
             prompt = replace(prompt, head=(), chunks=(), tail=tuple(tokens[place] for place in order))
+        if self._set_orderer is not None:
+            keys = [chunk.key for chunk in prompt.chunks]
+            prompt = prompt.reordered(self._set_orderer.order(keys, prompt.head))
         self.sent.append(prompt)
         return prompt.body(self.system.options)

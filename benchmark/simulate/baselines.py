@@ -10,9 +10,8 @@ a trace that `simulate` replays so, `ORDERS`:
     by_frequency   chunks stand in the order of how often the whole trace has them, which nobody knows in advance
     rebuilt        the whole prompt begins as an earlier one, system prompt and history too, found without marks
                    (LMCache's idea)
-    as_sets        Set-Cache, a baseline of Cache-Craft (section 5.1): the first chunks of a prompt are found where an
-                   earlier prompt began with the same ones in any order. It moves KV to other positions and fixes
-                   nothing, so answers are those of full reuse; all others are exact.
+    as_sets        Set-Cache, a baseline of Cache-Craft (section 5.1), as `SetOrderer` says. Its answers are those of
+                   full reuse; all others are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from benchmark.serving.reorder import Rebuilder, Reorderer
+from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
 from benchmark.simulate.trace import Request, Trace
 
 
@@ -122,18 +121,11 @@ def rebuilt(trace: Trace, pool_tokens: int) -> Trace:
 
 def as_sets(trace: Trace, pool_tokens: int) -> Trace:
     """See the head of this file: the prompts whose exact prefixes are what Set-Cache finds."""
-    order_of: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
+    orderer: SetOrderer[int] = SetOrderer()
 
     def look_up(request: Request) -> Request:
-        head, chunks = tuple(number for place, number in request.plain if place == 0), request.chunks
-        for i in range(len(chunks), 0, -1):
-            found = order_of.get((head, frozenset(chunks[:i])))
-            if found is not None and len(found) == i:
-                chunks = (*found, *chunks[i:])
-                break
-        for i in range(1, len(chunks) + 1):
-            order_of[head, frozenset(chunks[:i])] = chunks[:i]
-        return replace(request, chunks=chunks)
+        head = tuple(number for place, number in request.plain if place == 0)
+        return replace(request, chunks=orderer.order(request.chunks, head))
 
     return replace(trace, requests=tuple(map(look_up, trace.requests)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from benchmark.serving.reorder import Rebuilder, Reorderer
+from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,3 +103,18 @@ def test_every_token_is_sent_once(prompts: list[list[int]], min_run: int) -> Non
     rebuilder = Rebuilder(min_run=min_run)
     for tokens in prompts:
         assert sorted(rebuilder.order(tokens)) == list(range(len(tokens)))
+
+
+def test_the_same_first_chunks_are_found_in_any_order() -> None:
+    orderer: SetOrderer[str] = SetOrderer()
+    orders = [orderer.order(keys) for keys in ("ABC", "BAD", "CA", "DBA")]
+    # {A, B} as A B; {A, C} and {C} began nothing; {A, B, D} did, as A B D.
+    assert orders == [tuple("ABC"), tuple("ABD"), tuple("CA"), tuple("ABD")]
+    assert orderer.order("BA", head="T") == ("B", "A"), "behind another head nothing is shared"
+
+
+@given(st.lists(KEYS, max_size=8))
+def test_sets_lose_and_repeat_nothing(requests: list[list[str]]) -> None:
+    orderer: SetOrderer[str] = SetOrderer()
+    for keys in requests:
+        assert sorted(orderer.order(keys)) == sorted(keys)

@@ -14,7 +14,7 @@ from benchmark.quality.question import DataError
 from benchmark.quality.synthetic.vocabulary import ID_OF
 from benchmark.serving import traces
 from benchmark.serving.plan import STANDARD, VOCAB
-from benchmark.serving.prompt import Prompt
+from benchmark.serving.prompt import Chunk, Prompt
 from benchmark.serving.systems import Writer, parse_systems
 
 from pulse_files import write_pulse
@@ -151,3 +151,13 @@ def test_tokens_are_rebuilt_for_a_system_that_does_so(tmp_path: Path) -> None:
     assert sorted(second) == sorted(prompts[1].tokens)
     with pytest.raises(DataError, match="a prompt of text where token ids are wanted"):
         writer.body(Prompt("system", (), "question", 1))
+
+
+def test_set_cache_is_asked_in_the_order_of_an_earlier_prompt() -> None:
+    first, second, third = (Chunk(key, (number,) * 3) for number, key in enumerate("ABC", 2))
+    writer = Writer(parse_systems(["set-cache"])[0])
+    prompts = [Prompt((1,), chunks, (9,), 1) for chunks in ((first, second), (second, first, third))]
+    bodies = [writer.body(prompt) for prompt in prompts]
+    assert bodies[0]["input_ids"] == [1, 2, 2, 2, 3, 3, 3, 9]
+    assert bodies[1]["input_ids"] == [1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 9]
+    assert "custom_params" not in bodies[1]["sampling_params"], "a stock server knows no marks"
