@@ -98,6 +98,11 @@ def test_what_gave_way_is_computed(layerwise: dict[str, Any], case: str, num_ope
     same(reply, off)
 
 
+def test_the_forward_is_judged_by_the_rows_that_it_computes(layerwise: dict[str, Any]) -> None:
+    """All of what comes up, half of the chunk in the pool, the question; the system prompt is an exact prefix."""
+    assert checked(layerwise["rows_beside_a_load"]) == [100 + 60 + 9]
+
+
 def test_nothing_of_other_weights_is_used_or_written(layerwise: dict[str, Any]) -> None:
     found = checked(layerwise["weights"])
     reply, off = found["replies"]

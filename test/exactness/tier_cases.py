@@ -174,6 +174,26 @@ def case_room_is_needed_between_admission_and_forward(s: Session) -> dict[str, A
     return {"replies": replies, "num_open": num_open}
 
 
+def case_rows_beside_a_load(s: Session) -> list[int]:
+    """What the tiers are told that a request would compute without the chunk that comes up."""
+    loaded, in_pool = s.chunks(100, 120)
+    store(s, [loaded])
+    s.send(s.prompt([in_pool], question=20), max_new_tokens=1)
+    tiers = s.local.cache.chunks.tiers
+    original, told = tiers.want, []
+
+    def want(rid: str, chunks: Sequence[Any], **numbers: int) -> None:
+        told.append(numbers["num_rows"])
+        original(rid, chunks, **numbers)
+
+    tiers.want = want
+    try:
+        s.send(s.prompt([loaded, in_pool], question=9), ratio=0.5, max_new_tokens=1)
+    finally:
+        del tiers.want
+    return told
+
+
 def case_weights(s: Session) -> dict[str, Any]:
     """Comes last: the model is another one from then on."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
