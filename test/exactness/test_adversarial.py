@@ -25,7 +25,9 @@ def test_a_refused_prompt_does_not_stop_the_scheduler(page_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "hrrn"])
+@pytest.mark.parametrize(
+    "policy", ["lpm", *(pytest.param(other, marks=pytest.mark.all) for other in ("dfs-weight", "hrrn"))]
+)
 def test_retracted_requests_under_cache_aware_policies(policy: str) -> None:
     config = PolicyConfig(policy=policy, max_total_tokens=2048, conservativeness=0.3, force_retract=True)
     ours = outcome(config, "retracted_behind_its_own_text")

@@ -20,7 +20,7 @@ UNREACHABLE = (("kl", 1e-6),)
 CONFIGS = [
     Config(options=ALL),
     Config(options=ALL, page_size=16, chunked=True, overlap=False, tree_core="python"),
-    Config(options=ALL, tp_size=2, chunked=True),
+    pytest.param(Config(options=ALL, tp_size=2, chunked=True), marks=pytest.mark.all),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 

@@ -41,12 +41,9 @@ MODELS = [
     Config(kind="qwen3", page_size=16),
     Config(kind="granite", chunked=True),
     Config(kind="cohere", page_size=16),
-    Config(kind="qwen3_moe", chunked=True),
     Config(kind="qwen3_moe", tp_size=2, server=(("ep_size", 2),)),
     Config(kind="deepseek_v2", page_size=16, chunked=True),
-    Config(kind="deepseek_v2", tp_size=2, options=RUNS),
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
-    Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
 ]
 MORE_MODELS = [
     Config(rope="linear", options=(("verify_share", 1.0),)),
@@ -62,7 +59,10 @@ MORE_MODELS = [
     Config(kind="starcoder2", page_size=16),
     Config(kind="qwen2_moe", page_size=16, options=RUNS),
     Config(kind="olmoe", options=RUNS),
+    Config(kind="deepseek_v2", tp_size=2, options=RUNS),
     Config(kind="deepseek_v3"),
+    Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
+    Config(kind="qwen3_moe", chunked=True),
     Config(kind="mistral_window"),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS, server=(("ep_size", 2),)),
 ]

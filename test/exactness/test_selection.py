@@ -23,11 +23,11 @@ NEAR_TIE = 1e-5  # scores that may change places, relative
 ROUNDING = 1e-8  # and absolute: deviations of tokens that stand where and behind what they were computed are 0
 
 CONFIGS = [
-    Config(layers=4),
     Config(layers=4, page_size=16, tp_size=2),
     Config(layers=4, page_size=16, chunked=True),
 ]
 MORE_CONFIGS = [
+    Config(layers=4),
     Config(layers=6),
     Config(layers=6, page_size=16, tp_size=2),
     Config(layers=4, page_size=16, overlap=False),

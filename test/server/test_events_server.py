@@ -139,3 +139,19 @@ def test_data_parallel_ranks_publish_each_for_itself(model_dir: Path, passages, 
         for rank in range(2):
             held = {f"{NAME} {rank}": lens[rank], f"{NAME} {1 - rank}": 0}
             eventually(partial(holders.who_holds, chunks[rank : rank + 1]), held)
+
+
+def test_of_tensor_parallel_ranks_the_first_publishes(model_dir: Path, passages, tokenizer: Any) -> None:
+    events = events_of(free_port(), free_port())
+    flags = ("--tp", "2", "--chunk-cache", "--chunk-cache-config", json.dumps({"events": events}))
+    source = {NAME: Source(events["endpoint"], events["replay_endpoint"])}
+    chunks = passages.several(2)
+    lens = [len(encode(tokenizer, chunk)) for chunk in chunks]
+    with (
+        AdminServer(model_dir, *FLAGS, "--api-key", KEY, *flags, env=STRICT) as server,
+        Holders(source, SALT, encode=partial(encode, tokenizer)) as holders,
+    ):
+        server.generate(marked(chunks).text, max_new_tokens=1)
+        eventually(partial(holders.who_holds, chunks), {NAME: sum(lens)})
+        assert server.ask("evict", texts=chunks[:1])["evicted"]
+        eventually(partial(holders.who_holds, chunks), {NAME: lens[1]})

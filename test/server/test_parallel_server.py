@@ -1,4 +1,4 @@
-"""Tensor parallelism 2: offline with `engine`, and behind HTTP with another separator and another configuration."""
+"""Offline with `engine`; tensor parallelism 2 behind HTTP with another separator and another configuration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def offline_chunks() -> list[str]:
     return ["the rose of the old winter\n", "a tale of stone in her hand, long ago\n", "this road led to nothing\n"]
 
 
-@pytest.fixture(scope="module")
-def offline(model_dir: Path, tokenizer: Any, offline_chunks: list[str]) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.all)], ids=["one-rank", "two-ranks"])
+def offline(request: Any, model_dir: Path, tokenizer: Any, offline_chunks: list[str]) -> dict[str, Any]:
     """What `offline.py` printed."""
     a, b, c = offline_chunks
     prompt = marked([c, a, b], head="Offline. ")
     task = {
         "model": str(model_dir),
-        "tp_size": 2,
+        "tp_size": request.param,
         "primes": [marked([a]).text, marked([b]).text],
         "prompt": prompt.text,
         "ids": prompt.ids(tokenizer),
@@ -39,7 +39,7 @@ def offline(model_dir: Path, tokenizer: Any, offline_chunks: list[str]) -> dict[
     return {**ask("offline", task), "task": task}
 
 
-def test_case_09_offline_with_two_ranks_equals_stock(offline, stock):
+def test_case_09_offline_equals_stock(offline, stock):
     task = offline["task"]
     expected = stock.generate(task["ids"], logprobs=True)
     for name, expected_statuses in (("text", ["miss", "hit", "hit"]), ("ids", ["hit", "hit", "hit"])):
