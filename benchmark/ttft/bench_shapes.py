@@ -5,7 +5,7 @@
 The counterpart of CacheBlend's figure 15, Cache-Craft's 23b to 23d, FusionRAG's 19 and A3's 6b: one number of the
 prompts of `bench_ttft.py` changes, all others stay, with a smaller model but where that is what changes. Stock is
 `"mode": "off"` on the same server, by turns with each method. Where several requests come at once it is the time until
-all have their first token. Results: `benchmark/results/ttft/shapes.*`.
+all have their first token. Results: `benchmark/results/ttft/shapes-SWEEP-SWEEP.*`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> int:
             report["rows"] += measure(point, args.repeats)
             print(f"{point.sweep} {point.value}: measured", flush=True)
     out = result_dir(args, "ttft")
-    for path in write_result(out, "shapes", report, to_markdown(report)):
+    for path in write_result(out, "-".join(("shapes", *args.sweeps)), report, to_markdown(report)):
         print(path)
     return 0
 
