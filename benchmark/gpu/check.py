@@ -61,6 +61,8 @@ def stages(args: argparse.Namespace) -> list[Stage]:
               ("benchmark/kernel/time_on_gpu.py", *bench), 900),
         Stage("serving", "stock, reordering and reuse under load",
               ("benchmark/serving/bench_serving.py", "--plan", "quick"), 1800),
+        Stage("fp8", "ratio 1.0 against stock, with a KV cache in FP8",
+              ("benchmark/gpu/exactness.py", "--fp8", "--backends", backends, *on, *few), 3600),
     ]  # fmt: skip
 
 

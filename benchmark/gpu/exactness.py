@@ -1,6 +1,6 @@
 """Recompute ratio 1.0 against stock SGLang on a GPU, in bf16: the cases of the exactness matrix on every backend.
 
-    python benchmark/gpu/exactness.py [--backends fa3,triton] [--device cuda] [--cases 04_miss...] [--out FOLDER]
+    python benchmark/gpu/exactness.py [--fp8] [--backends fa3,triton] [--device cuda] [--cases NAME...] [--out FOLDER]
 
 In bf16 two ways of computing the same prompt differ by rounding, stock's own whole and chunked prefill too. So the
 difference of log-probabilities between ours and stock is held against that between stock in steps of 64 tokens and
@@ -34,12 +34,19 @@ SITUATIONS = {
     "page 16, steps of 64": {"page_size": 16, "chunked": True},
     "page 16, whole, prefill graphs": {"page_size": 16},
 }
+POOLS = {
+    "bfloat16": BASE,
+    "float8_e4m3fn": replace(BASE, kind="llama_fp8_kv"),  # asks for it, with scales
+    "float8_e5m2": replace(BASE, server=(("kv_cache_dtype", "fp8_e5m2"),)),
+}
 
 
-def configs_of(backend: str, device: str) -> dict[str, Config]:
-    """What is run on a backend, by the name that the table uses."""
+def configs_of(backend: str, pool: str, device: str) -> dict[str, Config]:
+    """What is run on a backend and a KV pool, by the name that the table uses."""
     without_graphs = (("disable_cuda_graph", True),)
+    base = POOLS[pool]
     server = (
+        *base.server,
         ("attention_backend", backend),
         ("dtype", "bfloat16"),
         ("device", device),
@@ -47,7 +54,7 @@ def configs_of(backend: str, device: str) -> dict[str, Config]:
     )
     options = (("attention", "runs"),) if device == "cpu" else ()
     return {
-        name: replace(BASE, options=options, server=(*server, *(() if "graphs" in name else without_graphs)), **fields)
+        name: replace(base, options=options, server=(*server, *(() if "graphs" in name else without_graphs)), **fields)
         for name, fields in SITUATIONS.items()
         if device != "cpu" or "graphs" not in name
     }
@@ -71,14 +78,14 @@ def difference(ours: list[Any], stock: list[Any]) -> tuple[float, int]:
     return largest, parted
 
 
-def measure(backend: str, device: str, cases: list[str]) -> list[dict[str, Any]]:
+def measure(backend: str, pool: str, device: str, cases: list[str]) -> list[dict[str, Any]]:
     """One row per situation."""
-    configs = configs_of(backend, device)
+    configs = configs_of(backend, pool, device)
     rows = []
     stock_of: dict[str, Any] = {}
     for name, config in configs.items():
         began = time.perf_counter()
-        row: dict[str, Any] = {"backend": backend, "situation": name, "cases": len(cases)}
+        row: dict[str, Any] = {"backend": backend, "pool": pool, "situation": name, "cases": len(cases)}
         try:
             stock_of[name] = stock = run_cases(config, is_ours=False, names=cases)
             ours = run_cases(config, is_ours=True, names=cases)
@@ -97,8 +104,8 @@ def measure(backend: str, device: str, cases: list[str]) -> list[dict[str, Any]]
             row |= {"requests": 0, "difference": None, "parted": 0, "stock_noise": None, "errors": [str(error)]}
         row["seconds"] = round(time.perf_counter() - began, 1)
         rows.append(row)
-        print(row["backend"], row["situation"], row["difference"], row["stock_noise"], row["errors"], flush=True)
-    # The noise of a backend is the largest that any of its situations showed.
+        print(backend, pool, name, row["difference"], row["stock_noise"], row["errors"], flush=True)
+    # The noise of a backend on a pool is the largest that any of its situations showed.
     noise = max((row["stock_noise"] or 0.0 for row in rows), default=0.0)
     for row in rows:
         row["met"] = not row["errors"] and row["difference"] <= FACTOR * noise
@@ -110,15 +117,35 @@ def main() -> int:
     parser.add_argument(
         "--backends", default="fa3,triton", help="attention backends, with commas (default: %(default)s)"
     )
+    parser.add_argument("--fp8", action="store_true", help="KV pools in FP8, of the kinds that the backend reads")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="names of cases (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "gpu", help="folder of the results")
     args = parser.parse_args()
-    rows = [row for backend in args.backends.split(",") for row in measure(backend, args.device, args.cases)]
-    header = ("backend", "situation", "requests", "ours to stock", "stock's own noise", "tokens parted", "holds", "s")
+    from sglang_chunk_cache.host.pool_check import NOT_READ  # imports SGLang, which a process that is spawned need not
+
+    rows = [
+        row
+        for backend in args.backends.split(",")
+        for pool in POOLS
+        if pool.startswith("float8") == args.fp8 and pool not in NOT_READ.get(backend, ())
+        for row in measure(backend, pool, args.device, args.cases)
+    ]
+    header = (
+        "backend",
+        "KV",
+        "situation",
+        "requests",
+        "ours to stock",
+        "stock's own noise",
+        "tokens parted",
+        "holds",
+        "s",
+    )
     cells = [
         (
             row["backend"],
+            row["pool"],
             row["situation"],
             row["requests"],
             "" if row["difference"] is None else f"{row['difference']:.4f}",
@@ -133,9 +160,11 @@ def main() -> int:
     lines = ["# Exactness in bf16", "", *run_markdown(report), f"- device: {args.device}", ""]
     lines += ["Largest difference of log-probabilities, ratio 1.0.", "", *markdown_table(header, cells)]
     lines += [
-        f"\n{row['backend']}, {row['situation']}:\n\n```\n{e[-3000:]}\n```" for row in rows for e in row["errors"]
+        f"\n{row['backend']}, {row['pool']}, {row['situation']}:\n\n```\n{e[-3000:]}\n```"
+        for row in rows
+        for e in row["errors"]
     ]
-    write_result(args.out, "exactness", report, lines)
+    write_result(args.out, "exactness_fp8" if args.fp8 else "exactness", report, lines)
     print("\n".join(lines))
     return 0 if all(row["met"] for row in rows) else 1
 

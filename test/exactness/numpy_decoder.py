@@ -3,6 +3,8 @@
 - `Decoder` reads a model folder and computes one layer of some rows.
 - `Forward` takes rows through the layers over a cache, and lets rows leave between two layers.
 
+The cache holds K and V as they are, or rounded to FP8.
+
 Shares nothing with the server.
 """
 
@@ -20,11 +22,21 @@ from safetensors.numpy import load_file
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
+FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
+"""Bits of the mantissa, and the exponent of the smallest normal number."""
+
 
 class Decoder:
-    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder."""
+    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        kv_dtype: of the cache, one of `FP8`; None = exact.
+        scales: per layer, what K and V are divided by before they are rounded.
+    """
+
+    def __init__(
+        self, folder: Path, kv_dtype: str | None = None, scales: Sequence[tuple[float, float]] | None = None
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
         self._weights = {
             name: value.astype(np.float64) for name, value in load_file(folder / "model.safetensors").items()
@@ -35,6 +47,7 @@ class Decoder:
         self.head_dim: int = config["head_dim"]
         self._eps: float = config["rms_norm_eps"]
         self._inv_freq, self._magnitude = _rope(folder, config["rope_parameters"], self.head_dim)
+        self._kv_dtype, self._scales = kv_dtype, scales or [(1.0, 1.0)] * self.num_layers
 
     def embed(self, ids: Sequence[int]) -> Array:
         return self._weights["model.embed_tokens.weight"][np.asarray(ids)]
@@ -57,6 +70,13 @@ class Decoder:
         first, second = np.split(values, 2, axis=-1)
         cos, sin = np.cos(angles), np.sin(angles)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def stored(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+        """K and V as the cache holds them."""
+        if self._kv_dtype is None:
+            return k, v
+        k_scale, v_scale = self._scales[layer]
+        return _rounded(k / k_scale, self._kv_dtype) * k_scale, _rounded(v / v_scale, self._kv_dtype) * v_scale
 
     def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
         """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`."""
@@ -87,6 +107,14 @@ class Decoder:
 
     def _norm(self, x: Array, name: str) -> Array:
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self._eps) * self._weights[f"{name}.weight"]
+
+
+def _rounded(values: Array, dtype: str) -> Array:
+    """To the nearest number of a dtype of FP8; ties go to the even one."""
+    num_bits, smallest = FP8[dtype]
+    _, exponent = np.frexp(values)  # of a fraction in [0.5, 1)
+    step = np.ldexp(1.0, np.maximum(exponent - 1, smallest) - num_bits)
+    return np.rint(values / step) * step
 
 
 def _rope(folder: Path, parameters: dict[str, Any], head_dim: int) -> tuple[Array, float]:
@@ -131,7 +159,7 @@ class Forward:
     def attend(self) -> Array:
         """Runs the current layer and goes to the next one; returns the weights `[num_rows, num_heads, prompt_len]`."""
         q, k, v = self.project()
-        self.k[self.layer, self.rows], self.v[self.layer, self.rows] = k, v
+        self.k[self.layer, self.rows], self.v[self.layer, self.rows] = self.model.stored(self.layer, k, v)
         weights = self.model.weights(q, self.rows, self.k[self.layer])
         self._x = self.model.finish(self.layer, self._x, weights, self.v[self.layer])
         self.layer += 1

@@ -289,10 +289,9 @@ class _Execution:
             self.result.rows_at.append(forward.positions & self.reused)
             if is_filtering and self._option("drift"):
                 self._correct(forward)
-            weights = forward.attend().mean(axis=1)
-            self.mean_weights[layer][forward.rows] = weights
             if is_filtering and self._option("focus_window"):
-                self._focus(forward, weights)
+                self._focus(forward)
+            self.mean_weights[layer][forward.rows] = forward.attend().mean(axis=1)
         if is_filtering and not self.result.selected:  # fewer were left at the check layer than it wants to keep
             self.result.selected = self.result.rows_at[self._option("check_layer")]
         self.result.log_probs = forward.log_probs()
@@ -318,6 +317,11 @@ class _Execution:
             for layer in range(self.model.num_layers):
                 self.k[layer, hit.positions] = self.model.rotate(chunk.k[layer, part], shift)
                 self.v[layer, hit.positions] = chunk.v[layer, part]
+                self._round(layer)
+
+    def _round(self, layer: int) -> None:
+        """K and V as the cache holds them; what it held before stays."""
+        self.k[layer], self.v[layer] = self.model.stored(layer, self.k[layer], self.v[layer])
 
     def _stored(self, hit: Hit) -> Chunk:
         info = next(info for info in self.infos if info["start"] == hit.start)
@@ -418,9 +422,11 @@ class _Execution:
         here = forward.positions & self.reused
         scores = self._deviation(forward) if self.method.name == "cacheblend" else {}
         if self.method.name == "a3" and layer == check_layer:
-            scores = self._attended(forward)
+            mass = self._attended(forward).mean(axis=1).sum(axis=0)  # section 3
+            scores = {p: float(mass[p]) for p in self.reused}
             # Equation 4: the attention of this layer reads true K and V of all rows, those that leave included.
             _, self.k[layer, forward.rows], self.v[layer, forward.rows] = forward.project()
+            self._round(layer)
         kept: frozenset[int] = frozenset()
         for segment in segments:
             count = self.method.layer_counts(len(segment), self.ratio, self.model.num_layers, self.options)[layer]
@@ -443,15 +449,13 @@ class _Execution:
             deviation += ((k - old_k) ** 2).sum(axis=(1, 2))
         return {p: float(d) for p, d in zip(forward.rows.tolist(), deviation, strict=True) if p in self.reused}
 
-    def _attended(self, forward: Forward) -> Scores:
-        """A3 section 3: what the question gives each token, with the true Q and the true K of all rows."""
+    def _attended(self, forward: Forward) -> Array:
+        """What the question gives each token, `[num_question, num_heads, prompt_len]`, with the true K of all rows."""
         q, k, _ = forward.project()
         keys = self.k[forward.layer].copy()
         keys[forward.rows] = k
         is_asking = np.isin(forward.rows, self.question)
-        weights = self.model.weights(q[is_asking], forward.rows[is_asking], keys)
-        mass = weights.mean(axis=1).sum(axis=0)
-        return {p: float(mass[p]) for p in self.reused}
+        return self.model.weights(q[is_asking], forward.rows[is_asking], keys)
 
     def _ask(self, segments: list[frozenset[int]], budgets: list[int]) -> frozenset[int]:
         """FusionRAG section 3.2: a first pass over the reused cache, of all that no method may drop.
@@ -462,11 +466,10 @@ class _Execution:
         scored_layers = self.method.scored_layers(self.options, self.model.num_layers)  # type: ignore[attr-defined]
         mass = np.zeros(len(self.ids))
         for layer in range(self.model.num_layers):
-            weights = forward.attend()
             if layer in scored_layers:
-                weights = weights[np.isin(forward.rows, self.question)]
-                weights = weights**2 if self.method.name == "infoflow" else weights
-                mass += weights.mean(axis=1).sum(axis=0)
+                weights = self._attended(forward)
+                mass += (weights**2 if self.method.name == "infoflow" else weights).mean(axis=1).sum(axis=0)
+            forward.attend()
         scores = {p: float(mass[p]) for p in self.reused}
         self.result.scores_at[BEFORE_LAYERS] = scores
         chosen: frozenset[int] = frozenset()
@@ -499,6 +502,7 @@ class _Execution:
                 for p in hit.positions:
                     if p not in here:
                         cache[layer, p] += self.model.rotate(mean[None], np.array([p]))[0] if part == 0 else mean
+        self._round(layer)
 
     # Rows that leave early.
 
@@ -522,23 +526,23 @@ class _Execution:
         """They leave before the attention of that layer."""
         self._leaving[layer] = self._leaving.get(layer, frozenset()) | positions
 
-    def _focus(self, forward: Forward, weights: Array) -> None:
-        """Cache-Craft algorithm 1, after the attention of a layer; `weights` are means over the heads."""
+    def _focus(self, forward: Forward) -> None:
+        """Cache-Craft algorithm 1, by the attention of a layer, behind which rows leave."""
         if self.result.settled_at is not None:
             return
-        asking = weights[np.isin(forward.rows, self.question)]
+        asking = self._attended(forward).mean(axis=1)
         self._chunk_mass = self._chunk_mass + [asking[:, a:b].sum() for a, b in self.spans]
         self.result.chunk_mass_at.append(self._chunk_mass)
         self._focused_sets.append(focused_chunks(self._chunk_mass.tolist()))
         window = self._option("focus_window")
-        layer = forward.layer - 1
+        layer = forward.layer
         # Line 11: never before layer w, which counts from 1 in the paper and from 0 here.
         if layer + 1 < window or layer + 1 == self.model.num_layers or len(set(self._focused_sets[-window:])) > 1:
             return
         self.result.settled_at = layer
         self.result.focused = self._focused_sets[-1]
         kept = {p for i in self.result.focused for p in range(*self.spans[i])}
-        self._let_go(forward.layer, self.reused - kept)
+        self._let_go(layer + 1, self.reused - kept)
 
 
 def _ranks(statistic: Array) -> list[float]:

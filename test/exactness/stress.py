@@ -26,6 +26,7 @@ from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, La
 from chunk_cache.request_options import MODES, parse_request
 from chunk_cache.types import REASONS
 from exactness.cases import Prompt, Session
+from exactness.fp8_cases import assert_near, scaled
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
 from sglang_chunk_cache.api.served import what_keeps_all
@@ -47,9 +48,11 @@ class Pressure(Config):
     conservativeness: float = 0.05
     has_priorities: bool = False
     loading: str = ""  # of tiers below the pool, smaller than what is written to them; empty = none
+    has_scales: bool = False  # of a KV cache in FP8
 
     def __str__(self) -> str:
-        return "-".join([super().__str__(), *(["priorities"] if self.has_priorities else []), self.loading]).rstrip("-")
+        flags = [name for name in ("priorities", "scales") if getattr(self, f"has_{name}")]
+        return "-".join([super().__str__(), *flags, self.loading]).rstrip("-")
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -107,6 +110,23 @@ PRESSURE = [
         server=(("enable_mixed_chunk", True),),
     ),
     Pressure(overlap=False, options=(*BOUNDS, *VERIFY, *APART), has_priorities=True, tree_core="python", typed=True),
+    Pressure(
+        chunked=True,
+        force_retract=True,
+        loading="layerwise",
+        options=(*VERIFY, *FOR_ALL),
+        has_scales=True,
+        server=(("kv_cache_dtype", "fp8_e4m3"),),
+    ),
+    Pressure(
+        max_total_tokens=2048,
+        page_size=16,
+        overlap=False,
+        loading="prefetch",
+        options=(*UPKEEP, *CONTEXTS),
+        kind="deepseek_v2",
+        server=(("kv_cache_dtype", "fp8_e5m2"),),
+    ),
 ]
 
 
@@ -315,11 +335,15 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
         AssertionError: something was lost, leaked or differs.
     """
     config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
+    prefix = "scaled_" if config.has_scales else ""
     with tempfile.TemporaryDirectory() as folder:
-        counts, ours = run_case(config.with_tiers(folder), True, f"random_requests {total} {seed}")
-    stock = run_case(config.relaxed, False, f"same_requests {total} {seed}")
-    for rid, mine in ours.items():
-        assert_same(mine, stock[rid], with_inputs=not config.overlap)
+        counts, ours = run_case(config.with_tiers(folder), True, f"{prefix}random_requests {total} {seed}")
+    stock = run_case(config.relaxed, False, f"{prefix}same_requests {total} {seed}")
+    if "kv_cache_dtype" in dict(config.server):
+        assert_near(((mine, stock[rid]) for rid, mine in ours.items()), with_inputs=not config.overlap)
+    else:
+        for rid, mine in ours.items():
+            assert_same(mine, stock[rid], with_inputs=not config.overlap)
     counts["equal to stock"] = len(ours)
     return counts
 
@@ -399,6 +423,8 @@ CASES = {
     "22_retraction": case_22_retraction_of_fused_requests,
     "exact_after_fused": case_exact_after_fused,
     "full_reuse": case_full_reuse_is_another_result,
+    "scaled_random_requests": scaled(case_random_requests),
+    "scaled_same_requests": scaled(case_same_requests),
 }
 
 
