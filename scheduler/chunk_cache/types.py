@@ -47,7 +47,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "tier_missing": "The chunk was deleted from below the KV pool while it was being loaded.",
         "tier_unavailable": "The store below the KV pool could not be reached.",
         "tier_unreadable": "The store below the KV pool could not be read.",
-        "tier_full": "The store below the KV pool had no room.",
+        "tier_full": "The store below the KV pool, or the memory of the host, had no room.",
         "tier_ranks": "Not all tensor-parallel ranks found the same variant below the KV pool.",
         "unsupported": "The request uses a feature that chunk reuse does not support.",
         "selector_timeout": "The selector did not answer in time; epic chose.",

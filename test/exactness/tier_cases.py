@@ -194,6 +194,37 @@ def case_rows_beside_a_load(s: Session) -> list[int]:
     return told
 
 
+@contextmanager
+def without_host_memory() -> Iterator[None]:
+    """Whatever is to go down to host memory, or come up through it."""
+    from sglang_chunk_cache.kv import assembler
+    from sglang_chunk_cache.tiers import fingerprint
+
+    def used_up(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")  # as of page-locked memory
+
+    original = assembler.host_buffer
+    assembler.host_buffer = fingerprint.host_buffer = used_up
+    try:
+        yield
+    finally:
+        assembler.host_buffer = fingerprint.host_buffer = original
+
+
+def case_host_memory_is_used_up(s: Session) -> dict[str, Any]:
+    (chunk,) = s.chunks(34)
+    before = files(s)
+    with without_host_memory():
+        store(s, [chunk])
+    written = [files(s) - before]
+    store(s, [chunk])
+    written.append(files(s) - before)
+    probe = s.prompt([s.tokens(5), chunk])
+    with without_host_memory():
+        replies = s.send(probe, ratio=0.0)
+    return {"replies": replies + s.send(probe, options={"mode": "off"}), "written": written}
+
+
 def case_weights(s: Session) -> dict[str, Any]:
     """Comes last: the model is another one from then on."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

@@ -40,7 +40,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "tier_missing": (_MEND, "raise max_bytes or the memory of the tier; something else deletes its entries"),
         "tier_unavailable": (_BROKEN, f"start the store or mount the folder; {_TIER}"),
         "tier_unreadable": (_BROKEN, f"give the server the right to read and write there; {_TIER}"),
-        "tier_full": (_MEND, "raise max_bytes of the tier, or give it more room"),
+        "tier_full": (_MEND, "raise max_bytes of the tier, or give it or the host more room"),
         "tier_ranks": (
             _MEND,
             "normal once in a while with tensor parallelism; if often, give all ranks the same tiers",
