@@ -111,6 +111,13 @@ def test_the_forward_is_judged_by_the_rows_that_it_computes(layerwise: dict[str,
     assert checked(layerwise["rows_beside_a_load"]) == [100 + 60 + 9]
 
 
+def test_an_update_that_loaded_nothing_leaves_the_tiers_on(layerwise: dict[str, Any]) -> None:
+    found = checked(layerwise["weights_that_were_not_changed"])
+    assert found["success"] == [False, False, False]
+    assert found["disabled"] is None
+    assert tiers(found["reply"])[1] == "disk"
+
+
 def test_nothing_of_other_weights_is_used_or_written(layerwise: dict[str, Any]) -> None:
     found = checked(layerwise["weights"])
     reply, off = found["replies"]

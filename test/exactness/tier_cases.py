@@ -225,6 +225,27 @@ def case_host_memory_is_used_up(s: Session) -> dict[str, Any]:
     return {"replies": replies + s.send(probe, options={"mode": "off"}), "written": written}
 
 
+def case_weights_that_were_not_changed(s: Session) -> dict[str, Any]:
+    """Updates that load nothing: of a folder that is not there, and outside of a session or in a second one."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, UpdateWeightFromDiskReqInput
+
+    (chunk,) = s.chunks(36)
+    store(s, [chunk])
+    updater = s.local.scheduler.weight_updater
+    path = s.local.scheduler.server_args.model_path
+    request = UpdateWeightFromDiskReqInput(model_path=f"{path}-mistyped", load_format="auto")
+    results = [updater.update_weights_from_disk(request), updater.update_weights_from_tensor(None)]
+    updater._session = object()  # one is open
+    results.append(updater.begin_weight_update(BeginWeightUpdateReqInput()))
+    updater._session = None
+    s.local.scheduler.tp_worker.model_runner.model_config.model_path = path
+    return {
+        "success": [result.success for result in results],
+        "disabled": s.local.cache.chunks.tiers.stats()["disabled"],
+        "reply": s.send(s.prompt([s.tokens(5), chunk]), ratio=0.0)[0],
+    }
+
+
 def case_weights(s: Session) -> dict[str, Any]:
     """Comes last: the model is another one from then on."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
