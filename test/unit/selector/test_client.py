@@ -254,7 +254,7 @@ def test_a_start_without_room_is_a_sentence_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    with pytest.raises(SelectorStartError, match="its process could not be started: .*No such file"):
+    with pytest.raises(SelectorStartError, match=r"its process could not be started: .*No such file"):
         asked.client.start()
     assert list(tmp_path.iterdir()) == []
 
