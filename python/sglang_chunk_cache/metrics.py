@@ -1,9 +1,9 @@
 """ChunkMetrics: Prometheus counters and histograms of the chunk cache, next to SGLang's own on `/metrics`.
 
 Verbs: `count_plan` (a request was admitted), `count_not_remembered` (a chunk was computed and could not be kept),
-`count_maintenance` (a variant was promoted or refreshed), `count_fused_batch` (a forward brought chunks in),
-`count_events` (they were published or dropped), `observe_stage` (of serving a request), `observe_saved` (a request has
-ended).
+`count_not_packed` (a prompt stayed whole), `count_maintenance` (a variant was promoted or refreshed),
+`count_fused_batch` (a forward brought chunks in), `count_events` (they were published or dropped), `observe_stage` (of
+serving a request), `observe_saved` (a request has ended).
 
 Promises: the labels are the statuses and the fixed reasons of `chunk_cache.types`, never a client's text. Only rank 0
 counts, so that tensor parallelism does not multiply the numbers. Without `--enable-metrics` nothing is counted.
@@ -64,6 +64,11 @@ class ChunkMetrics:
                 "Computed chunks that could not be kept, by reason.",
                 ["reason"],
             ),
+            "not_packed": Counter(
+                "sglang:chunk_cache_not_packed_total",
+                "Prompts of which decoding was to keep a part (keep_tokens) and kept all, by reason.",
+                ["reason"],
+            ),
             "maintenance": Counter(
                 "sglang:chunk_cache_maintenance_total",
                 "Variants that were promoted to a node of their own, or computed exactly while idle (refreshed).",
@@ -104,6 +109,11 @@ class ChunkMetrics:
         """Counts one chunk that was computed and lost."""
         if self._counters:
             self._counters["not_remembered"].labels(reason).inc()
+
+    def count_not_packed(self, reason: str) -> None:
+        """Counts one prompt that stayed whole."""
+        if self._counters:
+            self._counters["not_packed"].labels(reason).inc()
 
     def count_maintenance(self, kind: str) -> None:
         """Counts one variant that was ``promoted`` or ``refreshed``."""

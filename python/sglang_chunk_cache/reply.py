@@ -7,8 +7,25 @@ from typing import Any
 from sglang_chunk_cache.request_state import DocChunkRequest
 
 
-def reply_of(state: DocChunkRequest) -> dict[str, Any] | None:
-    """What became of a request when it was first admitted; None where it never was."""
+def whole_reason(state: DocChunkRequest, *, has_ended: bool) -> str | None:
+    """Why a prompt of which decoding was to keep a part has stayed whole; None where it has not, or that is not known.
+
+    Args:
+        has_ended: the answer is complete.
+    """
+    if state.kept is None or state.is_packed:
+        return None
+    if not state.kept.num_dropped:
+        return "memory"
+    return "short_answer" if has_ended else None
+
+
+def reply_of(state: DocChunkRequest, *, has_ended: bool = True) -> dict[str, Any] | None:
+    """What became of a request when it was first admitted; None where it never was.
+
+    Args:
+        has_ended: as of `whole_reason`; before, what decoding is to keep is told.
+    """
     plan = state.reported
     if plan is None:
         return None
@@ -16,7 +33,11 @@ def reply_of(state: DocChunkRequest) -> dict[str, Any] | None:
     if state.is_discovered:
         reply["discovered"] = True
     if state.options.keep_tokens or state.kept is not None:
-        reply["kept_tokens"] = plan.prompt_len - (0 if state.kept is None else state.kept.num_dropped)
+        reason = whole_reason(state, has_ended=has_ended)
+        is_whole = state.kept is None or reason is not None
+        reply["kept_tokens"] = plan.prompt_len - (0 if is_whole else state.kept.num_dropped)
+        if reason is not None:
+            reply["kept_reason"] = reason
     if state.decision is not None:
         reply["target"] = {"step": state.decision.number, "reason": state.decision.reason}
     if state.tiers is not None:

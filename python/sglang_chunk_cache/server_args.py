@@ -163,9 +163,26 @@ def _check_target(args: ChunkCacheArgs) -> None:
         return
     if not config.verify_share:
         refuse('--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: what is it to go by?')
+    _check_steps(target, args)
     budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
     for name in (name for name, value in budgets.items() if value):
         refuse(f'--chunk-cache-target moves ratios, and "{name}" in --chunk-cache-config replaces them; drop one.')
+
+
+def _check_steps(target: Target, args: ChunkCacheArgs) -> None:
+    """Whether to ask the selector is decided where prompts are tokenized, by the server's own method."""
+    from chunk_cache.methods import METHODS
+    from chunk_cache.request_options import RequestOptions
+    from chunk_cache.selector_answer import asks_selector
+
+    if asks_selector(RequestOptions(spans=((0, 1),)), args.method, args.ratio):
+        return
+    for i, step in enumerate(target.steps):
+        if METHODS[step.method].asks_selector and step.ratio < 1.0:
+            refuse(
+                f"--chunk-cache-target: steps[{i}][0]: nobody would ask the selector for {step.method!r}, which is not "
+                f"the server's method below ratio 1; add --chunk-cache-method {step.method}, or choose another step."
+            )
 
 
 # The command line.

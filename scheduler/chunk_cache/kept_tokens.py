@@ -10,7 +10,7 @@ The last tokens of a prompt are always kept, as in SnapKV: they are the window f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunk_cache.errors import request_error
 from chunk_cache.types import Span
@@ -38,6 +38,11 @@ class KeptTokens:
     def num_dropped(self) -> int:
         """Tokens that no layer and no head keeps a slot for."""
         return self.end - self.begin - self.room
+
+    @property
+    def whole(self) -> KeptTokens:
+        """The same, but nothing is dropped: there was no room for the copy."""
+        return replace(self, room=self.end - self.begin)
 
 
 def droppable(spans: tuple[Span, ...], prompt_len: int) -> Span:

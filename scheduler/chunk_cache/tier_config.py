@@ -72,8 +72,9 @@ def parse_bytes(value: object, path: str) -> int:
             parsed = float(number)
         except ValueError:
             parsed = -1.0
-        if unit in _UNITS and 0 <= parsed < float("inf"):
-            return int(parsed * _UNITS[unit])
+        num_bytes = parsed * _UNITS.get(unit, 0)
+        if unit in _UNITS and 0 <= num_bytes < float("inf"):
+            return int(num_bytes)
     raise config_error(path, f"{show(value)} is not a number of bytes", 'give an integer, or a string like "4GB"')
 
 

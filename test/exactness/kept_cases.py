@@ -88,6 +88,25 @@ def case_frees(s: Session) -> list[tuple[int, int, int]]:
     return found
 
 
+def case_stays_whole(s: Session) -> dict[str, Any]:
+    """Prompts that are not packed: there is no room, or the answer ends first; and what was counted."""
+    s.drop()
+    prompt = s.prompt(s.chunks(60, 45, 70), question=20)
+    chunks, counted = s.local.cache.chunks, []
+    pool = chunks.packer._pool
+
+    def sent(**fields: Any) -> dict[str, Any]:
+        (reply,) = s.local.generate([s.request(prompt, options={"keep_tokens": KEEP}, **fields)])
+        return reply.info
+
+    type(chunks.metrics).count_not_packed = lambda _, reason: counted.append(reason)
+    found = {"short": sent(max_new_tokens=1), "short_stream": sent(max_new_tokens=1, stream=True)}
+    pool.allocate = lambda num_tokens: None
+    found |= {"full": sent(max_new_tokens=8), "full_stream": sent(max_new_tokens=8, stream=True)}
+    del pool.allocate
+    return found | {"len": len(prompt.ids), "counted": counted, "packed": sent(max_new_tokens=8)}
+
+
 def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
     def run(s: Session) -> None:
         case(s)
@@ -96,4 +115,8 @@ def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
     return run
 
 
-CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {"small": case_small, "frees": case_frees}
+CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {
+    "small": case_small,
+    "frees": case_frees,
+    "stays_whole": case_stays_whole,
+}

@@ -67,6 +67,24 @@ def test_slots_that_are_not_needed_are_free(page_size: int) -> None:
         assert num_protected == 0, "what is in the prefix cache may be evicted"
 
 
+@pytest.mark.slow
+def test_a_prompt_that_stays_whole_is_told() -> None:
+    found = run_cases(Config(), is_ours=True, names=["stays_whole"], module=MODULE)["stays_whole"]
+    assert not isinstance(found, str), found
+    told = {
+        name: (found[name]["kept_tokens"], found[name].get("kept_reason"))
+        for name in ("short", "short_stream", "full", "full_stream", "packed")
+    }
+    assert told == {
+        "short": (found["len"], "short_answer"),
+        "short_stream": (found["len"], "short_answer"),
+        "full": (found["len"], "memory"),
+        "full_stream": (KEEP, None),  # of its first output, when nobody knows yet
+        "packed": (KEEP, None),
+    }
+    assert found["counted"] == ["short_answer", "short_answer", "memory", "memory"]
+
+
 def decode(model: Decoder, ids: list[int], spans: list[list[int]], answer: list[int], *, num_whole: int) -> list[Array]:
     """Log-probabilities of each token of the answer; the first `num_whole` decoding steps see all."""
     total = len(ids) + len(answer)

@@ -98,9 +98,24 @@ def test_what_gave_way_is_computed(layerwise: dict[str, Any], case: str, num_ope
     same(reply, off)
 
 
+def test_without_host_memory_nothing_goes_down_or_comes_up(layerwise: dict[str, Any]) -> None:
+    found = checked(layerwise["host_memory_is_used_up"])
+    assert found["written"] == [0, 1]
+    reply, off = found["replies"]
+    assert reply.info["chunks"][1]["reason"] == "tier_full"
+    same(reply, off)
+
+
 def test_the_forward_is_judged_by_the_rows_that_it_computes(layerwise: dict[str, Any]) -> None:
     """All of what comes up, half of the chunk in the pool, the question; the system prompt is an exact prefix."""
     assert checked(layerwise["rows_beside_a_load"]) == [100 + 60 + 9]
+
+
+def test_an_update_that_loaded_nothing_leaves_the_tiers_on(layerwise: dict[str, Any]) -> None:
+    found = checked(layerwise["weights_that_were_not_changed"])
+    assert found["success"] == [False, False, False]
+    assert found["disabled"] is None
+    assert tiers(found["reply"])[1] == "disk"
 
 
 def test_nothing_of_other_weights_is_used_or_written(layerwise: dict[str, Any]) -> None:

@@ -194,6 +194,58 @@ def case_rows_beside_a_load(s: Session) -> list[int]:
     return told
 
 
+@contextmanager
+def without_host_memory() -> Iterator[None]:
+    """Whatever is to go down to host memory, or come up through it."""
+    from sglang_chunk_cache.kv import assembler
+    from sglang_chunk_cache.tiers import fingerprint
+
+    def used_up(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")  # as of page-locked memory
+
+    original = assembler.host_buffer
+    assembler.host_buffer = fingerprint.host_buffer = used_up
+    try:
+        yield
+    finally:
+        assembler.host_buffer = fingerprint.host_buffer = original
+
+
+def case_host_memory_is_used_up(s: Session) -> dict[str, Any]:
+    (chunk,) = s.chunks(34)
+    before = files(s)
+    with without_host_memory():
+        store(s, [chunk])
+    written = [files(s) - before]
+    store(s, [chunk])
+    written.append(files(s) - before)
+    probe = s.prompt([s.tokens(5), chunk])
+    with without_host_memory():
+        replies = s.send(probe, ratio=0.0)
+    return {"replies": replies + s.send(probe, options={"mode": "off"}), "written": written}
+
+
+def case_weights_that_were_not_changed(s: Session) -> dict[str, Any]:
+    """Updates that load nothing: of a folder that is not there, and outside of a session or in a second one."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, UpdateWeightFromDiskReqInput
+
+    (chunk,) = s.chunks(36)
+    store(s, [chunk])
+    updater = s.local.scheduler.weight_updater
+    path = s.local.scheduler.server_args.model_path
+    request = UpdateWeightFromDiskReqInput(model_path=f"{path}-mistyped", load_format="auto")
+    results = [updater.update_weights_from_disk(request), updater.update_weights_from_tensor(None)]
+    updater._session = object()  # one is open
+    results.append(updater.begin_weight_update(BeginWeightUpdateReqInput()))
+    updater._session = None
+    s.local.scheduler.tp_worker.model_runner.model_config.model_path = path
+    return {
+        "success": [result.success for result in results],
+        "disabled": s.local.cache.chunks.tiers.stats()["disabled"],
+        "reply": s.send(s.prompt([s.tokens(5), chunk]), ratio=0.0)[0],
+    }
+
+
 def case_weights(s: Session) -> dict[str, Any]:
     """Comes last: the model is another one from then on."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

@@ -211,7 +211,7 @@ class Admin:
             _check_known(eviction.selection, chunks, evicted)
             return reply
         if self.manager.chunk_cache_selector is not None:
-            self.manager.chunk_cache_selector.restart("has to forget passages")
+            self.manager.chunk_cache_selector.forget()
         more = [one.ranks[0] for one in replies]
         sums = {name: sum(one[name] for one in more) for name in ("emptied_tokens", "in_use_tokens")}
         behind = {name: sum(one["behind"][name] for one in more) for name in ("variants", "freed_tokens")}

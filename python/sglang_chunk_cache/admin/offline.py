@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_chunk_cache.admin import body
-from sglang_chunk_cache.admin.client import admin_of
+from sglang_chunk_cache.admin.client import Admin
 
 
 class EngineAdmin:
@@ -23,11 +23,15 @@ class EngineAdmin:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._admin = admin_of(engine.tokenizer_manager)
+        self._admin: Admin = engine.tokenizer_manager.chunk_cache_admin
 
     def stats(self) -> dict[str, Any]:
         """GET /chunk_cache/stats"""
         return self._run(self._admin.stats())
+
+    def requests(self) -> dict[str, Any]:
+        """GET /chunk_cache/requests"""
+        return self._run(self._admin.requests())
 
     def variants(self, **query: Any) -> dict[str, Any]:
         """GET /chunk_cache/variants"""

@@ -40,7 +40,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "tier_missing": (_MEND, "raise max_bytes or the memory of the tier; something else deletes its entries"),
         "tier_unavailable": (_BROKEN, f"start the store or mount the folder; {_TIER}"),
         "tier_unreadable": (_BROKEN, f"give the server the right to read and write there; {_TIER}"),
-        "tier_full": (_MEND, "raise max_bytes of the tier, or give it more room"),
+        "tier_full": (_MEND, "raise max_bytes of the tier, or give it or the host more room"),
         "tier_ranks": (
             _MEND,
             "normal once in a while with tensor parallelism; if often, give all ranks the same tiers",
@@ -51,6 +51,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "selector_failed": (_BROKEN, _SELECTOR),
         "selector_too_long": (_MEND, "mark shorter chunks, or take a selector with a longer context"),
         "too_many_rows": (_MEND, "raise --max-prefill-tokens, or take a method that chooses before the forward"),
+        "short_answer": (_ASKED, "nothing to do; leave out keep_tokens where answers are that short"),
         "generation_limit": (_MEND, "warm the chunks so that they are stored exactly, or raise max_generation"),
         "prompt_end": (_ASKED, "put the question behind the last chunk: a prompt's last token is always computed"),
     }

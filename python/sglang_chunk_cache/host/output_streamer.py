@@ -29,6 +29,6 @@ def _due_reply(req: Req) -> list[str]:
     state = state_of(req)
     if state is None or state.is_replied or not (req.stream or req.finished()):
         return []
-    reply = reply_of(state)
+    reply = reply_of(state, has_ended=req.finished())
     state.is_replied = reply is not None
     return [] if reply is None else [json.dumps(reply)]

@@ -41,6 +41,7 @@ from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
 from sglang_chunk_cache.kv.step import most_unknown_rows
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
+from sglang_chunk_cache.reply import whole_reason
 from sglang_chunk_cache.server_args import ChunkCacheArgs, instance_of, refuse
 from sglang_chunk_cache.tiers.base import TierError
 from sglang_chunk_cache.tiers.landing import Landings
@@ -108,6 +109,8 @@ class ChunkRuntime:
         saved_s = self.clock.cost.record().marginal(plan.num_reused - plan.num_recomputed, plan.prompt_len)
         self.journal.note(rid, partition_name(state.partition), state, saved_s)
         self.metrics.observe_saved(saved_s)
+        if (reason := whole_reason(state, has_ended=True)) is not None:
+            self.metrics.count_not_packed(reason)
 
     def check_integrity(self) -> None:
         """Recomputes index and pins from scratch.

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_chunk_cache.host.runtime import runtime_of
+from sglang_chunk_cache.kv.ranks import max_over_ranks
+
+_NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
+"""Beginnings of SGLang's messages for an update from disk that failed before a weight was written. Not among them is
+what it calls rolled back: that is loaded from the new folder once more."""
 
 
 class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
-    """Every way to change the weights ends the tiers and what the gate knows; SGLang itself flushes the pool."""
+    """Every way to change the weights ends the tiers and what the gate knows; SGLang itself flushes the pool.
+
+    An update that certainly loaded nothing, on no rank, ends nothing.
+    """
 
     __slots__ = ()
 
     def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return self._changed(super().update_weights_from_disk(recv_req))
+        result = super().update_weights_from_disk(recv_req)
+        is_refused = not result.success and result.message.startswith(_NOTHING_LOADED)
+        # Behind a target that was loaded a draft may fail with the same message.
+        is_untouched = is_refused and len(self._select_runners()) == 1
+        (is_changed,) = max_over_ranks(self.tp_cpu_group)(np.array([not is_untouched], dtype=np.int64))
+        return self._changed(result) if is_changed else result
 
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._changed(super().update_weights_from_distributed(recv_req))
+        return self._changed_within_session(super().update_weights_from_distributed(recv_req))
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._changed(super().update_weights_from_tensor(recv_req))
+        return self._changed_within_session(super().update_weights_from_tensor(recv_req))
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return self._changed(super().update_weights_from_ipc(recv_req))
 
     def begin_weight_update(self, recv_req: Any) -> Any:
-        return self._changed(super().begin_weight_update(recv_req))
+        result = super().begin_weight_update(recv_req)
+        return self._changed(result) if result.success else result
+
+    def _changed_within_session(self, result: Any) -> Any:
+        """Outside of one, which all ranks begin and end alike, SGLang refuses them."""
+        return result if self._session is None and not result.success else self._changed(result)
 
     def _changed(self, result: Any) -> Any:
         chunks = None if self.scheduler is None else runtime_of(self.scheduler.tree_cache)

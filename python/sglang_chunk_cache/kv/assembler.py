@@ -13,6 +13,7 @@ host.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,7 @@ from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
+from sglang_chunk_cache.tiers.base import host_memory
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 
 if TYPE_CHECKING:
@@ -124,12 +126,16 @@ class KVAssembler:
             torch.get_device_module().current_stream().wait_stream(self._model_runner.forward_stream)
 
     def gather(self, slots: torch.Tensor) -> HostKV:
-        """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU."""
+        """K and V of every layer at `slots` (`[num_tokens]` int64), in host memory; nothing waits for the GPU.
+
+        Raises:
+            TierError: full, host memory is used up.
+        """
         copied = None
         kv = []
         with self._behind_launched_forwards(slots):
             for buffers in (self._k_buffers, self._v_buffers):
-                found = host_buffer((len(buffers), len(slots), *buffers[0].shape[1:]), buffers[0].dtype)
+                found = self._empty_on_host(buffers, len(slots))
                 for part in self._parts(found, range(len(buffers))):
                     target = raw(found[part.start : part.stop])
                     staged = target if self._is_cpu else torch.empty_like(target, device=buffers[0].device)
@@ -141,6 +147,12 @@ class KVAssembler:
             if not self._is_cpu:
                 copied = self._side_stream().record_event()
         return HostKV(*kv, copied)
+
+    @staticmethod
+    def _empty_on_host(buffers: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        shape = (len(buffers), num_tokens, *buffers[0].shape[1:])
+        with host_memory(math.prod(shape) * buffers[0].dtype.itemsize):
+            return host_buffer(shape, buffers[0].dtype)
 
     def fill(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layers: range | None = None) -> None:
         """Writes what `gather` gave, of all layers or of some, to other slots of equal number.

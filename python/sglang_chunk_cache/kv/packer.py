@@ -68,7 +68,7 @@ class KVPacker:
         slots = self._pool.allocate(num_kept)
         if slots is None:
             logger.info("Chunk cache: no room to pack %s into %d slots", req.rid, num_kept)
-            state.kept = state.chosen = None
+            state.kept, state.chosen = state.kept.whole, None
             return 0
         self._keeper.remember(req, state, num_slots, is_last=True)
         row = self._cache.req_to_token_pool.req_to_token[kv.req_pool_idx, :num_slots]

@@ -158,7 +158,7 @@ class ChunkPool:
         return self._manager.has(key, need)
 
     def kv_of(self, variant: Variant) -> HostKV | None:
-        """K and V of a variant in host memory; None where it is not stored in full."""
+        """K and V of a variant in host memory; None where it is not stored in full. Raises as `KVAssembler.gather`."""
         if self._store.resolve(variant) < variant.length or (self._landings and self._landings.of(variant)):
             return None
         return self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))

@@ -1,16 +1,19 @@
 """SelectorClient: in the process that tokenizes, asks the selector's process and keeps it alive.
 
 Verbs: `start` (waits until the model is loaded), `ask` (a prompt; its answer comes by a call, once), `watch` (a task of
-the event loop: receives, answers what is late, starts the process again), `close`.
+the event loop: receives, answers what is late, starts the process again), `forget` (all that the process has read),
+`close`.
 
 Promises: whatever is asked is answered, by scores within `timeout_s` or by a reason. A process that ended, or gave no
 sign of life for `SILENT_S`, is ended and started again; what it was asked is answered at once, and so is what comes
-until it is ready. Nothing here waits for it but `start`.
+until it is ready; so it is where no process can be started. Nothing here waits for it but `start`. `watch` alone closes
+the sockets that it waits on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -48,7 +51,7 @@ _WATCH_MS = 200
 
 
 class SelectorStartError(RuntimeError):
-    """The process did not become ready; the message is a sentence."""
+    """The process was not started or did not become ready; the message is a sentence."""
 
 
 @dataclass
@@ -62,10 +65,15 @@ class _Process:
     began: float
     heard_at: float
     is_ready: bool = False
+    killed_why: str | None = None
+    """End of a sentence about the process, where it was ended to be started again."""
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
+
+    def end(self) -> None:
+        self.kill()
         self.questions.close(linger=0)
         self.replies.close(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -134,7 +142,7 @@ class SelectorClient:
         """Starts the process and waits until it can answer.
 
         Raises:
-            SelectorStartError: it ended, or took too long.
+            SelectorStartError: it cannot be started, ended, or took too long.
         """
         self._process = process = self._spawn()
         while not process.is_ready:
@@ -153,6 +161,14 @@ class SelectorClient:
         if self._process is not None:
             self._process.end()
             self._process = None
+
+    def forget(self) -> None:
+        """Ends the process, and with it all that it has read; `watch` starts another."""
+        process = self._process
+        if process is not None:
+            process.killed_why = "had to forget passages"
+            process.is_ready = False
+            process.kill()
 
     def ask(self, rid: str, opts: RequestOptions, token_ids: TokenIds, partition: Partition) -> None:
         """Asks for the scores of all chunks of a prompt.
@@ -221,38 +237,48 @@ class SelectorClient:
         self._swept_at = now
         if process is None:
             if now >= self._start_at:
-                self._process = self._spawn()
+                self._start_again()
             return
         if was_away:  # this loop did not run: nothing can be said of the process
             process.heard_at = now
         code = process.popen.poll()
         if code is not None:
-            self.restart(f"has ended with code {code}")
+            self._restart(process, process.killed_why or f"has ended with code {code}")
         elif now - process.heard_at > (SILENT_S if process.is_ready else START_S):
-            self.restart(f"has given no sign of life for {now - process.heard_at:.0f} s")
+            self._restart(process, f"has given no sign of life for {now - process.heard_at:.0f} s")
 
-    def restart(self, what: str) -> None:
-        """Ends the process, with all that it has read, and starts another; requests that wait go on without it.
+    def _restart(self, process: _Process, what: str) -> None:
+        """Ends the process and has another started; requests that wait go on without it.
 
         Args:
             what: end of a sentence about the process, for the log.
         """
-        process, self._process = self._process, None
-        if process is None:
-            return  # another is about to be started
+        self._process = None
+        pause_s = self._put_off_start()
         logger.warning(
             "Chunk cache: the selector's process %d %s; it is started again in %.1f s, %d requests go on without it",
             process.popen.pid,
             what,
-            self._pause_s,
+            pause_s,
             len(self._asked),
         )
         self._metrics.count_restart()
-        self._start_at = time.monotonic() + self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s + 1.0)
         process.end()
         for number in list(self._asked):
             self._settle(number, None, "selector_unavailable")
+
+    def _start_again(self) -> None:
+        try:
+            self._process = self._spawn()
+        except SelectorStartError as error:
+            logger.warning("Chunk cache: the selector: %s; tried again in %.1f s", error, self._put_off_start())
+
+    def _put_off_start(self) -> float:
+        """Seconds until the next start; each time more, until a process is ready."""
+        pause_s = self._pause_s
+        self._start_at = time.monotonic() + pause_s
+        self._pause_s = min(MAX_PAUSE_S, 2 * pause_s + 1.0)
+        return pause_s
 
     def _settle(self, number: int, rankings: Sequence[bytes] | None, reason: str | None) -> None:
         asked = self._asked.pop(number, None)
@@ -270,8 +296,19 @@ class SelectorClient:
         self._answer(asked.rid, SelectorAnswer(found, reason, seconds))
 
     def _spawn(self) -> _Process:
+        try:
+            with contextlib.ExitStack() as undo:
+                process = self._spawn_undoing(undo)
+                undo.pop_all()
+                return process
+        except (OSError, zmq.ZMQError) as error:  # no place for its sockets, no memory, too many files
+            raise SelectorStartError(f"its process could not be started: {error}") from error
+
+    def _spawn_undoing(self, undo: contextlib.ExitStack) -> _Process:
         folder = tempfile.mkdtemp(prefix="chunk-cache-selector-")
-        questions, replies = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        questions = undo.enter_context(self._context.socket(zmq.PUSH))
+        replies = undo.enter_context(self._context.socket(zmq.PULL))
         settings = msgspec.structs.replace(
             self._settings, questions=f"ipc://{folder}/questions", replies=f"ipc://{folder}/replies"
         )

@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -40,6 +41,7 @@ __all__ = [
     "StoredVariant",
     "TierError",
     "VariantInfo",
+    "host_memory",
     "weights_digest",
 ]
 
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 TIER_REASONS = ("corrupt", "mismatch", "missing", "timeout", "unavailable", "full", "unreadable")
 """Checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no fault of the
-medium; too slow; server or folder gone; no space or quota; permission or I/O error."""
+medium; too slow; server or folder gone; no space, quota or host memory; permission or I/O error."""
 
 Layer: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
 """Index, K `[length, kv_heads, head_dim]`, V `[length, kv_heads, v_head_dim]`, CPU."""
@@ -61,6 +63,20 @@ class TierError(Exception):
         super().__init__(f"{where}: {problem}; {remedy}")
         self.reason = reason
         self.where = where
+
+
+@contextmanager
+def host_memory(num_bytes: int) -> Iterator[None]:
+    """Tensors of so many bytes in host memory are made inside, and nothing else.
+
+    Raises:
+        TierError: full.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
+        remedy = "give the host tier fewer bytes, let fewer requests wait, or give the machine more"
+        raise TierError("full", "host memory", f"no {num_bytes} bytes left ({error})", remedy) from error
 
 
 class Listed(NamedTuple):
@@ -177,7 +193,7 @@ class Medium(Protocol):
         """`info` comes from `find` or `scan`. The tensors may be shared with other readers: do not write to them.
 
         Raises:
-            TierError: any reason but full; missing where it was deleted or replaced meanwhile.
+            TierError: any reason, full where host memory is; missing where it was deleted or replaced meanwhile.
         """
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
@@ -239,19 +255,25 @@ class LayerwiseMedium(ABC):
         self._problems = Problems()
 
     def read(self, info: VariantInfo) -> StoredVariant:
-        k, v = self.fingerprint.empty(len(info.token_ids))
+        with host_memory(info.payload_len):
+            k, v = self.fingerprint.empty(len(info.token_ids))
         for _ in self._layers(info, lambda layer: (k[layer], v[layer])):
             pass
         return StoredVariant(info, k, v)
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
-        return self._layers(info, lambda _: self.fingerprint.empty_layer(len(info.token_ids)))
+        return self._layers(info, lambda _: self._empty_layer(info))
 
     def batches(self, info: VariantInfo) -> list[range]:
         """Layers of a variant that go in one round trip each, in order."""
         num_layers = self.fingerprint.num_layers
         step = max(1, BATCH_LEN * num_layers // info.payload_len)
         return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
+
+    def _empty_layer(self, info: VariantInfo) -> tuple[torch.Tensor, torch.Tensor]:
+        length = len(info.token_ids)
+        with host_memory(self.fingerprint.layer_len(length)):
+            return self.fingerprint.empty_layer(length)
 
     @abstractmethod
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo, in_order
+from sglang_chunk_cache.tiers.base import Layer, StoredVariant, VariantInfo, host_memory, in_order
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.record import check_wanted, missing
 
@@ -48,11 +48,8 @@ class HostMedium:
         """A copy of the tensors is kept."""
         stored.check_fits(self.fingerprint)
         info = stored.info
-        try:
+        with host_memory(info.payload_len):
             k, v = self.fingerprint.empty(len(info.token_ids))
-        except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
-            remedy = "give the host tier fewer bytes"
-            raise TierError("full", _WHERE, f"no {info.payload_len} bytes left ({error})", remedy) from error
         k.copy_(stored.k)
         v.copy_(stored.v)
         with self._lock:

@@ -36,6 +36,7 @@ from sglang_chunk_cache.tiers.base import (
     Target,
     TierError,
     VariantInfo,
+    host_memory,
     in_order,
 )
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
@@ -162,7 +163,7 @@ class MooncakeMedium(LayerwiseMedium):
             raise missing(where)
         try:
             check_wanted(entry.record.info, info, where)
-            k_len, v_len = (part.nbytes for part in self.fingerprint.empty_layer(len(info.token_ids)))
+            k_len, v_len = (part.nbytes for part in self._empty_layer(info))
             v_start = self.fingerprint.num_layers * k_len
             for layers in self.batches(info):
                 first, num = layers.start, len(layers)
@@ -227,7 +228,8 @@ class MooncakeMedium(LayerwiseMedium):
             self._remove([entry.slot, entry.payload])
 
     def _put_payload(self, key: str, stored: StoredVariant) -> None:
-        staged = torch.empty(stored.info.payload_len, dtype=torch.uint8)
+        with host_memory(stored.info.payload_len):
+            staged = torch.empty(stored.info.payload_len, dtype=torch.uint8)
         raw, k_len = layer_bytes(staged), stored.k.nbytes
         raw[:k_len] = layer_bytes(stored.k)
         raw[k_len:] = layer_bytes(stored.v)
@@ -240,7 +242,8 @@ class MooncakeMedium(LayerwiseMedium):
 
     def _read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], where: str) -> list[memoryview]:
         """The bytes of an object at each (start, length)."""
-        parts = [torch.empty(length, dtype=torch.uint8) for _, length in ranges]
+        with host_memory(sum(length for _, length in ranges)):
+            parts = [torch.empty(length, dtype=torch.uint8) for _, length in ranges]
 
         def get(store: Any) -> list[int]:
             with _registered(store, parts):

@@ -21,7 +21,11 @@ class Pool(Protocol):
         ...
 
     def kv_of(self, variant: Variant) -> HostKV | None:
-        """K and V of a variant; None where it is not stored in full."""
+        """K and V of a variant; None where it is not stored in full.
+
+        Raises:
+            TierError: full, host memory is used up.
+        """
         ...
 
     def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from chunk_cache.reusability import use_weight
 from chunk_cache.variant import Rank
-from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo, take_skipped
+from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo, host_memory, take_skipped
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 
@@ -181,11 +181,9 @@ class TierSearch:
     def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:
             return tier.medium.read(info), None
-        try:
-            stored = StoredVariant(info, *self._empty(len(info.token_ids)))
-        except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
-            remedy = "let fewer requests wait, or give the machine more"
-            raise TierError("full", "host memory", f"no {info.payload_len} bytes left ({error})", remedy) from error
+        with host_memory(info.payload_len):
+            k, v = self._empty(len(info.token_ids))
+        stored = StoredVariant(info, k, v)
         stream = LayerStream(stored, tier.medium.read_layers(info), tier)
         stream.run_until(num_layers)
         if stream.reason is not None:

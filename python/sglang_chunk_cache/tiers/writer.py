@@ -174,7 +174,13 @@ class TierWriter:
         takers = [tier for tier in tiers if not tier.has(info) and tier.goes_for(info, most) is not None]
         if not takers:
             return variant.length
-        kv = self._pool.kv_of(variant)
+        try:
+            kv = self._pool.kv_of(variant)
+        except TierError as error:
+            logger.warning("Chunk cache: a chunk of %d tokens was not written down: %s", variant.length, error)
+            for tier in takers:
+                self._metrics.count_write(tier.name, error.reason)
+            return variant.length
         if kv is None:
             return 0
         for tier in takers:

@@ -16,7 +16,9 @@ from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache import server_args as options
 from sglang_chunk_cache.admin import client, messages, routes
 from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.admin.offline import EngineAdmin
 from sglang_chunk_cache.host import admin_routes
+from sglang_chunk_cache.journal import Journal
 from sglang_chunk_cache.server_args import ChunkCacheArgs
 
 DOC = Path(__file__).parents[3] / "docs" / "admin.md"
@@ -287,6 +289,22 @@ def test_stats_names_the_options(admin, schedulers):
     assert stats["config"]["max_variants_per_chunk"] == 8
     assert stats["host"]["total_bytes"] >= stats["host"]["available_bytes"] > 0
     assert json.dumps(stats)
+
+
+def test_an_engine_has_what_the_routes_have(admin, schedulers):
+    engine = SimpleNamespace(tokenizer_manager=admin.manager, loop=asyncio.new_event_loop())
+    own = EngineAdmin(engine)
+    paths = {path.removeprefix(f"{routes.PREFIX}/") for _, path, _ in routes.ROUTES if path != routes.PREFIX}
+    assert paths == {name for name in vars(EngineAdmin) if not name.startswith("_")}
+    schedulers.results = {
+        messages.ChunkCacheRequestsReq: Journal().contents(),
+        messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": False},
+        messages.ChunkCacheEvictReq: {"evicted": {KEY: {"variants": 1, "freed_tokens": 3, "tiers": {}}}},
+    }
+    assert own.requests() == ask("GET", "requests").json()
+    assert own.variants(limit=5) == ask("GET", "variants?limit=5").json()
+    assert own.evict(input_ids=IDS) == ask("POST", "evict", {"input_ids": IDS}).json()
+    engine.loop.close()
 
 
 @pytest.mark.parametrize("path", [path for _, path, _ in routes.ROUTES])

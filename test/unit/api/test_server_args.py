@@ -72,6 +72,20 @@ def test_flags_stand_in_a_group_of_their_own():
             ],
             '--chunk-cache-target moves ratios, and "alpha"',
         ),
+        *(
+            (
+                [
+                    *("--chunk-cache", "--chunk-cache-config", '{"verify_share": 1}', *more),
+                    *("--chunk-cache-target", '{"kl": 0.1, "steps": [["epic", 0.1], ["cacheclip", 0.3]]}'),
+                ],
+                "--chunk-cache-target: steps[1][0]: nobody would ask the selector for 'cacheclip'",
+            )
+            for more in (
+                [],
+                ["--chunk-cache-selector", "DIR"],
+                ["--chunk-cache-selector", "DIR", "--chunk-cache-method", "cacheclip", "--chunk-cache-ratio", "1"],
+            )
+        ),
         (
             ["--chunk-cache", "--chunk-cache-config", '{"no_such_key": 1}'],
             "--chunk-cache-config: no_such_key: unknown key",
@@ -91,6 +105,12 @@ def test_bad_flags_are_one_sentence(argv, sentence):
     assert isinstance(refused.value.code, str)
     assert sentence in refused.value.code
     assert "\n" not in refused.value.code
+
+
+@pytest.mark.parametrize("steps", [{}, {"steps": [["epic", 0.3], ["cacheclip", 0.3]]}, {"steps": [["cacheclip", 1]]}])
+def test_steps_of_a_target_may_ask_the_selector_where_the_server_does(steps):
+    args = ChunkCacheArgs(method="cacheclip", selector="DIR", config={"verify_share": 1}, target={"kl": 0.1, **steps})
+    assert args.parsed_target.steps[-1].method == "cacheclip"
 
 
 def test_a_child_inherits_the_options(monkeypatch):

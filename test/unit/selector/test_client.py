@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -20,6 +26,9 @@ from chunk_cache.keys import Partition
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.selector_answer import SelectorAnswer
 from chunk_cache.selector_config import SelectorConfig
+from sglang_chunk_cache.admin import messages
+from sglang_chunk_cache.admin.body import parse_evict
+from sglang_chunk_cache.admin.client import Admin
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
 from sglang_chunk_cache.selector.client import SelectorClient, SelectorStartError
 from sglang_chunk_cache.selector.scorer import ChunkScorer
@@ -169,6 +178,51 @@ def test_a_process_that_is_stopped_is_found_out_and_started_again(auxiliary_dir:
     asked.run(test)
 
 
+def test_a_passage_that_is_evicted_everywhere_ends_the_process_and_nothing_else(asked: Asked) -> None:
+    async def schedulers(request: Any) -> list[messages.ChunkCacheAdminReply]:
+        numbers = {"behind": {"variants": 0, "freed_tokens": 0}, "emptied_tokens": 0, "in_use_tokens": 0}
+        return [messages.ChunkCacheAdminReply(ranks=[{"evicted": {}, **numbers}], agree=True, dp_rank=0)]
+
+    manager = SimpleNamespace(chunk_cache_selector=asked.client, auto_create_handle_loop=lambda: None)
+    admin = Admin(manager, schedulers)
+
+    async def test() -> None:
+        await asked.scored("before")
+        pid = asked.client.pid
+        assert pid is not None
+        await asyncio.sleep(0.05)  # the watching task waits for the process
+        asked.ask("during")
+        await admin.evict(parse_evict({"keys": ["00" * 16], "everywhere": True}))
+        assert not psutil.pid_exists(pid), "what it has read is gone when the call answers"
+        assert (await asked.answer("behind")).reason == "selector_unavailable"
+        await asked.until(lambda: asked.client.is_ready)
+        assert asked.client.pid != pid
+        await asked.scored("after")
+
+    asked.run(test)
+
+
+@pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (subprocess, "Popen")])
+def test_a_process_that_cannot_be_started_again_is_tried_again(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: Any, name: str
+) -> None:
+    def no_room(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def test() -> None:
+        await asked.scored("before")
+        assert asked.client.pid is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, no_room)
+            os.kill(asked.client.pid, signal.SIGKILL)
+            await asked.until(lambda: caplog.text.count("could not be started: [Errno 28] No space left on device") > 1)
+            assert (await asked.answer("meanwhile")).reason == "selector_unavailable"
+        await asked.until(lambda: asked.client.is_ready)
+        await asked.scored("after")
+
+    asked.run(test)
+
+
 def test_a_process_that_cannot_come_back_leaves_requests_alone(
     auxiliary_dir: Path, main_dir: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +247,16 @@ def test_a_process_that_cannot_come_back_leaves_requests_alone(
         await asked.scored("after")
 
     asked.run(test)
+
+
+def test_a_start_without_room_is_a_sentence_and_leaves_nothing(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(SelectorStartError, match=r"its process could not be started: .*No such file"):
+        asked.client.start()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_that_fails_is_a_sentence(main_dir: Path, auxiliary_dir: Path, tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from chunk_cache.need import Need
 from sglang_chunk_cache.host.scheduler import merge
+from sglang_chunk_cache.tiers import fingerprint as fingerprint_module
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION
+from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
 from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
@@ -513,6 +514,30 @@ def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> 
         found = {rid: tiers.loader.bring_in(rid)[wanted(1).key] for rid in ("alone", "behind")}
         assert result(found["alone"]) == ("disk", "tier_slow")
         assert result(found["behind"]) == ("disk", None)
+
+
+@pytest.mark.parametrize(
+    ("loading", "where", "allocation"),
+    [
+        ("prefetch", fingerprint_module, "host_buffer"),
+        ("layerwise", fingerprint_module, "host_buffer"),
+        ("layerwise", Fingerprint, "empty_layer"),
+    ],
+)
+def test_where_host_memory_is_used_up_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loading: str, where: Any, allocation: str
+) -> None:
+    def used_up(*_: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, loading=loading) as tiers:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, allocation, used_up)
+            assert result(tiers.load(wanted(1))[0]) == ("disk", "tier_full")
+            tiers.check_nothing_waits()
+        assert tiers.counted == [("disk", "tier_full")]
+        assert result(tiers.load(wanted(1))[0]) == ("disk", None), "it is still stored"
 
 
 # What waiting requests keep.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 from chunk_cache.config import parse_config
 from chunk_cache.cost import PrefillCost
@@ -305,6 +306,48 @@ def test_who_waits_while_the_weights_change_waits_no_longer(open_chunk_tiers):
     tiers.poll(["r"])
     assert tiers.bring_in("r") == {}
     assert tiers.stats()["staged_bytes"] == 0
+
+
+NOT_READ = (False, "Failed to get weights iterator: no such folder.")
+ROLLED_BACK = (False, "Failed to update weights: wrong shape.\nRolling back to original weights.")
+LOADED = (True, "Succeeded to update model weights.")
+
+
+def is_off_after(tiers: ChunkTiers, group: Any, *outcomes: tuple[bool, str]) -> bool:
+    """Whether tiers are off after an update from disk; `outcomes` of the target, and of a draft."""
+
+    def worker(outcome: tuple[bool, str], role: str) -> Any:
+        loading = SimpleNamespace(update_weights_from_disk=lambda *_, **__: outcome)
+        return SimpleNamespace(weight_update_runners=lambda: [(role, SimpleNamespace(weight_updater=loading))])
+
+    updater = ChunkWeightUpdater.__new__(ChunkWeightUpdater)
+    chunks = SimpleNamespace(tiers=tiers, gate=None)
+    updater.scheduler = SimpleNamespace(
+        tree_cache=SimpleNamespace(chunks=chunks), record_weight_version_change=lambda new_version: None
+    )
+    updater.tp_worker = worker(outcomes[0], "target")
+    updater.draft_worker = worker(outcomes[1], "draft") if len(outcomes) > 1 else None
+    updater.metrics_collector, updater.tp_cpu_group = None, group
+    updater.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="other", flush_cache=False))
+    return tiers.stats()["disabled"] is not None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_off"),
+    [
+        ([[NOT_READ], [NOT_READ]], False),
+        ([[NOT_READ, LOADED], [NOT_READ, LOADED]], True),  # with a draft nobody says which of them
+        ([[LOADED, NOT_READ], [LOADED, NOT_READ]], True),
+        ([[ROLLED_BACK], [ROLLED_BACK]], True),
+        ([[LOADED], [LOADED]], True),
+        ([[LOADED], [NOT_READ]], True),
+    ],
+)
+def test_an_update_that_loaded_nothing_on_any_rank_leaves_the_tiers_on(open_chunk_tiers, groups, ranks, is_off):
+    tiers = [open_chunk_tiers(f"rank{rank}") for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda rank: is_off_after(tiers[rank], groups[rank], *ranks[rank]), range(2))
+        assert list(found) == [is_off, is_off]
 
 
 def test_every_way_to_change_the_weights_is_known():

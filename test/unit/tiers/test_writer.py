@@ -18,7 +18,7 @@ from chunk_cache.quota import Shares
 from chunk_cache.tier_ledger import EntryId
 from chunk_cache.variant import PathTokens, Variant
 from sglang_chunk_cache.tiers import writer as writer_module
-from sglang_chunk_cache.tiers.base import StoredVariant
+from sglang_chunk_cache.tiers.base import StoredVariant, TierError
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers
 from sglang_chunk_cache.tiers.metrics import TierMetrics
@@ -343,6 +343,25 @@ def test_a_disk_without_space(small_device: Path) -> None:
         tiers.writer.note_stored(variant(1))
         tiers.check()
         assert names(tiers, "disk") == [1]
+
+
+def test_host_memory_that_is_used_up_when_chunks_go_down(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def used_up(one: Variant) -> Any:
+        asked.append(one)
+        raise TierError("full", "host memory", "no 1 bytes left", "give the machine more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.pool, "kv_of", used_up)
+        tiers.writer.note_stored(variant(1))
+        tiers.writer.save_victims([variant(2), variant(3), variant(4)], 2 * LENGTH)
+    tiers.check()
+    assert len(asked) == 3, "no more than what is evicted"
+    assert sorted(tiers.counted) == [("disk", "full")] * 3 + [("host", "full")] * 3
+    tiers.writer.note_stored(variant(1))
+    tiers.check()
+    assert (names(tiers, "host"), names(tiers, "disk")) == ([1], [1])
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
