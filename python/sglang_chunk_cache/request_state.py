@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.manager import ChunkPrompt
-from chunk_cache.request_options import RequestOptions, loads
+from chunk_cache.request_options import MAX_CHUNKS, RequestOptions, loads
 from chunk_cache.selector_answer import SelectorAnswer
 from chunk_cache.system_prompt import marks_of
 
@@ -222,7 +222,7 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
     """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
 
     A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
-    where they stood: a turn may drop the end of the history.
+    where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
     """
     ids, own = req.origin_input_ids, () if options is None else options.spans
     if options is not None and options.turn_tokens is not None:
@@ -237,7 +237,7 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
         lambda span: span[1] <= own_start and ids[slice(*span)] == parent.origin_input_ids[slice(*span)], earlier
     )
     options = options or (None if before is None else before.options)
-    return None if options is None else replace(options, spans=(*kept, *own), turn_tokens=None)
+    return None if options is None else replace(options, spans=(*kept, *own)[-MAX_CHUNKS:], turn_tokens=None)
 
 
 def _is_supported(req: Any) -> bool:

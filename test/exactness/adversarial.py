@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.request_options import MAX_CHUNKS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
+from sglang_chunk_cache import request_state
 from sglang_chunk_cache.request_state import state_of
 
 
@@ -65,6 +67,24 @@ def case_session_turns_refused(s: Session) -> dict[str, Any]:
     del scheduler.grammar_manager.process_req_with_grammar
     found["served"] = turn(more, first.rid)
     del scheduler.session_controller.sessions["s"]
+    return found
+
+
+def case_session_of_many_chunks(s: Session) -> list[list[int]]:
+    """Each turn adds two chunks, of 20 and 30 tokens; the lengths of those that count, of at most three."""
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    request_state.MAX_CHUNKS = 3
+    controller = s.local.scheduler.session_controller
+    controller.open(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
+    rid, found = None, []
+    for _ in range(3):
+        session = {"id": "s", "rid": rid}
+        (reply,) = s.local.generate([s.request(s.prompt(s.chunks(20, 30)), session=session, max_new_tokens=2)])
+        rid = reply.rid
+        found.append([chunk["end"] - chunk["start"] for chunk in reply.info["chunks"]])
+    del controller.sessions["s"]
+    request_state.MAX_CHUNKS = MAX_CHUNKS
     return found
 
 

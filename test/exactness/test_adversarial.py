@@ -43,6 +43,11 @@ def test_a_turn_that_is_cut_is_computed_exactly() -> None:
 
 
 @pytest.mark.slow
+def test_chunks_of_a_session_are_limited() -> None:
+    assert outcome(Config(), "session_of_many_chunks") == [[20, 30], [30, 20, 30], [30, 20, 30]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "hrrn"])
 def test_retracted_requests_under_cache_aware_policies(policy: str) -> None:
     config = PolicyConfig(policy=policy, max_total_tokens=2048, conservativeness=0.3, force_retract=True)
