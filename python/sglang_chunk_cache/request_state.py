@@ -1,8 +1,8 @@
 """DocChunkRequest: what the chunk cache knows of one request, from its first match to its release.
 
-Verbs: `state_of` (read or create it for a `Req`), `discover` (marks one that nobody marked), `DocChunkRequest.admit` (a
-load was made: its rows are due), `load_due` (the next forward must add them), `complete_rows` (they were added),
-`restart` (retracted).
+Verbs: `state_of` (read or create it for a `Req`), `discover` (marks one that nobody marked), `forget` (SGLang refuses
+it), `DocChunkRequest.admit` (a load was made: its rows are due), `load_due` (the next forward must add them),
+`complete_rows` (they were added), `restart` (retracted).
 
 Picture of a prompt (positions grow to the right)::
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.manager import ChunkPrompt
-from chunk_cache.request_options import RequestOptions, loads
+from chunk_cache.request_options import MAX_CHUNKS, RequestOptions, loads
 from chunk_cache.selector_answer import SelectorAnswer
 from chunk_cache.system_prompt import marks_of
 
@@ -165,6 +165,11 @@ def state_of(req: Any) -> DocChunkRequest | None:
     return state  # type: ignore[return-value]
 
 
+def forget(req: Any) -> None:
+    """From now on `req` is one without marks: SGLang has refused it, and put one token in the place of its prompt."""
+    setattr(req, _ATTRIBUTE, None)
+
+
 def discover(req: Any, discoverer: Discoverer) -> None:
     """Gives a request that nobody marked the passages that were there before, and learns from it; once per request."""
     if getattr(req, _ATTRIBUTE, False) is not False:
@@ -204,7 +209,8 @@ def _state_with(req: Any, options: RequestOptions) -> DocChunkRequest:
     partition = Partition(req.extra_key, req.cache_salt)
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
-    fits = all(end <= len(ids) for _, end in options.spans)
+    is_whole = len(ids) >= len(req.origin_input_ids_unpadded)
+    fits = is_whole and all(end <= len(ids) for _, end in options.spans)
     if not fits:
         options = replace(options, spans=())
     system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
@@ -216,11 +222,11 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
     """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
 
     A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
-    where they stood: a turn may drop the end of the history.
+    where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
     """
     ids, own = req.origin_input_ids, () if options is None else options.spans
     if options is not None and options.turn_tokens is not None:
-        begin = len(ids) - options.turn_tokens
+        begin = len(req.origin_input_ids_unpadded) - options.turn_tokens  # of the prompt before it was cut
         own = tuple((begin + start, begin + end) for start, end in own)
     node = req.session.req_nodes.get(req.rid)
     parent = None if node is None or node.parent is None else node.parent.req
@@ -231,7 +237,7 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
         lambda span: span[1] <= own_start and ids[slice(*span)] == parent.origin_input_ids[slice(*span)], earlier
     )
     options = options or (None if before is None else before.options)
-    return None if options is None else replace(options, spans=(*kept, *own), turn_tokens=None)
+    return None if options is None else replace(options, spans=(*kept, *own)[-MAX_CHUNKS:], turn_tokens=None)
 
 
 def _is_supported(req: Any) -> bool:

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.request_options import MAX_CHUNKS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
+from sglang_chunk_cache import request_state
+from sglang_chunk_cache.request_state import state_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,62 @@ def case_prompt_replaced_by_the_scheduler(s: Session) -> list[Reply]:
     s.send(s.prompt([s.tokens(2 * s.local.scheduler.max_req_input_len)]))
     s.send(s.prompt(s.chunks(40, 33)))
     return s.replies
+
+
+def case_session_turns_refused(s: Session) -> dict[str, Any]:
+    """What SGLang refuses of a session leaves the server, and the session, as they were; also one that is cut."""
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    scheduler = s.local.scheduler
+    scheduler.session_controller.open(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
+    chunk, other = s.chunks(40, 33)
+
+    def turn(prompt: Prompt, rid: str | None, **fields: Any) -> Reply:
+        (reply,) = s.local.generate([s.request(prompt, session={"id": "s", "rid": rid}, **fields)])
+        s.local.cache.chunks.check_integrity()
+        return reply
+
+    more = Prompt().text(s.tokens(3)).chunk(chunk).text(s.tokens(5))
+    first = turn(s.prompt([chunk, other]), None)
+    long = Prompt().text(s.tokens(3)).chunk(s.tokens(scheduler.max_req_input_len - 60)).text(s.tokens(5))
+    found = {
+        "unknown": turn(s.prompt([other, chunk]), "unknown"),
+        "start": turn(more, first.rid, logprob_start=100_000),
+        "long": turn(long, first.rid),
+        "first": turn(Prompt().chunk([7]), "unknown"),
+    }
+
+    def refuse(req: Any) -> bool:
+        """As a grammar that cannot be compiled, which is told once the selector has answered."""
+        state_of(req)
+        req.set_finish_with_abort("no grammar")
+        return False
+
+    scheduler.grammar_manager.process_req_with_grammar = refuse
+    found["grammar"] = turn(more, first.rid)
+    (found["alone"],) = s.send(s.prompt([other, chunk]))
+    del scheduler.grammar_manager.process_req_with_grammar
+    found["served"] = turn(more, first.rid)
+    del scheduler.session_controller.sessions["s"]
+    return found
+
+
+def case_session_of_many_chunks(s: Session) -> list[list[int]]:
+    """Each turn adds two chunks, of 20 and 30 tokens; the lengths of those that count, of at most three."""
+    from sglang.srt.managers.io_struct import OpenSessionReqInput
+
+    request_state.MAX_CHUNKS = 3
+    controller = s.local.scheduler.session_controller
+    controller.open(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
+    rid, found = None, []
+    for _ in range(3):
+        session = {"id": "s", "rid": rid}
+        (reply,) = s.local.generate([s.request(s.prompt(s.chunks(20, 30)), session=session, max_new_tokens=2)])
+        rid = reply.rid
+        found.append([chunk["end"] - chunk["start"] for chunk in reply.info["chunks"]])
+    del controller.sessions["s"]
+    request_state.MAX_CHUNKS = MAX_CHUNKS
+    return found
 
 
 def case_retracted_behind_its_own_text(s: Session) -> list[Reply]:

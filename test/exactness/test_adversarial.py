@@ -25,6 +25,29 @@ def test_a_refused_prompt_does_not_stop_the_scheduler(page_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_refused_turn_of_a_session_does_not_stop_the_scheduler(page_size: int) -> None:
+    found = outcome(Config(page_size=page_size), "session_turns_refused")
+    served = found.pop("served")
+    assert {name: reply.finish["type"] for name, reply in found.items()} == dict.fromkeys(found, "abort")
+    assert served.finish["type"] == "length"
+    assert [chunk["status"] for chunk in served.info["chunks"]] == ["prefix", "prefix", "hit"]
+
+
+@pytest.mark.slow
+def test_a_turn_that_is_cut_is_computed_exactly() -> None:
+    config = Config(server=(("allow_auto_truncate", True),))
+    found = outcome(config, "session_turns_refused")["long"]
+    assert found.finish["type"] == "length"
+    assert (found.info["fallback_reason"], found.info["chunks"]) == ("unsupported", [])
+
+
+@pytest.mark.slow
+def test_chunks_of_a_session_are_limited() -> None:
+    assert outcome(Config(), "session_of_many_chunks") == [[20, 30], [30, 20, 30], [30, 20, 30]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["lpm", *(pytest.param(other, marks=pytest.mark.all) for other in ("dfs-weight", "hrrn"))]
 )

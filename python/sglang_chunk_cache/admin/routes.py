@@ -31,7 +31,7 @@ async def _json(request: Request) -> Any:
     """The decoded body; an empty one is an empty object."""
     try:
         return await request.json() if await request.body() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f"not JSON ({str(error).splitlines()[0]})"
         raise request_error("body", problem, "send a JSON object") from None
 

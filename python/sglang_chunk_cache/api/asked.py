@@ -58,8 +58,11 @@ class Asked:
     template: str | None = None
 
 
-def read_asked(body: Mapping[str, Any], separator: str) -> Asked:
+def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = ROUTE_KEYS) -> Asked:
     """Reads the object at the top of a body, or in its `custom_params`.
+
+    Args:
+        keys: those that the route reads beside the options of every request.
 
     Raises:
         ChunkCacheRequestError: there are two, or one breaks the contract; the options of every request are not checked.
@@ -74,8 +77,8 @@ def read_asked(body: Mapping[str, Any], separator: str) -> Asked:
     ((path, value),) = found
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"mode": "exact"}')
-    _check_keys(value, (*KEYS, *ROUTE_KEYS), path)
-    return Asked(
+    _check_keys(value, (*KEYS, *keys), path)
+    asked = Asked(
         options={key: one for key, one in value.items() if key in KEYS},
         path=path,
         marks=_read_bool(value, "marks", path),
@@ -83,6 +86,9 @@ def read_asked(body: Mapping[str, Any], separator: str) -> Asked:
         passages=_read_passages(value.get("chunks", []), f"{path}.chunks", separator),
         template=_read_template(value.get("template"), f"{path}.template", separator),
     )
+    if asked.template is not None and "chunks" not in value and not body.get("documents"):
+        raise request_error(f"{path}.template", "there are no passages to write", f"give {path}.chunks too")
+    return asked
 
 
 def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, Any], ...]:

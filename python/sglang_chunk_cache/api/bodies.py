@@ -53,18 +53,19 @@ def _read_generate(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheA
 
 def _read_completion(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
     _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
-    exchange.asked = read_asked(body, args.separator)
+    exchange.asked = read_asked(body, args.separator, ("chunks", "template"))
 
 
 def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    _read_completion(body, exchange, args)
+    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
+    exchange.asked = read_asked(body, args.separator)
     exchange.documents = read_documents(body.get("documents"), "documents", args.separator)
     _mark(list(_chat_parts(body)), exchange, args)
 
 
 def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    _refuse(body, ("custom_params",), "chunk_cache")
-    _read_completion(body, exchange, args)
+    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
+    exchange.asked = read_asked(body, args.separator)
     _mark(list(_message_parts(body)), exchange, args)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import RequestOptions, check_fit, dumps, parse_request
+from chunk_cache.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.asked import KEY
 from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked
@@ -215,7 +215,7 @@ def prepare(
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
     for item in items:
         if item.ids is not None:
-            _check_not_empty(item.ids, item.path)
+            _check_not_empty(item.ids, obj, item.path)
             check_vocabulary(item.ids, manager, item.path)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
@@ -230,12 +230,16 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         check_served(item.opts, manager, args, item.opts_path)
         if item.marked is not None:
             check_read_once(manager, item.path)
+        elif item.text is not None and item.opts is not None and item.opts.answer_tokens and manager.tokenizer:
+            check_fit(item.opts, len(manager.tokenizer.encode(item.text)), item.opts_path)
     if any(item.is_tokenized_here for item in items):
         items = [_tokenize(item, manager) for item in items]
+        for item in items:
+            _check_not_empty(item.ids or (), obj, item.path)
         ids = [item.ids for item in items]
         is_batch = _prompts(obj.text, obj.input_ids)[1]
         obj.text, obj.input_ids = None, ids if is_batch else ids[0]
-    if obj.session_params is not None:
+    if _is_turn(obj):
         for item in items:
             if item.opts is not None and item.opts.keep_tokens:
                 raise keeps_all_error("a turn of a session", item.opts_path)
@@ -269,6 +273,9 @@ def _tokenize(item: Item, manager: Any) -> Item:
         assert item.opts is not None
         encoded = encode_marked(manager.tokenizer, item.marked)
         opts = dataclasses.replace(item.opts, spans=encoded.spans)
+        if len(encoded.spans) > MAX_CHUNKS:
+            problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
+            raise request_error(item.path, problem, "mark longer chunks")
         check_fit(opts, len(encoded.ids), item.opts_path)
         return dataclasses.replace(item, ids=encoded.ids, opts=opts, marks=encoded.marks)
     ids = manager.tokenizer.encode(item.text)
@@ -303,10 +310,19 @@ def _check_ids(item: Item, manager: Any) -> None:
         check_length(len(item.ids), spans, paths, manager, item.path)
 
 
-def _check_not_empty(ids: Sequence[int], path: str) -> None:
-    """Checks that a prompt of token ids has some, also a plain one: a prompt without any ends stock SGLang."""
-    if not ids:
-        raise request_error(path, "a prompt without tokens", "give at least one token id")
+def _check_not_empty(ids: Sequence[int], obj: Any, path: str) -> None:
+    """Checks that a prompt has tokens, also a plain one: one without any ends stock SGLang.
+
+    A turn may have none: SGLang puts the history of the session in front of it, and refuses what is empty still.
+    """
+    if not ids and not _is_turn(obj):
+        raise request_error(path, "a prompt without tokens", "give at least one token")
+
+
+def _is_turn(obj: Any) -> bool:
+    """Whether a request is a turn of a session."""
+    params = obj.session_params
+    return isinstance(params, Mapping) and params.get("id") is not None
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:

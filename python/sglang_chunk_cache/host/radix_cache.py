@@ -78,9 +78,6 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state is None:
             return result
         req, num_prompt = params.req, len(params.req.origin_input_ids)
-        if state.options.spans and state.options.spans[-1][1] > num_prompt:
-            state.plan = None  # SGLang replaced the prompt of a request that it is about to abort
-            return result
         assert self.chunks is not None
         max_prefix_len = len(params.key)
         step = None if state.decision is None else state.decision.step

@@ -28,7 +28,7 @@ from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
 from sglang_chunk_cache.host.stages import note_stage
 from sglang_chunk_cache.kv.draft import follow_draft
-from sglang_chunk_cache.request_state import discover, state_of
+from sglang_chunk_cache.request_state import discover, forget, state_of
 from sglang_chunk_cache.tiers.search import Wanted
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class ChunkScheduler(Scheduler):
 
     def _add_request_to_queue(self, req: Req, *args: Any, **kwargs: Any) -> None:
         chunks = self._chunks
+        if req.to_finish is not None:
+            forget(req)
         if chunks.discoverer is not None:
             discover(req, chunks.discoverer)
         if chunks.gate is not None and (state := state_of(req)) is not None:
@@ -222,11 +224,8 @@ def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
         return []
     if state.decision is not None and state.decision.step is None:
         return []  # the target has it computed exactly
-    spans = state.options.spans
-    if spans and spans[-1][1] > len(req.origin_input_ids):
-        return []  # SGLang replaced the prompt of a request that it is about to abort
     wanted = []
-    for i, (key, (start, end)) in enumerate(zip(state.keys, spans, strict=True)):
+    for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True)):
         need = chunks.manager.need(state.prompt, i)
         if i != state.prompt.to_prepare and not chunks.manager.has(key, need):
             wanted.append(Wanted(key, req.origin_input_ids[start:end], state.partition, need))

@@ -155,7 +155,14 @@ class TargetController:
                 place = _Place(**fields)
             except TypeError as error:
                 raise ValueError(f"{show(fields)} is no place of a partition ({error})") from error
-            if not 0 <= place.step <= self.num_steps:
+            numbers = (place.step, place.num_seen, place.wait)
+            if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in numbers) or not (
+                isinstance(place.newest, list)
+                and all(isinstance(one, bool) for one in (*place.newest, place.is_trial))
+                and isinstance(place.reason, str)
+            ):
+                raise ValueError(f"{show(fields)} is no place of a partition")
+            if place.step > self.num_steps:
                 raise ValueError(f"{show(place.step)} is no step of the target")
             self._places[partition] = place
 

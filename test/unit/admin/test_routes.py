@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from chunk_cache.keys import Partition, chunk_key
 from sglang_chunk_cache import server_args as options
@@ -132,6 +132,17 @@ def test_an_unknown_key_may_be_known_as_evicted(admin, schedulers):
     schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": True}}
     response = ask("GET", f"variants?key={KEY}")
     assert (response.status_code, response.json()["error"]["evicted"]) == (404, True)
+
+
+def test_body_that_nests_too_deep_is_no_json(admin):
+    class Nested(Request):
+        async def body(self) -> bytes:
+            return b"[" * 100_000
+
+    answer = next(answer for _, path, answer in routes.ROUTES if path.endswith("/pin"))
+    response = asyncio.run(routes.reply(answer, admin, Nested({"type": "http"})))
+    assert response.status_code == 400
+    assert b"body: not JSON" in response.body
 
 
 def test_texts_need_a_tokenizer(admin, schedulers):

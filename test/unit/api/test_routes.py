@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.request_options import loads
+from chunk_cache.request_options import MAX_CHUNKS, loads
 
 SEP = "<|chunk|>"
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
@@ -148,6 +148,57 @@ def test_bad_marks(service, seen, route, body, path, stream):
     )
     assert response.status_code == 400
     assert path in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize(("route", "name"), [("/generate", "text"), ("/v1/completions", "prompt")])
+def test_empty_text_beside_a_marked_one(service, seen, monkeypatch, route, name):
+    """With a tokenizer that puts no token in front of a text."""
+    encode = service.manager.tokenizer.encode
+    monkeypatch.setattr(service.manager.tokenizer, "encode", lambda text, **how: encode(text, **how) if text else [])
+    response = service.post(route, {"model": "m", name: [marked("", "a", "b"), ""]})
+    assert response.status_code == 400
+    assert f"{name}[1]: a prompt without tokens" in response.text
+    assert seen == []
+
+
+def test_turn_without_tokens_is_left_to_sglang(service, seen):
+    body = {"input_ids": [], "sampling_params": {"max_new_tokens": 3}}
+    assert service.post("/generate", {**body, "session_params": {"id": "s", "rid": "r"}}).status_code == 200
+    assert len(seen) == 1
+    assert service.post("/generate", {**body, "session_params": {}}).status_code == 400
+
+
+def test_chunks_of_both_ways_together_are_limited(service, seen):
+    text, chunks = marked("", *["a"] * MAX_CHUNKS), [{"text": "b"}] * MAX_CHUNKS
+    body = {"model": "m", "prompt": text, "chunk_cache": {"chunks": chunks}}
+    response = service.post("/v1/completions", body)
+    assert response.status_code == 400
+    assert f"prompt: {2 * MAX_CHUNKS} chunks, and {MAX_CHUNKS} is the limit" in response.text
+    assert seen == []
+
+
+def test_answer_behind_a_plain_text(service, seen):
+    body = {"text": "hello", "sampling_params": params({"answer_tokens": 1_000_000, "keep_tokens": 5})}
+    response = service.post("/generate", body)
+    assert response.status_code == 400
+    assert f"{OPTS}.answer_tokens: 1000000, and " in response.text
+    assert seen == []
+    assert service.post("/generate", {**body, "sampling_params": params({"answer_tokens": 1})}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"marks": True}, "unknown key 'marks'"),
+        ({"parts": False}, "unknown key 'parts'"),
+        ({"template": "{text}"}, "chunk_cache.template: there are no passages to write"),
+    ],
+)
+def test_options_that_completions_do_not_read(service, seen, options, message):
+    response = service.post("/v1/completions", {"model": "m", "prompt": "a", "chunk_cache": options})
+    assert response.status_code == 400
+    assert message in response.json()["message"]
     assert seen == []
 
 

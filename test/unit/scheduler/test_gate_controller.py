@@ -132,8 +132,25 @@ def test_the_same_events_give_the_same_decisions_also_behind_a_restart(
     assert one.states() == other.states()
 
 
-@pytest.mark.parametrize("value", [{"p": {"step": 9}}, {"p": {"place": 1}}])
-def test_what_was_not_dumped_is_refused(value: dict[str, dict[str, int]]) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"p": fields}
+        for fields in (
+            {"step": 9},
+            {"step": -1},
+            {"step": 0.5},
+            {"place": 1},
+            {"num_seen": "x"},
+            {"wait": None},
+            {"newest": 3},
+            {"newest": ["no"]},
+            {"is_trial": "no"},
+            {"reason": 5},
+        )
+    ],
+)
+def test_what_was_not_dumped_is_refused(value: dict[str, dict[str, object]]) -> None:
     with pytest.raises(ValueError):
         TargetController(TARGET).load(value)
 
