@@ -113,18 +113,23 @@ WITH_OBJECT: dict[str, Schema] = {
 }
 
 
+def _of_route(path: str) -> dict[str, Schema]:
+    unread = ("marks", "parts") if path == "/v1/completions" else ()
+    return {key: schema for key, schema in OF_ROUTES.items() if key not in unread}
+
+
 def _inference(path: str) -> Schema:
     if path == "/generate":
         params = closed((KEY,), **{KEY: closed(**OPTIONS)})
         sampling = closed(("max_new_tokens", "custom_params"), max_new_tokens=FEW, custom_params=params)
         return closed(("text", "sampling_params"), text=PROMPT, sampling_params=sampling)
     fields = {"model": {"const": "default"}, "max_tokens": FEW, **WITH_OBJECT[path]}
-    return closed((*fields, KEY), **fields, **{KEY: closed(**OPTIONS, **OF_ROUTES)})
+    return closed((*fields, KEY), **fields, **{KEY: closed(**OPTIONS, **_of_route(path))})
 
 
 OURS: dict[str, tuple[tuple[str, ...], Schema]] = {
     "/generate": (("sampling_params", "custom_params", KEY), closed(**OPTIONS)),
-    **{path: ((KEY,), closed(**OPTIONS, **OF_ROUTES)) for path in WITH_OBJECT},
+    **{path: ((KEY,), closed(**OPTIONS, **_of_route(path))) for path in WITH_OBJECT},
     **{f"{PREFIX}/{name}": ((), schema) for name, schema in BODIES.items()},
 }
 """By path: where in the body our part stands, and its schema."""
