@@ -3,8 +3,8 @@
     python benchmark/tiers/bench_first_token.py [--quick] [--repeats N] [--places NAME ...] [--out FOLDER]
 
 One server per place with a tier of that kind only, asked by turns, paused meanwhile; stores run on this machine. Before
-a server with a tier is asked, a plain prompt as long as its KV pool pushes the chunks out of it; the reply must say
-where each chunk was found. `computed` is stock's full prefill (mode off) on the first server. Results:
+a server with a tier is asked, plain prompts as long as its KV pool push the chunks out of it; the reply must say where
+each chunk was found. `computed` is stock's full prefill (mode off) on the first server. Results:
 `benchmark/results/tiers/first_token.*`, or `.cache/bench/` with `--quick`.
 """
 
@@ -39,6 +39,7 @@ FULL = Size(LlamaShape(12, 768, 12, 12, 2048, 2048), system_len=64, chunk_len=51
 QUICK = Size(LlamaShape(4, 256, 4, 4, 704, 2048), system_len=64, chunk_len=64, num_chunks=8, question_len=32)
 POOL, COMPUTED = "pool", "computed"
 PLACES = (POOL, "host", "disk", *STORES)
+FILLER_LEN = 512
 SETTLE_S = 120.0
 
 
@@ -66,7 +67,8 @@ class Place:
         """Seconds to the first token of a prompt of all chunks, in an order that begins with another one each time."""
         num = corpus.size.num_chunks
         if self.tier:
-            self.server.generate(corpus.tokens(self.pool_len - 16), chunk_cache={"mode": "off"})
+            for _ in range(-(-self.pool_len // FILLER_LEN)):
+                self.server.generate(corpus.tokens(FILLER_LEN), chunk_cache={"mode": "off"})
             self.server.generate(corpus.system, chunk_cache={"mode": "off"})
         prompt = corpus.prompt_of([(number + i) % num for i in range(num)])
         timed = self.server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, **OPTIONS})
@@ -94,7 +96,7 @@ def places(names: Sequence[str], size: Size, folder: Path) -> Iterator[list[Plac
                 store[0].start()
                 stack.callback(store[0].kill)
                 tiers = {"remote": store[1]}
-            pool_len = 3 * size.prompt_len // 2
+            pool_len = 5 * size.prompt_len // 2  # what is stored, and the copies of a request
             server = make_server(model_dir, name, tiers, pool_len)
             stack.callback(server.stop)
             found.append(Place(name, ("remote" if name in STORES else name) if tiers else None, server, pool_len))
@@ -154,7 +156,7 @@ def to_markdown(report: Mapping[str, Any], size: Size) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small model and prompts: a check, no result")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--out", type=Path, help="folder of the result files")
     args = parser.parse_args(argv)
