@@ -32,7 +32,7 @@ from benchmark.common.server import Server, leave_on_sigterm, offline_env
 from benchmark.tiers.loading import OPTIONS, tier_stats
 from benchmark.tiers.prompts import Corpus, Size
 
-from unit.tiers.mooncake_master import library_env
+from unit.tiers.mooncake_master import MooncakeMaster, library_env
 from unit.tiers.stores import STORES, find_store
 
 FULL = Size(LlamaShape(12, 768, 12, 12, 2048, 2048), system_len=64, chunk_len=512, num_chunks=8, question_len=32)
@@ -89,13 +89,17 @@ def places(names: Sequence[str], size: Size, folder: Path) -> Iterator[list[Plac
                 name, {}
             )
             if name in STORES:
-                store = find_store(name, folder, "1GB")
-                if store is None:
+                there = find_store(name, folder)
+                if there is None:
                     print(f"{name}: not installed, left out", file=sys.stderr)
                     continue
-                store[0].start()
-                stack.callback(store[0].kill)
-                tiers = {"remote": store[1]}
+                store, url = there
+                store.start()
+                stack.callback(store.kill)
+                if isinstance(store, MooncakeMaster):  # it would drop what a server that is paused lends
+                    stack.callback(store.lend("1 GB").kill)
+                    url = f"{store.url}?segment=0"
+                tiers = {"remote": url}
             pool_len = 5 * size.prompt_len // 2  # what is stored, and the copies of a request
             server = make_server(model_dir, name, tiers, pool_len)
             stack.callback(server.stop)

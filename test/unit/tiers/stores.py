@@ -12,17 +12,13 @@ STORES = ("mooncake", "valkey")
 HOW_TO_GET = {"mooncake": "make mooncake", "valkey": "make install"}
 
 
-def find_store(name: str, folder: Path, memory: str = "256MiB") -> tuple[StoreProcess, str] | None:
-    """One that was not started yet, and the url of `remote` for it; None where it is not installed.
-
-    Args:
-        memory: that each server gives to Mooncake.
-    """
+def find_store(name: str, folder: Path) -> tuple[StoreProcess, str] | None:
+    """One that was not started yet, and the url of `remote` for it; None where it is not installed."""
     if name == "mooncake":
         if not is_there():
             return None
         master = MooncakeMaster()
-        return master, f"{master.url}?segment={memory}"
+        return master, f"{master.url}?segment=256MiB"
     binary = find_binary()
     if binary is None:
         return None
