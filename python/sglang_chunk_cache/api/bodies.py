@@ -64,6 +64,7 @@ def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -
 
 
 def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    _refuse(body, ("custom_params",), "chunk_cache")
     _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
     exchange.asked = read_asked(body, args.separator)
     _mark(list(_message_parts(body)), exchange, args)
