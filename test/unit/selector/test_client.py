@@ -249,14 +249,13 @@ def test_a_process_that_cannot_come_back_leaves_requests_alone(
     asked.run(test)
 
 
-def test_a_start_without_room_is_a_sentence_and_leaves_nothing(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    with pytest.raises(SelectorStartError, match=r"its process could not be started: .*No such file"):
-        asked.client.start()
-    assert list(tmp_path.iterdir()) == []
+def test_a_start_without_room_is_a_sentence_and_leaves_nothing(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket must be short
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setattr(sys, "executable", f"{folder}/none")
+        with pytest.raises(SelectorStartError, match=r"its process could not be started: .*No such file"):
+            asked.client.start()
+        assert list(Path(folder).iterdir()) == []
 
 
 def test_a_start_that_fails_is_a_sentence(main_dir: Path, auxiliary_dir: Path, tmp_path: Path) -> None:
