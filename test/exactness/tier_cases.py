@@ -115,7 +115,7 @@ def land(s: Session, chunk: list[int]) -> None:
 
     tiers, key = s.local.cache.chunks.tiers, chunk_key(Partition(), chunk)
     wanted = Wanted(key, array("q", chunk), Partition(), Need(8))
-    tiers.want("another", [wanted], num_keys=len(chunk), num_rows=len(chunk), num_rows_ahead=0)
+    tiers.want("another", [wanted], num_keys=len(chunk), num_rows=lambda: len(chunk), num_rows_ahead=0)
     tiers.poll(["another"])
     while tiers.is_held("another"):
         tiers.wait(1.0)
@@ -182,8 +182,8 @@ def case_rows_beside_a_load(s: Session) -> list[int]:
     tiers = s.local.cache.chunks.tiers
     original, told = tiers.want, []
 
-    def want(rid: str, chunks: Sequence[Any], **numbers: int) -> None:
-        told.append(numbers["num_rows"])
+    def want(rid: str, chunks: Sequence[Any], **numbers: Any) -> None:
+        told.append(numbers["num_rows"]())
         original(rid, chunks, **numbers)
 
     tiers.want = want

@@ -79,12 +79,11 @@ class ChunkScheduler(Scheduler):
         queue = waiting(self)
         if chunks.tiers is None or not queue or queue[-1] is not req:
             return  # refused: the queue is full
-        wanted = _wanted(chunks, req)
         chunks.tiers.want(
             req.rid,
-            wanted,
+            _wanted(chunks, req),
             num_keys=len(req.origin_input_ids),
-            num_rows=self._num_rows_without_loads(req) if wanted else 0,
+            num_rows=partial(self._num_rows_without_loads, req),
             num_rows_ahead=sum(_num_rows(other) for other in queue[:-1]),
         )
 

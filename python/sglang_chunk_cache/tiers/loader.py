@@ -111,13 +111,13 @@ class TierLoader:
     # Requests.
 
     def want(
-        self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: int, num_rows_ahead: int = 0
+        self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: Callable[[], int], num_rows_ahead: int = 0
     ) -> None:
         """A request that begins to wait needs chunks that the pool does not have.
 
         Args:
             num_keys: tokens of its prompt.
-            num_rows: rows that it would compute without these chunks.
+            num_rows: gives the rows that it would compute without these chunks; called where layers load beside it.
             num_rows_ahead: rows that the requests in front of it will compute, at most.
         """
         if rid in self._waiting:  # it was admitted or aborted, and is back before anybody looked
@@ -139,7 +139,7 @@ class TierLoader:
             patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
         to_load = {chunk.key: chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
         if self._overlaps:
-            self._choose_preload(waiting, num_rows, num_keys)
+            self._choose_preload(waiting, num_rows(), num_keys)
         self._wanted |= to_load
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()

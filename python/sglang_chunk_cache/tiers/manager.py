@@ -121,7 +121,9 @@ class ChunkTiers:
         if self._disabled_reason is None:
             self._writer.save_victims(variants, num_tokens)
 
-    def want(self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: int, num_rows_ahead: int) -> None:
+    def want(
+        self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: Callable[[], int], num_rows_ahead: int
+    ) -> None:
         """See `TierLoader.want`."""
         if self._disabled_reason is None and chunks:
             self._loader.want(rid, chunks, num_keys=num_keys, num_rows=num_rows, num_rows_ahead=num_rows_ahead)

@@ -273,14 +273,14 @@ def test_kv_of_other_weights_neither_comes_up_nor_goes_down(open_chunk_tiers, tm
         tiers.note_stored(variant(number))
     idle(tiers)
     assert tiers.stats()["tiers"]["host"]["entries"] == 2
-    tiers.want("before", [wanted(1)], num_keys=NUM_KEYS, num_rows=NUM_KEYS, num_rows_ahead=0)
+    tiers.want("before", [wanted(1)], num_keys=NUM_KEYS, num_rows=lambda: NUM_KEYS, num_rows_ahead=0)
     tiers.poll(["before"])
     weights_change(tiers)
     assert tiers.bring_in("before") == {}
     assert tiers.stats()["tiers"]["host"]["entries"] == 0
     assert "the weights were changed" in tiers.stats()["disabled"]
 
-    tiers.want("after", [wanted(2)], num_keys=NUM_KEYS, num_rows=NUM_KEYS, num_rows_ahead=0)
+    tiers.want("after", [wanted(2)], num_keys=NUM_KEYS, num_rows=lambda: NUM_KEYS, num_rows_ahead=0)
     assert not tiers.is_held("after")
     tiers.poll(["after"])
     assert tiers.bring_in("after") == {}
@@ -297,7 +297,7 @@ def test_who_waits_while_the_weights_change_waits_no_longer(open_chunk_tiers):
     tiers = open_chunk_tiers(throttle=slow)
     tiers.note_stored(variant(1))
     idle(tiers)
-    tiers.want("r", [wanted(1)], num_keys=NUM_KEYS, num_rows=NUM_KEYS, num_rows_ahead=0)
+    tiers.want("r", [wanted(1)], num_keys=NUM_KEYS, num_rows=lambda: NUM_KEYS, num_rows_ahead=0)
     tiers.poll(["r"])
     assert tiers.is_held("r")
     weights_change(tiers)

@@ -204,7 +204,7 @@ class Tiers:
     def want(
         self, rid: str, *chunks: Wanted, num_keys: int = 100, num_rows: int = 100, num_rows_ahead: int = 0
     ) -> None:
-        self.loader.want(rid, chunks, num_keys=num_keys, num_rows=num_rows, num_rows_ahead=num_rows_ahead)
+        self.loader.want(rid, chunks, num_keys=num_keys, num_rows=lambda: num_rows, num_rows_ahead=num_rows_ahead)
 
     def step(self, *queued: str) -> None:
         """One scheduling step with these requests in the queue."""
