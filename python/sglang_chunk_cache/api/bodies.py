@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import request_error, show
-from sglang_chunk_cache.api.asked import KEY, check_passage, read_asked, read_documents
+from sglang_chunk_cache.api.asked import KEY, ROUTE_KEYS, Asked, check_passage, read_asked, read_documents
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.marks import Mark, trimmed
 from sglang_chunk_cache.server_args import ChunkCacheArgs
@@ -52,21 +52,18 @@ def _read_generate(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheA
 
 
 def _read_completion(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
-    exchange.asked = read_asked(body, args.separator, ("chunks", "template"))
+    exchange.asked = _asked(body, args, ("chunks", "template"))
 
 
 def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
-    exchange.asked = read_asked(body, args.separator)
+    exchange.asked = _asked(body, args)
     exchange.documents = read_documents(body.get("documents"), "documents", args.separator)
     _mark(list(_chat_parts(body)), exchange, args)
 
 
 def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
     _refuse(body, ("custom_params",), "chunk_cache")
-    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
-    exchange.asked = read_asked(body, args.separator)
+    exchange.asked = _asked(body, args)
     _mark(list(_message_parts(body)), exchange, args)
 
 
@@ -94,6 +91,12 @@ _READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] 
     "/api/chat": _read_unmarked,
     "/api/generate": _read_unmarked,
 }
+
+
+def _asked(body: Mapping[str, Any], args: ChunkCacheArgs, keys: Sequence[str] = ROUTE_KEYS) -> Asked:
+    """The object at the top of a body; `keys` as of `read_asked`."""
+    _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
+    return read_asked(body, args.separator, keys)
 
 
 def _refuse(body: Mapping[str, Any], outer: Sequence[str], remedy: str | None) -> None:
