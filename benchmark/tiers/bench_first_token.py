@@ -15,7 +15,6 @@ import contextlib
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from benchmark.common.machine import CACHE_DIR
 from benchmark.common.models import LlamaShape, cached_llama
 from benchmark.common.results import Spread, describe_run, markdown_table, result_dir, run_markdown, write_result
 from benchmark.common.server import Server, leave_on_sigterm, offline_env
-from benchmark.tiers.loading import OPTIONS, tier_stats
+from benchmark.tiers.loading import OPTIONS, prime
 from benchmark.tiers.prompts import Corpus, Size
 
 from unit.tiers.mooncake_master import MooncakeMaster, library_env
@@ -40,7 +39,6 @@ QUICK = Size(LlamaShape(4, 256, 4, 4, 704, 2048), system_len=64, chunk_len=64, n
 POOL, COMPUTED = "pool", "computed"
 PLACES = (POOL, "host", "disk", *STORES)
 FILLER_LEN = 512
-SETTLE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,6 @@ class Place:
     tier: str | None
     server: Server
     pool_len: int
-
-    def prime(self, corpus: Corpus) -> None:
-        """Computes each chunk alone behind the system prompt; returns once all are in the tier."""
-        for number in range(len(corpus.chunks)):
-            prompt = corpus.prompt([number], ())
-            self.server.generate([*prompt.ids, *corpus.tokens(4)], chunk_cache={"spans": prompt.spans})
-        deadline = time.monotonic() + SETTLE_S
-        while self.tier and tier_stats(self.server)["tiers"][self.tier]["entries"] < len(corpus.chunks):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name}: not all written within {SETTLE_S:g} s; see {self.server.log_path}")
-            time.sleep(0.2)
 
     def ask(self, corpus: Corpus, number: int) -> float:
         """Seconds to the first token of a prompt of all chunks, in an order that begins with another one each time."""
@@ -124,7 +111,7 @@ def measure(found: Sequence[Place], corpus: Corpus, repeats: int) -> dict[str, l
     """Seconds by place; the first round does not count."""
     seconds: dict[str, list[float]] = {COMPUTED: [], **{place.name: [] for place in found}}
     for place in found:
-        place.prime(corpus)
+        prime(place.server, corpus, lambda _: None, place.tier)
         place.server.pause()
     for number in range(repeats + 1):
         for place in found:

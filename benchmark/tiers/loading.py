@@ -77,14 +77,14 @@ class Bench:
         return timed.total_s
 
 
-def prime(server: Server, corpus: Corpus, tick: Tick, deadline_s: float = 60.0) -> None:
-    """Computes each chunk alone behind the system prompt; returns once all are on disk."""
+def prime(server: Server, corpus: Corpus, tick: Tick, tier: str | None = "disk", deadline_s: float = 120.0) -> None:
+    """Computes each chunk alone behind the system prompt; returns once all are in the tier (None: the pool)."""
     for number in range(len(corpus.chunks)):
         prompt = corpus.prompt([number], ())
         server.generate([*prompt.ids, *corpus.tokens(4)], chunk_cache={"spans": prompt.spans})
         tick("primed")
     deadline = time.monotonic() + deadline_s
-    while tier_stats(server)["tiers"]["disk"]["entries"] < len(corpus.chunks):
+    while tier and tier_stats(server)["tiers"][tier]["entries"] < len(corpus.chunks):
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all chunks were written within {deadline_s:g} s; see {server.log_path}")
         time.sleep(0.2)
