@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sgl_kernel_ext.add_drift import Drift, Turn, add_drift
+from sgl_kernel_ext.add_drift.naive import add_drift_reference
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.backend import FP8, raw
@@ -176,6 +178,7 @@ def cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     yield from _copy_rotate_cases(shape, device)
     yield from _attention_mass_cases(shape, device)
     yield from _kv_deviation_cases(shape, device)
+    yield from _add_drift_cases(shape, device)
 
 
 def _normal(rng: torch.Generator, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -333,6 +336,56 @@ def _kv_deviation_cases(shape: ModelShape, device: torch.device) -> Iterator[Cas
         return _share(found[0], expected, _DEVIATION_ERROR, _DEVIATION_ERROR)
 
     yield Case("kv_deviation", "of slots", run, error)
+
+
+def _add_drift_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    rng = torch.Generator().manual_seed(0)
+    lens, shown = (150, 33, 80), (40, 0, 7)  # tokens and rows of each chunk
+    num_tokens, num_rows = sum(lens), sum(shown)
+    starts = [sum(lens[:i]) for i in range(len(lens))]
+    at = torch.cat(
+        [
+            start + torch.randperm(n, generator=rng)[:m].sort().values
+            for start, n, m in zip(starts, lens, shown, strict=True)
+        ]
+    )
+    slots = torch.randperm(num_tokens + 9, generator=rng)[:num_tokens]
+    positions = 3000 + torch.arange(num_tokens)
+    rows = torch.randperm(num_rows + 5, generator=rng)[:num_rows].sort().values
+    chunk = torch.repeat_interleave(torch.tensor(lens))
+    bounds = torch.tensor([0, *shown]).cumsum(0)
+    drift = Drift(
+        *(one.to(device) for one in (rows, slots[at], bounds)),
+        Turn(-positions[at].to(device)),
+        *(one.to(device) for one in (slots, chunk)),
+        Turn(positions.to(device)),
+        strength=0.5,
+        prior=8.0,
+    )
+    dims = shape.head_dim, shape.v_head_dim
+    new = [_normal(rng, (num_rows + 5, shape.num_kv_heads, dim), shape.dtype, device) for dim in dims]
+    pools = [_normal(rng, (num_tokens + 9, shape.num_kv_heads, dim), shape.kv_dtype, device) for dim in dims]
+    spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(10_000.0, shape.rotary_dim)).to(device)
+    k_scale, v_scale = _scales(shape)
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        buffers = [pool.clone() for pool in pools]
+        add_drift(*new, *buffers, drift, spec, k_scale=k_scale, v_scale=v_scale, backend=implementation)
+        return buffers
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        given = {"row_positions": positions[at], "positions": positions, "k_scale": k_scale, "v_scale": v_scale}
+        expected = add_drift_reference(*new, *pools, drift, spec, **given)
+        relative, absolute = _ROTATION_ERROR[shape.kv_dtype]
+        share = max(
+            _share(raw(one)[drift.slots].view(one.dtype), its, relative, 10 * absolute)
+            for one, its in zip(found, expected, strict=True)
+        )
+        spared = torch.ones(num_tokens + 9, dtype=torch.bool, device=device).index_fill_(0, drift.slots, False)
+        is_kept = all(torch.equal(raw(one)[spared], raw(pool)[spared]) for one, pool in zip(found, pools, strict=True))
+        return share if is_kept else float("inf")
+
+    yield Case("add_drift", "of three chunks", run, error)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

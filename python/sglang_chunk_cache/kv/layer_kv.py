@@ -1,6 +1,6 @@
 """LayerKV: K and V of one layer as SGLang's pool holds them, and what they are to be multiplied with.
 
-Verbs: `LayerKV.of` (views, nothing is copied), `write_kv` (rows), `add` (to what is stored), `kv_buffers` (all layers).
+Verbs: `LayerKV.of` (views, nothing is copied), `write_kv` (rows), `kv_buffers` (all layers).
 
 A pool of FP8 holds K and V divided by a scale per layer, which comes with the checkpoint. Its memory is bytes to torch,
 which cannot write to FP8 by index; each view here has the pool's own dtype.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_kernel_ext.backend import FP8, raw, rounded
+from sgl_kernel_ext.backend import FP8
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -62,12 +62,6 @@ def write_kv(kv_pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.
         k, v = k.clone(), v.clone()
     scales = () if is_latent(kv_pool) else (layer.k_scale, layer.v_scale)
     kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v, *scales)
-
-
-def add(buffer: torch.Tensor, slots: torch.Tensor, change: torch.Tensor, scale: float = 1.0) -> None:
-    """Adds `change` `[n, num_heads, dim]` fp32 to what `buffer`, times `scale`, holds at `slots`."""
-    found = buffer[slots].float().add_(change, alpha=1.0 / scale)
-    raw(buffer)[slots] = raw(rounded(found, buffer.dtype))
 
 
 def is_latent(kv_pool: Any) -> bool:

@@ -92,7 +92,7 @@ class RowsAtLayer:
             squared=squared,
             backend=self.kernel,
         )
-        return received / self.tp_size
+        return received if self.tp_size == 1 else received / self.tp_size
 
 
 Scorer: TypeAlias = Callable[[RowsAtLayer], torch.Tensor]

@@ -202,7 +202,8 @@ def attention_mass_triton(
     bounds = torch.arange(0, 2 * kv_len, kv_len, device=q.device) if starts is None else starts
     num_segments = len(bounds) - 1
     own_lse = torch.empty(num_heads, num_rows, dtype=torch.float32, device=q.device)
-    segment_lse = torch.empty(num_heads, num_rows, num_segments, dtype=torch.float32, device=q.device)
+    # Of one segment that is all keys they are the same numbers.
+    segment_lse = own_lse if starts is None else own_lse.new_empty(num_heads, num_rows, num_segments)
     received = torch.empty(num_heads, kv_len, dtype=torch.float32, device=q.device)
     # A cap stands between two scales: cap * tanh(score / cap).
     scales = (sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E)

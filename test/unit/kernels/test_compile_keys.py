@@ -11,6 +11,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
+from sgl_kernel_ext.add_drift import Drift, Turn, add_drift  # noqa: E402
 from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
 from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
 from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
@@ -55,6 +56,11 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     new = [torch.zeros(num_tokens, *buffer.shape[1:], dtype=shape.dtype) for buffer in (k, v)]
     kv_deviation(*new, k, v, slots=locs[0], backend="triton")
 
+    num_chunks = rng.choice([1, 2, 16])
+    turn, bounds = Turn(locs[1]), odd_view(torch.arange(num_chunks + 1).clamp(max=num_tokens))
+    drift = Drift(locs[0], locs[1], bounds, turn, locs[0], locs[1].clamp(max=num_chunks - 1), turn, 0.5, 8.0)
+    add_drift(*new, k, v, drift, spec, backend="triton")
+
     kv_len = rng.choice([16, 33, 50])
     keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
     attention_mass(q[:kv_len], keys, positions[:kv_len], **options)
@@ -86,4 +92,6 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads
         "_received_kernel": 2,
         "_kv_deviation_kernel": 1,
+        "_drift_sums_kernel": 1,
+        "_add_drift_kernel": 1,
     }

@@ -1,4 +1,4 @@
-"""Drift: what rows show of a change that all tokens share is given to the others, and nothing else is touched."""
+"""Drift: what rows show of a change that all tokens share is given to the others; rows are written after it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
     correct(half, rows, strength=0.5)
     torch.testing.assert_close(half.stored.v[slots], before_v[slots] + change_v[others] / 2)
     untouched = torch.ones(NUM_SLOTS, dtype=torch.bool)
-    untouched[slots] = False
+    untouched[given.kv_slots[torch.tensor(REUSED)]] = False
     assert torch.equal(given.stored.k[untouched], before_k[untouched])
     assert torch.equal(given.stored.v[untouched], before_v[untouched])
 

@@ -1,0 +1,142 @@
+"""Drift: what tokens that were computed anew have changed on average, added to tokens that were not.
+
+    add_drift   of one layer: the mean change of each chunk's rows, at position 0, added to the tokens of that chunk
+
+    d_r = K_new(r) - K_old(r), turned back to position 0;  V_new(r) - V_old(r) likewise        for every row r
+    d_c = (sum of d_r over the R_c rows of chunk c + prior x mean of d_r over all rows) / (R_c + prior)
+    K(u) += strength x d_c, turned to the position of u;  V(u) += strength x d_c               for every token u of c
+
+*Ours*. Sums are fp32 in one order, so equal calls give equal bits. Old K and V are read before any is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+
+__all__ = ["Drift", "add_drift"]
+
+
+class Turn:
+    """Cosines and sines of a rotation of keys; computed once for layers with the same rotary embedding.
+
+    Args:
+        by: `[n]` int64, positions to turn by.
+    """
+
+    def __init__(self, by: torch.Tensor) -> None:
+        self._by = by
+        self._spec: RotarySpec | None = None
+
+    def table(self, spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin: `[n, rotary_dim/2]` fp32."""
+        if self._spec is not spec:
+            self._spec, self._table = spec, rotation_table(spec, self._by)
+        return self._table
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Who shows a drift and who gets it: the same at all layers at which the rows are the same.
+
+    R rows show it, of C chunks; N tokens get it.
+
+    Attributes:
+        rows: `[R]` int64, where they stand among the new K and V.
+        row_slots: `[R]` int64, where their old K and V lie.
+        row_bounds: `[C + 1]` int64 from 0 to R: the rows of chunk c are `row_bounds[c]` to `row_bounds[c + 1]`.
+        back: of the rows, to position 0.
+        slots: `[N]` int64, distinct; those of rows may be among them, and get it too.
+        chunk: `[N]` int64, the chunk of each.
+        there: of the tokens, from position 0.
+        strength, prior: see the head of this file.
+    """
+
+    rows: torch.Tensor
+    row_slots: torch.Tensor
+    row_bounds: torch.Tensor
+    back: Turn
+    slots: torch.Tensor
+    chunk: torch.Tensor
+    there: Turn
+    strength: float
+    prior: float
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """`[C, R]` fp32: strength x d_c as a weighted sum of d_r."""
+        at = torch.arange(len(self.rows), device=self.rows.device)
+        bounds = self.row_bounds[:, None]
+        is_of = (at >= bounds[:-1]) & (at < bounds[1:])
+        return ((is_of + self.prior / len(self.rows)) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
+
+    @cached_property
+    def run(self) -> slice | None:
+        """The slots, where they are consecutive; None where they are not. For a CPU: a GPU would be waited for."""
+        first, last = int(self.slots[0]), int(self.slots[-1])
+        is_run = last - first == len(self.slots) - 1 and bool((self.slots.diff() == 1).all())
+        return slice(first, last + 1) if is_run else None
+
+
+def add_drift(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    drift: Drift,
+    spec: RotarySpec | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend = "auto",
+) -> None:
+    """Changes K and V of one layer in `drift.slots`.
+
+    Args:
+        k_new: `[num_rows, num_kv_heads, head_dim]`, of which `drift.rows` are read.
+        v_new: `[num_rows, num_kv_heads, v_head_dim]`.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, ...]`, written in place, rounded once; fp8 too.
+        drift: at least one row and one token.
+        spec: the model's rotation; None where keys carry no position.
+        k_scale, v_scale: K and V are these times what is stored; for fp8.
+
+    Raises:
+        ValueError: shapes do not fit together; with "triton" also where the last dimension is strided.
+    """
+    _check(k_new, v_new, k_buffer, v_buffer, drift, spec)
+    if resolve_backend(backend, k_new.device) == "triton":
+        from sgl_kernel_ext.add_drift.triton import add_drift_triton as add
+    else:
+        from sgl_kernel_ext.add_drift.naive import add_drift_torch as add
+    add(k_new, v_new, k_buffer, v_buffer, drift, spec, k_scale=k_scale, v_scale=v_scale)
+
+
+def _check(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    drift: Drift,
+    spec: RotarySpec | None,
+) -> None:
+    if k_new.shape[1:] != k_buffer.shape[1:] or v_new.shape[1:] != v_buffer.shape[1:] or len(k_new) != len(v_new):
+        raise ValueError(
+            f"k_new {tuple(k_new.shape)}, k_buffer {tuple(k_buffer.shape)}, v_new {tuple(v_new.shape)}, "
+            f"v_buffer {tuple(v_buffer.shape)}: need the same heads of new and stored, and as many rows of K as of V"
+        )
+    for name, one, length in (
+        ("rows", drift.rows, len(drift.rows)),
+        ("row_slots", drift.row_slots, len(drift.rows)),
+        ("row_bounds", drift.row_bounds, len(drift.row_bounds)),
+        ("slots", drift.slots, len(drift.slots)),
+        ("chunk", drift.chunk, len(drift.slots)),
+    ):
+        if one.shape != (length,) or one.dtype != torch.int64 or not length:
+            raise ValueError(f"{name}: {one.dtype} {tuple(one.shape)}, need int64 ({max(length, 1)},)")
+    if spec is not None and spec.rotary_dim > k_new.shape[2]:
+        raise ValueError(f"spec: {spec.rotary_dim} rotary dimensions, but heads have {k_new.shape[2]}")

@@ -1,0 +1,99 @@
+"""add_drift in torch, for any device, and by its definition in float64, which tests compare with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sgl_kernel_ext.add_drift import Drift
+from sgl_kernel_ext.backend import raw, rounded
+from sgl_kernel_ext.rotary import RotarySpec, rotate
+
+
+def add_drift_torch(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    drift: Drift,
+    spec: RotarySpec | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """See `add_drift`."""
+    change_k = k_new[drift.rows].float() - k_buffer[drift.row_slots].float() * k_scale
+    change_v = v_new[drift.rows].float() - v_buffer[drift.row_slots].float() * v_scale
+    if spec is not None:
+        change_k = _turned(change_k, drift.back.table(spec), spec)
+    # A product and not a sum by index, whose order a GPU does not promise.
+    mean_k, mean_v = (
+        (drift.weights @ change.flatten(1)).unflatten(1, change.shape[1:])[drift.chunk]
+        for change in (change_k, change_v)
+    )
+    if spec is not None:
+        mean_k = _turned(mean_k, drift.there.table(spec), spec)
+    _add(k_buffer, drift, mean_k, k_scale)
+    _add(v_buffer, drift, mean_v, v_scale)
+
+
+def _turned(keys: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], spec: RotarySpec) -> torch.Tensor:
+    turned = torch.empty_like(keys)
+    rotate(keys, turned, *(part[:, None] for part in table), spec)
+    return turned
+
+
+def _add(buffer: torch.Tensor, drift: Drift, change: torch.Tensor, scale: float) -> None:
+    run = drift.run if buffer.device.type == "cpu" else None
+    if run is not None and buffer.dtype == torch.float32:
+        buffer[run].add_(change, alpha=1.0 / scale)
+        return
+    found = buffer[drift.slots].float().add_(change, alpha=1.0 / scale)
+    raw(buffer)[drift.slots] = raw(rounded(found, buffer.dtype))
+
+
+def add_drift_reference(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    drift: Drift,
+    spec: RotarySpec | None,
+    *,
+    row_positions: torch.Tensor,
+    positions: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of `drift.slots` as they are afterwards, float64 and not rounded, one row and one token at a time."""
+    old_k, old_v = k_buffer.double() * k_scale, v_buffer.double() * v_scale
+    changes = []
+    for row, slot, position in zip(*(t.tolist() for t in (drift.rows, drift.row_slots, row_positions)), strict=True):
+        changes.append(
+            (_turned_by(k_new[row].double() - old_k[slot], -position, spec), v_new[row].double() - old_v[slot])
+        )
+    bounds = drift.row_bounds.tolist()
+    found_k, found_v = [], []
+    for slot, chunk, position in zip(*(t.tolist() for t in (drift.slots, drift.chunk, positions)), strict=True):
+        own = changes[bounds[chunk] : bounds[chunk + 1]]
+        mean_k, mean_v = (
+            (sum(change[i] for change in own) + drift.prior * sum(change[i] for change in changes) / len(changes))
+            * (drift.strength / (len(own) + drift.prior))
+            for i in range(2)
+        )
+        found_k.append(old_k[slot] + _turned_by(mean_k, position, spec))
+        found_v.append(old_v[slot] + mean_v)
+    return torch.stack(found_k) / k_scale, torch.stack(found_v) / v_scale
+
+
+def _turned_by(k: torch.Tensor, by: int, spec: RotarySpec | None) -> torch.Tensor:
+    """One token's K, `[num_kv_heads, head_dim]`: pair i turns by `by` x inv_freq[i]."""
+    if spec is None:
+        return k
+    half, new = spec.rotary_dim // 2, k.clone()
+    for i, frequency in enumerate(spec.inv_freq.double().tolist()):
+        a, b = (i, i + half) if spec.is_neox else (2 * i, 2 * i + 1)
+        cos, sin = math.cos(by * frequency), math.sin(by * frequency)
+        new[:, a], new[:, b] = k[:, a] * cos - k[:, b] * sin, k[:, b] * cos + k[:, a] * sin
+    return new
