@@ -35,6 +35,7 @@ class RowsAtLayer:
         num_unrotated: dimensions of a key in front of those that `rotary` is about; with latent attention they are V.
         options: of the method, as far as they are given.
         kernel: backend of the operations.
+        are_written: whether the K and V of the rows lie in their slots already.
     """
 
     q: torch.Tensor
@@ -52,6 +53,7 @@ class RowsAtLayer:
     num_unrotated: int = 0
     options: Options = ()
     kernel: str = "auto"
+    are_written: bool = False
 
     @property
     def question_q(self) -> torch.Tensor:
@@ -73,9 +75,10 @@ class RowsAtLayer:
         return self.kv_slots[self.positions]
 
     def keys(self) -> torch.Tensor:
-        """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed."""
+        """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed; to be read only."""
         keys = self.stored.keys(self.kv_slots, self.k.dtype)
-        keys[self.positions] = self.k
+        if not self.are_written:
+            keys[self.positions] = self.k
         return keys
 
     def question_mass(self, *, squared: bool = False) -> torch.Tensor:

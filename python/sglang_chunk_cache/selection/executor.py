@@ -208,10 +208,11 @@ class LayerwiseForward:
         q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self.is_asking:
+            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
             for i, request in enumerate(self._requests):
                 if request.asks_first:
                     request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer))
-            return self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+            return out
         layer_id = layer.layer_id
         began = time.perf_counter()
         q, k, v = self._cut(q, k, v, batch, [request.leave(layer_id) for request in self._requests])
@@ -257,6 +258,7 @@ class LayerwiseForward:
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             tp_size=self._tp_size,
+            are_written=self.is_asking,
             rotary=self._layers.rotaries[layer.layer_id],
             num_unrotated=layer.v_head_dim if is_latent(pool) else 0,
             options=self._requests[i].options,
