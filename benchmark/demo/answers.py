@@ -34,9 +34,9 @@ DEFAULT = Condition(MethodSpec(DEFAULT_METHOD), DEFAULT_RATIO)
 REUSED = (
     Condition(MethodSpec("full-reuse"), 0.0),
     DEFAULT,
-    Condition(MethodSpec("fusionrag"), 0.15),
-    Condition(MethodSpec("epic"), 0.5),
-    Condition(MethodSpec("epic"), 1.0),
+    Condition(MethodSpec("question-drift"), DEFAULT_RATIO),
+    Condition(MethodSpec(DEFAULT_METHOD), 0.5),
+    Condition(MethodSpec(DEFAULT_METHOD), 1.0),
 )
 Replies = Mapping[Condition, Sequence[Reply]]
 

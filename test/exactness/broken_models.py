@@ -87,6 +87,17 @@ def sinks(model: Any) -> None:
     attention.forward = functools.partial(attention.forward, sinks=torch.zeros(attention.tp_q_head_num))
 
 
+def early_embeddings(model: Any) -> None:
+    """The decoder is given the embeddings of all rows, before it has found which rows these are."""
+    stock = model.forward
+
+    def forward(input_ids: Any, positions: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        embeddings = model.model.embed_tokens(input_ids)
+        return stock(input_ids, positions, batch, *args, **{**kwargs, "input_embeds": embeddings})
+
+    model.forward = forward
+
+
 def as_it_is(model: Any) -> None:
     """Not broken."""
 

@@ -45,6 +45,20 @@ def test_rounding_is_no_difference(dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["olmo2", "starcoder2"])
+def test_a_decoder_may_be_called_by_keyword(kind: str) -> None:
+    """The pass of the question is a call of it too."""
+    assert isinstance(start(tiny(kind), **SMALL), float)
+
+
+@pytest.mark.slow
+def test_embeddings_that_are_made_in_front_of_the_decoder_are_named() -> None:
+    assert "the embeddings of its tokens are made in front" in str(
+        start(tiny(), broken_models.early_embeddings, **SMALL)
+    )
+
+
+@pytest.mark.slow
 def test_a_server_of_one_request_at_a_time_starts() -> None:
     assert isinstance(start(tiny(), max_running_requests=1, **SMALL), float)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.methods import METHODS
 from chunk_cache.types import REASONS, Status
 from server_fixture import Server
 
@@ -90,7 +91,7 @@ def check_reply(reply: Any, prompt_tokens: int, spans: Sequence[Sequence[int]] |
     assert computed >= 1, "the last token of a prompt is always computed"
     assert 0 <= reply["recomputed_tokens"] <= reused, reply
     assert 0.0 <= reply["ratio"] <= 1.0
-    assert reply["method"] in ("epic", "random", "cacheclip", "full-reuse", "full")
+    assert reply["method"] in METHODS
     assert reply["fallback_reason"] is None or reply["fallback_reason"] in REASONS
     for chunk in reply["chunks"]:
         assert chunk["status"] in list(Status), chunk

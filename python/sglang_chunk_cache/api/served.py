@@ -1,8 +1,8 @@
 """Whether this server can do what a request's method needs: `check_served` and `check_rows` for a request,
 `check_default` at the start.
 
-A method may name layers that the model does not have, statistics that the server does not take, or rows that leave
-between layers, which drafts of EAGLE (made from the hidden state of every row) do not follow.
+A method may name layers that the model does not have, statistics that the server does not take, or work between layers
+where the server's flags forbid it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         return
     method = opts.method
     num_layers = manager.model_config.num_hidden_layers
-    needs_all = what_needs_all_rows(manager.server_args.speculative_algorithm)
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
-    _check(method, dict(opts.options), num_layers, args.parsed_config, needs_all, path)
+    _check(method, dict(opts.options), num_layers, args.parsed_config, what_fixes_rows(manager.server_args), path)
 
 
 def is_read_twice(manager: Any) -> bool:
@@ -75,9 +74,14 @@ def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
         raise request_error(f"{path}.method", problem, remedy)
 
 
-def what_needs_all_rows(speculative_algorithm: str | None) -> str | None:
-    """What of a server does not follow rows that leave between layers; None = nothing."""
-    return "drafts of EAGLE" if (speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN") else None
+def what_fixes_rows(server_args: Any) -> str | None:
+    """Why no method may work between layers on this server, to follow on "which"; None = it may."""
+    if (server_args.speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN"):
+        return "drafts of EAGLE, made from the hidden state of every row, do not follow"
+    for name in ("enable_deterministic_inference", "rl_on_policy_target"):
+        if getattr(server_args, name):
+            return f"makes answers depend on the batch, against --{name.replace('_', '-')}"
+    return None
 
 
 def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
@@ -99,28 +103,28 @@ def keeps_all_error(what: str, path: str) -> ChunkCacheRequestError:
     return request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
 
 
-def check_default(args: ChunkCacheArgs, num_layers: int, needs_all: str | None) -> None:
+def check_default(args: ChunkCacheArgs, num_layers: int, rows_are_fixed: str | None) -> None:
     """Checks the server's own default method, and those of its target.
 
     Args:
-        needs_all: as `what_needs_all_rows` says.
+        rows_are_fixed: as `what_fixes_rows` says.
 
     Raises:
         StartRefused: this server cannot serve one.
     """
-    methods = {args.method: f"--chunk-cache-method {args.method}"}
-    for step in () if args.parsed_target is None else args.parsed_target.steps:
-        methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
-    for method, flag in methods.items():
-        try:
-            _check(method, {}, num_layers, args.parsed_config, needs_all, "--chunk-cache")
-        except ChunkCacheRequestError as error:
-            refuse(f"{flag}: {error}.")
     for one in METHODS.values():
         options = tuple(one.with_defaults({}, args.parsed_config.options).items())
         problem = _misfit(one, options, num_layers)
         if problem is not None and _misfit(one, (), num_layers) is None:
             refuse(f"{problem}.")
+    methods = {args.method: f"--chunk-cache-method {args.method}"}
+    for step in () if args.parsed_target is None else args.parsed_target.steps:
+        methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
+    for method, flag in methods.items():
+        try:
+            _check(method, {}, num_layers, args.parsed_config, rows_are_fixed, "--chunk-cache")
+        except ChunkCacheRequestError as error:
+            refuse(f"{flag}: {error}.")
 
 
 def _misfit(method: Method, options: Options, num_layers: int) -> str | None:
@@ -137,7 +141,7 @@ def _check(
     given: Mapping[str, OptionValue],
     num_layers: int,
     config: Config,
-    needs_all: str | None,
+    rows_are_fixed: str | None,
     path: str,
 ) -> None:
     method = METHODS[method_name]
@@ -147,6 +151,6 @@ def _check(
         problem = f"{method_name!r} ranks by statistics, which this server does not take"
         remedy = 'start it with "statistics_layers" in --chunk-cache-config, or choose another method'
         raise request_error(f"{path}.method", problem, remedy)
-    if needs_all is not None and is_selecting(method, options):
-        problem = f"{method_name!r} with these options drops rows between layers, which {needs_all} do not follow"
-        raise request_error(f"{path}.method", problem, "choose another method, or no focus_window")
+    if rows_are_fixed is not None and is_selecting(method, options):
+        problem = f"{method_name!r} with these options works between layers, which {rows_are_fixed}"
+        raise request_error(f"{path}.method", problem, "choose epic, without focus_window and drift")

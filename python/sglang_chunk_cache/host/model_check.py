@@ -1,7 +1,7 @@
 """ModelCheck: forwards of the loaded model itself, when a server starts, that show that its KV can be moved and that
 rows can be computed by themselves.
 
-Verb: `check_loaded_model`. Four forwards of one prompt of random tokens, longer than any window of the model:
+Verb: `check_loaded_model`. Forwards of one prompt of random tokens, longer than any window of the model:
 
     whole      as SGLang serves it: K of every layer and the logits are what the others are compared with
     moved      SGLang's again, at the last positions of the context: K must be that of `whole`, turned by our rotation.
@@ -9,6 +9,7 @@ Verb: `check_loaded_model`. Four forwards of one prompt of random tokens, longer
     rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
                all but a gap, which keeps the KV of `whole`
     leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
+    asking     the tail runs over the KV of `whole` first, then all rows
 
 A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
 large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours.
@@ -35,7 +36,7 @@ from sglang_chunk_cache.host.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.kv.rows import AttentionNotServed, FusedRows
 from sglang_chunk_cache.kv.runs import BackendRuns, Runs
-from sglang_chunk_cache.selection.executor import LayerwiseForward
+from sglang_chunk_cache.selection.executor import FirstPass, LateRows, LayerwiseForward
 from sglang_chunk_cache.selection.progress import RequestProgress
 from sglang_chunk_cache.server_args import refuse
 
@@ -129,10 +130,10 @@ class _Check:
         self._num_tokens = num_tokens
         self._positions = np.arange(num_tokens)
         rng = np.random.default_rng(0)
-        ids = array("q", rng.integers(0, scheduler.model_config.vocab_size, num_tokens).tolist())
+        self._ids = rng.integers(0, scheduler.model_config.vocab_size, num_tokens)
         taken = take_slots(scheduler, num_tokens)
         assert taken is not None, "an idle server has room for a short prompt"
-        self._prompt = OwnPrompt(scheduler, "check of the model", ids, *taken)
+        self._prompt = OwnPrompt(scheduler, "check of the model", array("q", self._ids.tolist()), *taken)
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._others = self._allocator.alloc(len(self._prompt.slots))
         assert self._others is not None, "an idle server has room for two short prompts"
@@ -182,6 +183,12 @@ class _Check:
         tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
         layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, tp_size, adapters)
         yield "computed while others leave", self._positions, layerwise
+        at, num_first = rows.row_positions, num_tokens - TAIL_LEN
+        ids = torch.from_numpy(self._ids).to(at.device)
+        first = FirstPass([TAIL_LEN], at[num_first:], ids[num_first:], rows.slots_of(0)[num_first:])
+        late = LateRows(num_first, ids[:num_first])
+        asking = LayerwiseForward(rows, [_Asking(at)], [late], first, layers, tp_size, adapters)
+        yield "found by a pass of the question", self._positions, asking
 
     # Forwards.
 
@@ -260,6 +267,16 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Median over rows of their relative differences."""
     found, expected = found.flatten(1), expected.flatten(1)
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median())
+
+
+class _Asking(RequestProgress):
+    """A request whose question finds that all rows are needed."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
+
+    def begin_main(self) -> torch.Tensor:
+        return self.positions
 
 
 class _Leaving(RequestProgress):

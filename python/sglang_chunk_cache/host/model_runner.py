@@ -102,7 +102,9 @@ def forward(
                 part = extras.before.pop(0)
                 divide_adapters(model_runner.lora_manager, part.batch)
                 done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
-                hidden.append(done.logits_output.hidden_states)
+                hidden_states = done.logits_output.hidden_states
+                # The buffer of a graph, which the next part writes over.
+                hidden.append(None if hidden_states is None else hidden_states.clone())
             if is_cut:
                 divide_adapters(model_runner.lora_manager, forward_batch)
             last = Part(forward_batch, extras.attention, extras.observers)
@@ -137,7 +139,7 @@ def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any]
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run()
     with (
-        _graphs_that_fit(model_runner, attention),
+        _graphs_that_fit(model_runner, attention, loads),
         attending(model_runner.attn_backend, attention, part.observers, loads),
         layerwise,
     ):
@@ -148,14 +150,17 @@ def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any]
 
 
 @contextlib.contextmanager
-def _graphs_that_fit(model_runner: ModelRunner, attention: Attention | None) -> Iterator[None]:
+def _graphs_that_fit(
+    model_runner: ModelRunner, attention: Attention | None, loads: LayerLoads | None
+) -> Iterator[None]:
     """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
 
-    A breakable graph does. No graph can replay a forward in which rows leave.
+    A breakable graph does. No graph can replay a forward in which rows leave, nor one that brings in layers: what some
+    models captured writes K and V of the rows before the backend is called, and what comes in then lies over them.
     """
     runner = model_runner.prefill_cuda_graph_runner
     calls_backend = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)
-    if runner is None or (calls_backend and not isinstance(attention, LayerwiseForward)):
+    if runner is None or (calls_backend and loads is None and not isinstance(attention, LayerwiseForward)):
         yield
         return
     model_runner.prefill_cuda_graph_runner = None

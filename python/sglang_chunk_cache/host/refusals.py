@@ -18,8 +18,7 @@ from typing import Any
 
 from chunk_cache.config import Config
 from chunk_cache.event_config import port_problem
-from chunk_cache.methods import METHODS, Stage
-from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
+from sglang_chunk_cache.api.served import check_default, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.host.disaggregation import check_role
 from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, refuse
 
@@ -216,7 +215,7 @@ def check_resolved(server_args: Any) -> None:
         algorithm = _value(server_args, "speculative_algorithm")
         check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
         check_flags_with_draft(server_args, algorithm)
-        check_default(args, model_config.num_hidden_layers, what_needs_all_rows(algorithm))
+        check_default(args, model_config.num_hidden_layers, what_fixes_rows(server_args))
         what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
         if what is not None:
             refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
@@ -260,11 +259,6 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
         return
     if args.parsed_config.attention != "runs":
         refuse(f'{flag} needs SGLang\'s attention for every batch; add "attention": "runs" to --chunk-cache-config.')
-    if METHODS[args.method].stage is not Stage.BEFORE:
-        refuse(
-            f"{flag} needs a method that chooses before the forward, and {args.method} does not; name another with "
-            "--chunk-cache-method."
-        )
 
 
 def _refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ import torch
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
 from sglang_chunk_cache.kv.model import ModelLayers, cut_residual, cut_rows
-from sglang_chunk_cache.kv.rows import FusedRows, whole_rows
+from sglang_chunk_cache.kv.rows import AttentionNotServed, FusedRows, whole_rows
 from sglang_chunk_cache.selection.base import RowsAtLayer
 from sglang_chunk_cache.selection.progress import RequestProgress
 
@@ -134,7 +135,7 @@ class LayerwiseForward:
             handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._behind_layer))
         if self._first is not None:
-            handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder))
+            handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
         try:
             yield
         finally:
@@ -143,8 +144,9 @@ class LayerwiseForward:
 
     # The pass of the question.
 
-    def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        input_ids, positions, batch = args[:3]
+    def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = inspect.signature(decoder.forward).bind(*args, **kwargs)
+        input_ids, positions, batch = _given_to_decoder(call.arguments)
         first = self._first
         assert first is not None
         asking = copy.copy(batch)
@@ -153,8 +155,9 @@ class LayerwiseForward:
         main = self._rows
         self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
         self._rows, self.is_asking = main.with_rows(first.positions, first.row_lens), True
+        call.arguments.update(zip(_GIVEN, (asking.input_ids, asking.positions, asking), strict=True))
         try:
-            decoder.forward(asking.input_ids, asking.positions, asking)
+            decoder.forward(*call.args, **call.kwargs)
         finally:
             self._rows, self.is_asking = main, False
         divide_adapters(self._lora_manager, batch)
@@ -300,6 +303,22 @@ class LayerwiseForward:
     def _set_lengths(self, batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
         _set_lengths(batch, row_lens, cut)
         divide_adapters(self._lora_manager, batch)
+
+
+_GIVEN = ("input_ids", "positions", "forward_batch")
+
+
+def _given_to_decoder(arguments: Mapping[str, Any]) -> list[Any]:
+    """What SGLang's decoders are called with, in whatever order.
+
+    Raises:
+        AttentionNotServed: this one is not, or rows do not get their embeddings in it.
+    """
+    if any(name not in arguments for name in _GIVEN):
+        raise AttentionNotServed(f"its decoder is not called with {', '.join(_GIVEN)}")
+    if any(arguments.get(name) is not None for name in ("input_embeds", "inputs_embeds")):
+        raise AttentionNotServed("the embeddings of its tokens are made in front of the decoder")
+    return [arguments[name] for name in _GIVEN]
 
 
 def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.config import parse_config
-from sglang_chunk_cache.api.served import check_default, what_keeps_all, what_needs_all_rows
+from sglang_chunk_cache.api.served import check_default, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.host import pool_check, refusals
 from sglang_chunk_cache.host.runtime import create_runtime
 from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
@@ -166,11 +166,13 @@ def test_flags_that_a_draft_does_not_follow(flag, value):
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "eagle3"])
 def test_eagle_needs_a_method_that_chooses_before_the_forward(algorithm):
-    needs_all = what_needs_all_rows(algorithm)
-    check_default(ChunkCacheArgs(method="epic"), 2, needs_all)
-    with pytest.raises(StartRefused, match=r"'cacheblend' .* drops rows between layers, which drafts of EAGLE do not"):
-        check_default(ChunkCacheArgs(method="cacheblend"), 2, needs_all)
-    check_default(ChunkCacheArgs(method="cacheblend"), 2, what_needs_all_rows("STANDALONE"))
+    rows_are_fixed = what_fixes_rows(ServerArgs(model_path="none", speculative_algorithm=algorithm))
+    check_default(ChunkCacheArgs(method="epic"), 2, rows_are_fixed)
+    for args in (ChunkCacheArgs(method="cacheblend"), ChunkCacheArgs(method="epic", config={"options": {"drift": 1}})):
+        with pytest.raises(StartRefused, match=r"with these options works between layers, which drafts of EAGLE"):
+            check_default(args, 2, rows_are_fixed)
+    others = ServerArgs(model_path="none", speculative_algorithm="STANDALONE")
+    check_default(ChunkCacheArgs(method="cacheblend"), 2, what_fixes_rows(others))
 
 
 @pytest.mark.parametrize("dtype", refusals.KV_CACHE_DTYPES)
@@ -487,8 +489,9 @@ def test_options_of_layers_that_the_model_does_not_have_are_refused():
         StartRefused, match=r"--chunk-cache-config.options.layers: fusionrag names layer 5, but the mod"
     ):
         check_default(args, 5, None)
-    with pytest.raises(StartRefused, match=r"'epic' with these options drops rows between layers"):
-        check_default(ChunkCacheArgs(config={"options": {"focus_window": 3}}), 6, what_needs_all_rows("EAGLE"))
+    given = ChunkCacheArgs(method="epic", config={"options": {"focus_window": 3}})
+    with pytest.raises(StartRefused, match=r"'epic' with these options works between layers, which makes answers dep"):
+        check_default(given, 6, what_fixes_rows(ServerArgs(model_path="none", enable_deterministic_inference=True)))
 
 
 def test_replicas_do_not_share_a_file():

@@ -77,7 +77,10 @@ def test_fp8_weights_with_a_16_bit_kv_cache_are_served():
     [
         ("deterministic, flashinfer", "--enable-deterministic-inference turns the radix cache off with the attention"),
         ("deterministic, any attention", 'add "attention": "runs" to --chunk-cache-config'),
-        ("deterministic, cacheblend", "cacheblend does not; name another with --chunk-cache-method"),
+        (
+            "deterministic, cacheblend",
+            "works between layers, which makes answers depend on the batch, against --enable-det",
+        ),
         ("on policy", "--rl-on-policy-target turns the radix cache off with the attention backend flashinfer"),
         ("hnd", "SGLANG_USE_HND_KVCACHE"),
         ("post-capture", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
