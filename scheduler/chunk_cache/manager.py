@@ -123,7 +123,7 @@ class ChunkManager:
         method, ratio: the server's, for prompts that name none.
         page_size: tokens per page of the store.
         capacity: tokens that the store holds; None = any number.
-        max_unknown_rows: as in `make_plan`.
+        max_unknown_rows, step_len: as in `make_plan`.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class ChunkManager:
         page_size: int = 1,
         capacity: int | None = None,
         max_unknown_rows: int | None = None,
+        step_len: int | None = None,
     ) -> None:
         self.config = config
         self.store = store
@@ -151,7 +152,7 @@ class ChunkManager:
         self._method = method
         self._ratio = ratio
         self._page_size = page_size
-        self._max_unknown_rows = max_unknown_rows
+        self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
         self._max_derived = math.inf if capacity is None else config.contexts_share * capacity
         self._is_system_fixed = config.system_prompts == "same"
         self._is_by_frequency = config.eviction == "frequency-reuse"
@@ -245,6 +246,7 @@ class ChunkManager:
             max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
             max_unknown_rows=self._max_unknown_rows,
+            step_len=self._step_len,
         )
         prompt._plan_of = self._version, asked
         return prompt._plan

@@ -28,7 +28,7 @@ import numpy as np
 
 from chunk_cache.index import Lookup
 from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Rows, Stage
-from chunk_cache.methods.options import SHIFT
+from chunk_cache.methods.options import DRIFT, FOCUS_WINDOW, SHIFT
 from chunk_cache.request_options import RequestOptions
 from chunk_cache.reusability import share_to_fix
 from chunk_cache.rows import choose_rows
@@ -240,6 +240,7 @@ def make_plan(
     max_cfo: float | None = None,
     selector_reason: str | None = None,
     max_unknown_rows: int | None = None,
+    step_len: int | None = None,
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -263,6 +264,8 @@ def make_plan(
         selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
         max_unknown_rows: rows that a forward may begin with where it finds itself which it needs; where a method begins
             with more, `STAND_IN` chooses. None = any number.
+        step_len: rows of a step; where what follows the load has more, `STAND_IN` chooses for a method that reads the
+            question. None = any number.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -320,9 +323,15 @@ def make_plan(
         budgets=budgets,
     )
     chosen = choose(method=method, opts=opts)
-    if max_unknown_rows is not None and chosen.selection is not None and chosen.num_rows > max_unknown_rows:
-        stood_in_for, method, opts = "too_many_rows", *_stand_in(opts)
-        chosen = choose(method=method, opts=opts)
+    if chosen.selection is not None:
+        misfit = None
+        if max_unknown_rows is not None and chosen.num_rows > max_unknown_rows:
+            misfit = "too_many_rows"
+        elif method.reads_question and step_len is not None and prompt_len - load_end > step_len:
+            misfit = "question_in_parts"
+        if misfit is not None:
+            stood_in_for, method, opts = misfit, *_stand_in(opts, drops=(FOCUS_WINDOW.name, DRIFT.name))
+            chosen = choose(method=method, opts=opts)
     num_reused = sum(chunk.num_reused for chunk in chunks)
     if budgets is not None:
         ratio = chosen.num_recomputed / num_reused if num_reused else 0.0
@@ -350,10 +359,14 @@ def _with_defaults(opts: RequestOptions, method: Method, defaults: Options) -> R
     return replace(opts, options=tuple(sorted(method.with_defaults(dict(opts.options), defaults).items())))
 
 
-def _stand_in(opts: RequestOptions) -> tuple[Method, RequestOptions]:
-    """What serves a request in the place of a method that cannot; options that it does not have mean nothing then."""
+def _stand_in(opts: RequestOptions, drops: Sequence[str] = ()) -> tuple[Method, RequestOptions]:
+    """What serves a request in the place of a method that cannot; options that it does not have mean nothing then.
+
+    Args:
+        drops: options that it has, but that mean nothing either.
+    """
     method = METHODS[STAND_IN]
-    known = {option.name for option in method.options_schema}
+    known = {option.name for option in method.options_schema} - set(drops)
     return method, replace(opts, options=tuple((name, value) for name, value in opts.options if name in known))
 
 

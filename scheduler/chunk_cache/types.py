@@ -55,6 +55,8 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "selector_failed": "The selector could not score this prompt, the log says why; epic chose.",
         "selector_too_long": "A chunk and its question are longer than the selector's model can read; epic chose.",
         "too_many_rows": "The method begins with more rows than a step may have (--max-prefill-tokens); epic chose.",
+        "question_in_parts": "What follows the reused chunks takes several steps, so that the question, by which the "
+        "method chooses, comes too late (--chunked-prefill-size); epic chose.",
         "short_answer": "The answer ended before decoding over a part of the prompt (keep_tokens) began.",
         "other_system": "The chunk is stored behind other system prompts only, and the server shares none of those.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",

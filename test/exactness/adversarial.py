@@ -111,6 +111,23 @@ def case_chunk_inside_the_last_page(s: Session) -> list[str]:
     return statuses
 
 
+def case_question_beside_others(s: Session) -> dict[str, Any]:
+    """Rows that a question chooses, alone and in steps that others have filled but for a part of it."""
+    chunks = s.chunks(40, 33, 51)
+    s.prime(chunks)
+    question = s.tokens(30)
+    found: dict[str, Any] = {}
+    for method in ("a3", "fusionrag", "question-drift"):
+        options = {"method": method, "explain": True}
+        asked = s.request(s.prompt(chunks[::-1], question=question), ratio=0.15, options=options, max_new_tokens=1)
+        (alone,) = s.local.generate([asked])
+        others = [s.request(s.prompt([], question=s.tokens(n)), max_new_tokens=2, marked=False) for n in (20, 13, 9)]
+        *_, crowded = s.local.generate([*others, asked])
+        found[method] = [[one.get("recomputed_positions") for one in r.info["chunks"]] for r in (alone, crowded)]
+        found[method].append([r.info["method"] for r in (alone, crowded)])
+    return found
+
+
 def case_partly_evicted_path(s: Session) -> list[int]:
     """Two chunks share their first tokens; only those of the first one survive an eviction."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams

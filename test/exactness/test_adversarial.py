@@ -48,6 +48,16 @@ def test_chunks_of_a_session_are_limited() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step_len", [64, 96])
+def test_others_do_not_cut_a_question_off(step_len: int) -> None:
+    found = outcome(Config(layers=4, chunked=True, step_len=step_len), "question_beside_others")
+    for method, (alone, crowded, methods) in found.items():
+        assert any(alone)
+        assert methods == [method, method]
+        assert crowded == alone, method
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["lpm", *(pytest.param(other, marks=pytest.mark.all) for other in ("dfs-weight", "hrrn"))]
 )

@@ -3,8 +3,8 @@
 Promises: a fused request is charged the rows that its forward computes, no more and no less. The loaded range is not
 split over steps, so a request with more rows than `--chunked-prefill-size` waits until it is the only one of a step
 and then goes whole; nothing overtakes it in SGLang's own order of the queue, so it does not starve. A request that
-would take the room of reused chunks waits for one that runs, never for nothing. A loaded token is never counted as
-cached.
+would take the room of reused chunks waits for one that runs, never for nothing. A question that chooses rows is not
+cut off where a step has room for it. A loaded token is never counted as cached.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
+from chunk_cache.methods import METHODS
 from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.host.runtime import runtime_of
 from sglang_chunk_cache.request_state import state_of
@@ -45,6 +46,10 @@ class ChunkPrefillAdder(PrefillAdder):
         admission = super()._select_prefill_admission(req, **kwargs)
         if not rows:
             return admission
+        if self._cuts_question(req, admission):
+            if self.can_run_list:
+                return AddReqResult.OTHER
+            admission = AddReqResult.OTHER  # as if there were no room for the rows
         if self.can_run_list:
             if self.rem_chunk_tokens is None and not isinstance(admission, AddReqResult):
                 # Without chunked prefill SGLang compares the tail alone with --max-prefill-tokens.
@@ -63,6 +68,14 @@ class ChunkPrefillAdder(PrefillAdder):
         if isinstance(admission, AddReqResult):
             return admission
         return dataclasses.replace(admission, replay_len=admission.replay_len + rows)
+
+    def _cuts_question(self, req: Req, admission: Any) -> bool:
+        """Whether a step has room for a part only of what follows the rows, and these are chosen by the end of it."""
+        if isinstance(admission, AddReqResult):
+            return False
+        plan = state_of(req).plan
+        is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)
+        return is_cut and plan.selection is not None and METHODS[plan.selection.method].reads_question
 
     def _takes_kept_room(self, num_tokens: int) -> bool:
         """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back.

@@ -38,7 +38,7 @@ from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
-from sglang_chunk_cache.kv.step import most_unknown_rows
+from sglang_chunk_cache.kv.step import most_unknown_rows, step_len
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.metrics import ChunkMetrics
 from sglang_chunk_cache.reply import whole_reason
@@ -157,6 +157,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         page_size=cache.page_size,
         capacity=allocator.size,
         max_unknown_rows=most_unknown_rows(),
+        step_len=step_len(),
     )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0

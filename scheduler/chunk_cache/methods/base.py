@@ -67,6 +67,8 @@ class Method:
     own_options: ClassVar[tuple[Option, ...]] = ()
     statistic: ClassVar[str | None] = None
     """The statistic of a stored chunk that it ranks by; one of `chunk_cache.chunk_statistics.STATISTICS`."""
+    reads_question: ClassVar[bool] = False
+    """Whether it chooses by the question, which must then be computed in the same step as the rows."""
     asks_selector: ClassVar[bool] = False
     """Whether it ranks by scores of an auxiliary model, for which a request waits (`chunk_cache.selector_answer`)."""
 

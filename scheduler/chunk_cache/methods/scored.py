@@ -70,6 +70,7 @@ class A3(LayerMethod):
     That layer attends to true K and V of all tokens (equation 4), which stay.
     """
 
+    reads_question = True
     writes_all = True
 
 
@@ -80,6 +81,7 @@ class QuestionMethod(Method):
     """
 
     stage = Stage.QUESTION
+    reads_question = True
     own_options: ClassVar[tuple[Option, ...]] = (LAYERS, TOP_K)
 
     def __init__(self, name: str) -> None:

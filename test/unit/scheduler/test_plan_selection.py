@@ -54,6 +54,26 @@ def test_a_method_that_begins_with_too_many_rows_leaves_them_to_epic(method: str
     assert 0 < plan.num_recomputed < plan.num_reused == 48
 
 
+@pytest.mark.parametrize("method", ["cacheblend", "fusionrag"])
+def test_what_stands_in_works_between_no_layers(method: str) -> None:
+    options = (("drift", 0.5), ("focus_window", 3))
+    plan = scored(method, 0.25, max_unknown_rows=1, options=options)
+    assert (plan.method, plan.fallback_reason, plan.selection) == ("epic", "too_many_rows", None)
+
+
+@pytest.mark.parametrize("method", ["a3", "fusionrag", "infoflow", "question-drift"])
+def test_a_question_that_comes_in_a_later_step_is_not_waited_for(method: str) -> None:
+    assert scored(method, 0.25, step_len=32).method == method
+    plan = scored(method, 0.25, step_len=31)
+    assert (plan.method, plan.fallback_reason, plan.selection) == ("epic", "question_in_parts", None)
+    assert plan.num_recomputed > 0
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "epic", "full-reuse"])
+def test_methods_that_do_not_read_it_do_not_care(method: str) -> None:
+    assert scored(method, 0.25, step_len=1).method == method
+
+
 def test_rows_that_are_known_may_be_any_number() -> None:
     assert scored("epic", 0.25, max_unknown_rows=1).fallback_reason is None
 
