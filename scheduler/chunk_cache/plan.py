@@ -122,6 +122,11 @@ class RecomputePlan:
         return self.prompt_len - self.prefix_len - self.num_reused
 
     @property
+    def num_asking(self) -> int:
+        """Rows that run twice: first the pass of the question computes them, over what is reused."""
+        return self.num_computed if self.num_late_rows else 0
+
+    @property
     def num_rows(self) -> int:
         """Rows of the whole prefill, at the layer that computes most: what it must have room for."""
         return self.num_load_rows + self.prompt_len - self.load_end

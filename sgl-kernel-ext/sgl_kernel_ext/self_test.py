@@ -48,6 +48,8 @@ class ModelShape:
         rotary_dim: leading dimensions of K that are rotated.
         sampled_heads: query heads that statistics look at.
         window: of layers that have one; -1 = none has.
+        latent_dim: leading dimensions of K that are V (MLA): K and V of one vector, of which the rest alone is turned.
+        has_unrotated: whether keys of some layers carry no position.
     """
 
     dtype: torch.dtype
@@ -62,6 +64,8 @@ class ModelShape:
     q_stride: int = 0
     sampled_heads: int = 2
     window: int = -1
+    latent_dim: int = 0
+    has_unrotated: bool = False
 
     def __str__(self) -> str:
         names = " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype)))
@@ -328,17 +332,34 @@ def _kv_deviation_cases(shape: ModelShape, device: torch.device) -> Iterator[Cas
     old = [_normal(rng, (2 * num_tokens, shape.num_kv_heads, dim), shape.kv_dtype, device) for dim in dims]
     k_scale, v_scale = _scales(shape)
 
+    options = {"slots": slots, "k_scale": k_scale, "v_scale": v_scale}
+
     def run(implementation: str) -> Sequence[torch.Tensor]:
-        return [kv_deviation(k, v, *old, slots=slots, k_scale=k_scale, v_scale=v_scale, backend=implementation)]
+        return [kv_deviation(k, v, *old, **options, backend=implementation)]
+
+    def run_of_v(implementation: str) -> Sequence[torch.Tensor]:
+        return [kv_deviation(k, v, *old, **options, only_v=True, backend=implementation)]
 
     def error(found: Sequence[torch.Tensor]) -> float:
-        expected = kv_deviation_reference(k, v, *old, slots=slots, k_scale=k_scale, v_scale=v_scale)
+        expected = kv_deviation_reference(k, v, *old, **options)
+        return _share(found[0], expected, _DEVIATION_ERROR, _DEVIATION_ERROR)
+
+    def error_of_v(found: Sequence[torch.Tensor]) -> float:
+        expected = kv_deviation_reference(k[..., :0], v, old[0][..., :0], old[1], **options)
         return _share(found[0], expected, _DEVIATION_ERROR, _DEVIATION_ERROR)
 
     yield Case("kv_deviation", "of slots", run, error)
+    yield Case("kv_deviation", "of V in slots", run_of_v, error_of_v)
 
 
 def _add_drift_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(10_000.0, shape.rotary_dim)).to(device)
+    yield Case("add_drift", "of three chunks", *_add_drift_case(shape, device, spec))
+    if shape.has_unrotated:
+        yield Case("add_drift", "of keys without a position", *_add_drift_case(shape, device, None))
+
+
+def _add_drift_case(shape: ModelShape, device: torch.device, spec: RotarySpec | None) -> tuple:
     rng = torch.Generator().manual_seed(0)
     lens, shown = (150, 33, 80), (40, 0, 7)  # tokens and rows of each chunk
     num_tokens, num_rows = sum(lens), sum(shown)
@@ -362,10 +383,9 @@ def _add_drift_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
         strength=0.5,
         prior=8.0,
     )
-    dims = shape.head_dim, shape.v_head_dim
+    dims = shape.head_dim - shape.latent_dim, shape.v_head_dim
     new = [_normal(rng, (num_rows + 5, shape.num_kv_heads, dim), shape.dtype, device) for dim in dims]
     pools = [_normal(rng, (num_tokens + 9, shape.num_kv_heads, dim), shape.kv_dtype, device) for dim in dims]
-    spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(10_000.0, shape.rotary_dim)).to(device)
     k_scale, v_scale = _scales(shape)
 
     def run(implementation: str) -> Sequence[torch.Tensor]:
@@ -385,7 +405,7 @@ def _add_drift_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
         is_kept = all(torch.equal(raw(one)[spared], raw(pool)[spared]) for one, pool in zip(found, pools, strict=True))
         return share if is_kept else float("inf")
 
-    yield Case("add_drift", "of three chunks", run, error)
+    return run, error
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

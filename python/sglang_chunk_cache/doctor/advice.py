@@ -53,7 +53,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "too_many_rows": (_MEND, "raise --max-prefill-tokens, or take a method that chooses before the forward"),
         "question_in_parts": (
             _MEND,
-            "put chunks that are often new in front of the others, raise --chunked-prefill-size, or take another method",
+            "put chunks that are often new in front of others, raise --chunked-prefill-size, or take another method",
         ),
         "short_answer": (_ASKED, "nothing to do; leave out keep_tokens where answers are that short"),
         "generation_limit": (_MEND, "warm the chunks so that they are stored exactly, or raise max_generation"),

@@ -216,7 +216,8 @@ def _timing(
     if chunks.tiers is None and not any(state_of(req) for req in batch.reqs):
         return None
     num_due = sum(len(one.positions) for one in due)
-    return chunks.clock.measuring(num_due + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
+    num_asking = sum(one.plan.num_asking for one in due if one.plan is not None)
+    return chunks.clock.measuring(num_due + num_asking + batch.extend_num_tokens, int(batch.seq_lens_cpu.max()))
 
 
 def _init_parts(

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.kept_tokens import WINDOW_LEN, plan_kept
+from chunk_cache.methods import METHODS, Stage
 from chunk_cache.plan import replan_without_load
 from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.host.runtime import ChunkRuntime, create_runtime
@@ -122,6 +123,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert self.chunks is not None
         tiers, landings = self.chunks.tiers, self.chunks.landings
         if tiers is None or landings is None or state.options.names_method or state.options.mode == "off":
+            return None
+        if METHODS[self.chunks.method].stage is Stage.QUESTION:  # all is there before its rows are computed
             return None
         found = [
             self.chunks.manager.look_up(state.prompt, i).variant

@@ -16,6 +16,7 @@ from chunk_cache.discover import Discoverer
 from chunk_cache.event_log import POOL
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
+from chunk_cache.methods import METHODS, Stage
 from chunk_cache.quota import Shares
 from chunk_cache.refresh import RefreshQueue
 from chunk_cache.request_options import RequestOptions
@@ -106,7 +107,8 @@ class ChunkRuntime:
         """Tells what became of a request that was admitted."""
         plan = state.reported
         assert plan is not None
-        saved_s = self.clock.cost.record().marginal(plan.num_reused - plan.num_recomputed, plan.prompt_len)
+        num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
+        saved_s = self.clock.cost.record().marginal(max(num_saved, 0), plan.prompt_len)
         self.journal.note(rid, partition_name(state.partition), state, saved_s)
         self.metrics.observe_saved(saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
@@ -175,7 +177,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
                 config,
                 assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size),
                 pool=pool,
-                ratio=args.ratio,
+                # A pass of the question reads all that comes in before any of it is computed again.
+                ratio=0.0 if METHODS[args.method].stage is Stage.QUESTION else args.ratio,
                 reduce_max=reduce_max,
                 prefill_cost=clock.cost,
                 is_counting=is_counting,

@@ -96,7 +96,7 @@ class ChunkScheduler(Scheduler):
         plan = self._chunks.manager.plan(
             state.prompt, prompt_len=len(ids), prefix_len=prefix_len, max_prefix_len=len(ids) - 1
         )
-        return plan.num_computed + plan.num_recomputed
+        return plan.num_computed + plan.num_recomputed + plan.num_asking
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
         if self.grammar_manager.has_waiting_grammars():

@@ -13,6 +13,7 @@ import torch
 from sgl_kernel_ext.backend import FP8, resolve_backend
 from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
 from sgl_kernel_ext.sparse_extend import flashinfer
+from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.kv.model import ModelLayers
 from sglang_chunk_cache.kv.statistics_taker import observed_heads
 from sglang_chunk_cache.server_args import refuse
@@ -97,5 +98,7 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_h
         q_stride=(layer.tp_q_head_num + layer.tp_k_head_num) * layer.qk_head_dim
         + layer.tp_v_head_num * layer.v_head_dim,
         window=max(layers.windows),
+        latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
+        has_unrotated=any(one is None for one in layers.rotaries),
         sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
     )

@@ -61,7 +61,7 @@ class TierLoader:
     Args:
         tiers: in the order in which they are asked.
         prefill_cost: how long computing takes.
-        ratio: of the tokens that are brought in, how many a request usually computes again.
+        ratio: of the tokens that are brought in, how many a request usually computes again while layers arrive.
         reduce_max: `int64 -> int64`, the element-wise maximum over the ranks; None where there is one.
     """
 

@@ -16,10 +16,11 @@ from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
 from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
 from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
 from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq  # noqa: E402
-from sgl_kernel_ext.self_test import ModelShape, cases, common_shapes  # noqa: E402
+from sgl_kernel_ext.self_test import ModelShape, cases, common_shapes, shape_of  # noqa: E402
 from sgl_kernel_ext.sparse_extend import sparse_extend  # noqa: E402
 
-SHAPES = common_shapes()
+LATENT = shape_of(16, 1, 576, torch.bfloat16, v_head_dim=512, rotary_dim=64, is_neox=False, latent_dim=512)
+SHAPES = [*common_shapes(), LATENT, shape_of(32, 8, 128, torch.bfloat16, has_unrotated=True)]
 
 
 def odd_view(values: torch.Tensor) -> torch.Tensor:
@@ -54,12 +55,14 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     copy_rotate([k] * num_layers, [v] * num_layers, *locs, spec, backend="triton")
 
     new = [torch.zeros(num_tokens, *buffer.shape[1:], dtype=shape.dtype) for buffer in (k, v)]
-    kv_deviation(*new, k, v, slots=locs[0], backend="triton")
+    kv_deviation(*new, k, v, slots=locs[0], only_v=rng.random() < 0.5, backend="triton")
 
     num_chunks = rng.choice([1, 2, 16])
     turn, bounds = Turn(locs[1]), odd_view(torch.arange(num_chunks + 1).clamp(max=num_tokens))
     drift = Drift(locs[0], locs[1], bounds, turn, locs[0], locs[1].clamp(max=num_chunks - 1), turn, 0.5, 8.0)
-    add_drift(*new, k, v, drift, spec, backend="triton")
+    rotated = slice(shape.latent_dim, None)
+    of_layer = None if shape.has_unrotated and rng.random() < 0.5 else spec
+    add_drift(new[0][..., rotated], new[1], k[..., rotated], v, drift, of_layer, backend="triton")
 
     kv_len = rng.choice([16, 33, 50])
     keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
@@ -91,7 +94,7 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_copy_rotate_kernel": 1,
         "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads
         "_received_kernel": 2,
-        "_kv_deviation_kernel": 1,
-        "_drift_sums_kernel": 1,
-        "_add_drift_kernel": 1,
+        "_kv_deviation_kernel": 2,  # of K and V, and of V alone
+        "_drift_sums_kernel": 2 if shape.has_unrotated else 1,
+        "_add_drift_kernel": 2 if shape.has_unrotated else 1,
     }

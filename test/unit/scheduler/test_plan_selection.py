@@ -41,6 +41,7 @@ def test_a_method_that_asks_first_begins_with_what_is_missing() -> None:
     assert plan.row_positions.tolist() == GAPS
     assert (plan.num_recomputed, plan.num_late_rows, plan.num_load_rows) == (12, 12, 32)
     assert (plan.num_reused, plan.num_computed, plan.num_rows) == (48, 52, 64)
+    assert (plan.num_asking, scored("a3", 0.25).num_asking, scored("fusionrag", 1.0).num_asking) == (52, 0, 0)
     assert plan.selection == Selection("fusionrag", (), 0.25, (48,), (68, 100))
     assert plan.selection.stage is Stage.QUESTION
 
