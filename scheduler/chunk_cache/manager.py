@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
@@ -211,6 +211,7 @@ class ChunkManager:
         method: str | None = None,
         ratio: float | None = None,
         reasons: Mapping[bytes, str] = _NO_REASONS,
+        num_generated: int = 0,
     ) -> RecomputePlan:
         """What happens to every token of a prompt; the same plan until index, store or an argument change.
 
@@ -218,12 +219,15 @@ class ChunkManager:
             prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
             method, ratio: in the place of the server's.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
+            num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
         """
         method = method or self._method
         asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer
         if prompt._plan is not None and prompt._plan_of == (self._version, asked):
             return prompt._plan
         opts = prompt.options
+        if num_generated:  # they are no part of the question, by which rows are chosen as before
+            opts = replace(opts, answer_tokens=opts.answer_tokens + num_generated)
         lookups: list[Lookup | None] = [
             self._look_up_below(prompt, i, reasons) if opts.mode != "off" and end > prefix_len else None
             for i, (_, end) in enumerate(opts.spans)

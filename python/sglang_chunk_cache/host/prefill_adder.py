@@ -73,9 +73,12 @@ class ChunkPrefillAdder(PrefillAdder):
         """Whether a step has room for a part only of what follows the rows, and these are chosen by the end of it."""
         if isinstance(admission, AddReqResult):
             return False
-        plan = state_of(req).plan
+        state = state_of(req)
+        assert state is not None
+        assert state.plan is not None
+        selection = state.plan.selection
         is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)
-        return is_cut and plan.selection is not None and METHODS[plan.selection.method].reads_question
+        return is_cut and selection is not None and METHODS[selection.method].reads_question
 
     def _takes_kept_room(self, num_tokens: int) -> bool:
         """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back.

@@ -96,6 +96,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                 method=None if step is None else step.method,
                 ratio=hiding if step is None else step.ratio,
                 reasons=state.missing_reasons,
+                num_generated=len(req.output_ids),
             )
             attributes |= state.plan.counts
         if state.unsupported:

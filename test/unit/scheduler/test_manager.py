@@ -380,6 +380,19 @@ def test_a_method_that_ranks_gets_the_statistics_of_the_variant() -> None:
     assert plan.row_positions.tolist() == [1, 3]
 
 
+def test_what_was_generated_is_no_part_of_the_question() -> None:
+    store = DictStore()
+    manager = ChunkManager(Config(), store, method="fusionrag", ratio=0.4)
+    prompt, _ = prompt_of([1])
+    home = new_node(TOKENS[1])
+    store.put(home, LENS[1])
+    manager.complete(prompt, Keep(0, 0, in_path=False), home)
+    first = manager.plan(prompt, prompt_len=9, prefix_len=0, max_prefix_len=8)
+    again = manager.plan(prompt, prompt_len=12, prefix_len=0, max_prefix_len=11, num_generated=3)
+    assert first.selection is not None
+    assert again.selection == first.selection
+
+
 # What the store is told and tells.
 
 
