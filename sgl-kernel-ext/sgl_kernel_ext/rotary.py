@@ -7,6 +7,7 @@ or YaRN scaling already in them.
     spec_from_sglang_rope(module)   read the spec from a rotary module, or refuse by name
     verify_spec(spec, cache)        compare the spec with the cos/sin table the model really uses, or raise
     rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
+    Turn(delta)                     the same, kept for several layers
     rotate(keys, new, cos, sin, spec)    keys turned by them, in torch
 
 The first is a reading of attributes and may be wrong for a version it was not written for; the second proves it against
@@ -80,6 +81,30 @@ def rotation_table(spec: RotarySpec, position_delta: torch.Tensor) -> tuple[torc
     inv_freq = spec.inv_freq.to(device=position_delta.device, dtype=torch.float64)
     angle = position_delta.to(torch.float64)[:, None] * inv_freq
     return angle.cos().float(), angle.sin().float()
+
+
+# Bounds the float64 temporaries of a table to about 25 MB at 128 rotary dimensions.
+_TABLE_LEN = 16384
+
+
+class Turn:
+    """Cosines and sines of a rotation of keys; computed once for layers with the same rotary embedding.
+
+    Args:
+        by: `[n]` int64, positions to turn by.
+    """
+
+    def __init__(self, by: torch.Tensor) -> None:
+        self.by = by
+        self._spec: RotarySpec | None = None
+
+    def table(self, spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin: `[n, rotary_dim/2]` fp32."""
+        if self._spec is not spec:
+            parts = [rotation_table(spec, by) for by in self.by.split(_TABLE_LEN)]
+            cos, sin = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+            self._spec, self._table = spec, (cos, sin)
+        return self._table
 
 
 def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_ext.add_drift import Drift, Turn, add_drift
+from sgl_kernel_ext.add_drift import Drift, add_drift
 from sgl_kernel_ext.add_drift.naive import add_drift_reference
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
@@ -32,7 +32,7 @@ from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
 from sgl_kernel_ext.kv_deviation import kv_deviation
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
-from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq
+from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq
 from sgl_kernel_ext.sparse_extend import sparse_extend
 from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
 

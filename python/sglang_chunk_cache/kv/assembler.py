@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_schedule
 
 from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.copy_rotate import copy_rotate
-from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.rotary import RotarySpec, Turn
 from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.tiers.base import host_memory
@@ -89,21 +89,27 @@ class KVAssembler:
         """That of the model that drafts, once it is there."""
 
     def copy(
-        self, src_loc: torch.Tensor, dst_loc: torch.Tensor, position_delta: torch.Tensor, layers: range | None = None
+        self,
+        src_loc: torch.Tensor,
+        dst_loc: torch.Tensor,
+        position_delta: torch.Tensor | Turn,
+        layers: range | None = None,
     ) -> None:
         """Copies K and V of every layer, or of some, from `src_loc` to `dst_loc`, K rotated by `position_delta`.
 
         Args:
             src_loc, dst_loc: `[num_tokens]` int64 slots, on the pool's device, without overlap.
-            position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit.
+            position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit. A `Turn` of them where
+                other layers follow.
         """
-        with self._behind_launched_forwards(src_loc, dst_loc, position_delta):
+        turn = position_delta if isinstance(position_delta, Turn) else Turn(position_delta)
+        with self._behind_launched_forwards(src_loc, dst_loc, turn.by):
             for alike in self._all_alike if layers is None else self._alike(layers):
-                delta = position_delta if alike.is_rotated else torch.zeros_like(position_delta)
+                delta = turn if alike.is_rotated else torch.zeros_like(turn.by)
                 copy_rotate(alike.k, alike.v, src_loc, dst_loc, delta, alike.rotary, backend=self.kernel)
         if self.draft is not None:
             assert layers is None, "chunks that arrive layer by layer have no draft"
-            self.draft.copy(src_loc, dst_loc, position_delta)
+            self.draft.copy(src_loc, dst_loc, turn.by)
 
     def pack(self, row: torch.Tensor, kept: torch.Tensor, slots: torch.Tensor) -> None:
         """Copies what each layer and KV head keeps of a request into `slots`, and makes them the slots of its row.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.add_drift import Drift, Turn, add_drift
+from sgl_kernel_ext.add_drift import Drift, add_drift
+from sgl_kernel_ext.rotary import Turn
 from sglang_chunk_cache.kv.choose import keep_where
 from sglang_chunk_cache.selection.base import RowsAtLayer
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sgl_kernel_ext.rotary import Turn
 from sgl_kernel_ext.transfer import upload
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ class LayerLoads:
             torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target")
         )
         shifts = np.array([copy.shift for copy in copies], dtype=np.int64)
-        (self._delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
+        (delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
+        self._turn = Turn(delta)
         self._num_done = 0
         self._deadline: float | None = None
 
@@ -203,5 +205,5 @@ class LayerLoads:
         self._landings.wait(self.nodes, layer, self._deadline)
         for landing in self.nodes:
             self._landings.fill(landing, layer + 1)
-        self._assembler.copy(self._source, self._target, self._delta, range(layer, layer + 1))
+        self._assembler.copy(self._source, self._target, self._turn, range(layer, layer + 1))
         self._num_done += 1

@@ -17,27 +17,9 @@ from functools import cached_property
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
-from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.rotary import RotarySpec, Turn
 
 __all__ = ["Drift", "add_drift"]
-
-
-class Turn:
-    """Cosines and sines of a rotation of keys; computed once for layers with the same rotary embedding.
-
-    Args:
-        by: `[n]` int64, positions to turn by.
-    """
-
-    def __init__(self, by: torch.Tensor) -> None:
-        self._by = by
-        self._spec: RotarySpec | None = None
-
-    def table(self, spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin: `[n, rotary_dim/2]` fp32."""
-        if self._spec is not spec:
-            self._spec, self._table = spec, rotation_table(spec, self._by)
-        return self._table
 
 
 @dataclass(frozen=True)

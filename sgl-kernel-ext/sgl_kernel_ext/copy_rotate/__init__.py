@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from sgl_kernel_ext.backend import Backend, resolve_backend
-from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.rotary import RotarySpec, Turn
 
 __all__ = ["copy_rotate"]
 
@@ -25,7 +25,7 @@ def copy_rotate(
     v_buffers: Sequence[torch.Tensor],
     src_loc: torch.Tensor,
     dst_loc: torch.Tensor,
-    position_delta: torch.Tensor,
+    position_delta: torch.Tensor | Turn,
     spec: RotarySpec,
     *,
     backend: Backend = "auto",
@@ -45,7 +45,8 @@ def copy_rotate(
             float8_e5m2; written in place. Layers may differ in everything but the device; equal ones are faster.
         v_buffers: as many, [num_slots, num_kv_heads, v_head_dim], each of the dtype of its K; written in place.
         src_loc, dst_loc: [n] int64 slots on the buffers' device, disjoint; `dst_loc` without repeats.
-        position_delta: [n] int64, new position minus old position, may be negative or 0.
+        position_delta: [n] int64, new position minus old position, may be negative or 0; a `Turn` of them where other
+            layers follow.
         backend: "torch" (any device), "triton" (CUDA, or its interpreter on the CPU), or "auto".
 
     Raises:
@@ -57,17 +58,18 @@ def copy_rotate(
         >>> k, v = torch.zeros(8, 2, 64), torch.zeros(8, 2, 64)
         >>> copy_rotate([k], [v], torch.tensor([1, 2]), torch.tensor([5, 6]), torch.tensor([100, 100]), spec)
     """
-    _check(k_buffers, v_buffers, src_loc, dst_loc, position_delta, spec)
+    turn = position_delta if isinstance(position_delta, Turn) else Turn(position_delta)
+    _check(k_buffers, v_buffers, src_loc, dst_loc, turn.by, spec)
     if not len(k_buffers) or not src_loc.numel():
         return
     if resolve_backend(backend, src_loc.device) == "triton":
         from sgl_kernel_ext.copy_rotate.triton import copy_rotate_triton
 
-        copy_rotate_triton(k_buffers, v_buffers, src_loc, dst_loc, position_delta, spec)
+        copy_rotate_triton(k_buffers, v_buffers, src_loc, dst_loc, turn, spec)
     else:
         from sgl_kernel_ext.copy_rotate.naive import copy_rotate_torch
 
-        copy_rotate_torch(k_buffers, v_buffers, src_loc, dst_loc, position_delta, spec)
+        copy_rotate_torch(k_buffers, v_buffers, src_loc, dst_loc, turn.by, spec)
 
 
 def _check(

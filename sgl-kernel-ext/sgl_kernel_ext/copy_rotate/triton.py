@@ -19,12 +19,10 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
-from sgl_kernel_ext.rotary import RotarySpec, rotation_table
+from sgl_kernel_ext.rotary import RotarySpec, Turn
 from sgl_kernel_ext.transfer import upload
 from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
 
-# Bounds the cos/sin tables and their float64 temporaries to about 40 MB at 128 rotary dimensions.
-_TABLE_LEN = 16384
 # Elements of K that a program holds, at 128 threads two or four 16-byte words each, and as many of V; heads (2 KB in a
 # row at 128 dimensions of two bytes) before tokens, and no more tokens than leave programs for every multiprocessor
 # where a short chunk is copied. Not tuned on a GPU yet.
@@ -153,12 +151,12 @@ def copy_rotate_triton(
     v_buffers: Sequence[torch.Tensor],
     src_loc: torch.Tensor,
     dst_loc: torch.Tensor,
-    position_delta: torch.Tensor,
+    turn: Turn,
     spec: RotarySpec,
 ) -> None:
     """`copy_rotate` on CUDA without a host synchronisation; the last dimension of the buffers must be dense.
 
-    One launch for each layout that occurs among the layers (one, in most models) and each 16,384 tokens.
+    One launch for each layout that occurs among the layers: one, in most models.
     """
     for name, buffers in (("k_buffers", k_buffers), ("v_buffers", v_buffers)):
         for layer, buffer in enumerate(buffers):
@@ -178,11 +176,9 @@ def copy_rotate_triton(
         (layout, *(_address_table(tuple(addresses), device, stream) for addresses in pair))
         for layout, pair in groups.items()
     ]
-    locs = (src_loc.contiguous(), dst_loc.contiguous(), position_delta.contiguous())
-    for src, dst, delta in zip(*(loc.split(_TABLE_LEN) for loc in locs), strict=True):
-        tables = rotation_table(spec, delta)
-        for layout, k_table, v_table in launches:
-            _launch(layout, k_table, v_table, (src, dst, delta, *tables), spec)
+    tokens = (src_loc.contiguous(), dst_loc.contiguous(), turn.by.contiguous(), *turn.table(spec))
+    for layout, k_table, v_table in launches:
+        _launch(layout, k_table, v_table, tokens, spec)
 
 
 class _AddressTable(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_ext.add_drift import Drift, Turn, add_drift
+from sgl_kernel_ext.add_drift import Drift, add_drift
 from sgl_kernel_ext.add_drift.naive import add_drift_reference
 from sgl_kernel_ext.backend import raw
-from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq
+from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq
 
 NUM_SLOTS, NUM_ROWS = 60, 14
 # First position, tokens and rows of each chunk; the second one shows nothing.

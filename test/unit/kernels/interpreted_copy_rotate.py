@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext import RotarySpec, copy_rotate
+from sgl_kernel_ext import RotarySpec, copy_rotate, rotary
 from sgl_kernel_ext.copy_rotate import triton as kernels
 from sgl_kernel_ext.rotary import default_inv_freq
 
@@ -61,9 +61,21 @@ def test_one_launch_for_equal_layers(monkeypatch):
     check(*scattered(9), some_deltas(9), layouts=["dense"] * 5, backend="triton")
     assert launches == [5]
     launches.clear()
-    monkeypatch.setattr(kernels, "_TABLE_LEN", 8)
+    monkeypatch.setattr(rotary, "_TABLE_LEN", 8)
     check(*scattered(20), some_deltas(20), layouts=["dense", "padded", "dense"], backend="triton")
-    assert launches == [2, 1] * 3
+    assert launches == [2, 1]
+
+
+def test_a_turn_is_computed_once_for_all_layers(monkeypatch):
+    made = []
+    table = rotary.rotation_table
+    monkeypatch.setattr(rotary, "rotation_table", lambda *args: (made.append(args), table(*args))[1])
+    spec = RotarySpec(8, True, default_inv_freq(10_000.0, 8))
+    turn = rotary.Turn(torch.tensor([7]))
+    for _ in range(3):
+        k, v = torch.ones(4, 1, 8), torch.ones(4, 1, 8)
+        copy_rotate([k], [v], torch.tensor([0]), torch.tensor([1]), turn, spec, backend="triton")
+    assert len(made) == 1
 
 
 def test_addresses_are_made_once():

@@ -11,11 +11,11 @@ import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-from sgl_kernel_ext.add_drift import Drift, Turn, add_drift  # noqa: E402
+from sgl_kernel_ext.add_drift import Drift, add_drift  # noqa: E402
 from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
 from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
 from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
-from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq  # noqa: E402
+from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq  # noqa: E402
 from sgl_kernel_ext.self_test import ModelShape, cases, common_shapes, shape_of  # noqa: E402
 from sgl_kernel_ext.sparse_extend import sparse_extend  # noqa: E402
 
