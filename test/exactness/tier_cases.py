@@ -213,6 +213,7 @@ def without_host_memory() -> Iterator[None]:
 
 def case_host_memory_is_used_up(s: Session) -> dict[str, Any]:
     (chunk,) = s.chunks(34)
+    settle(s)  # what cases before this one have left
     before = files(s)
     with without_host_memory():
         store(s, [chunk])
