@@ -124,7 +124,8 @@ def check_default(args: ChunkCacheArgs, num_layers: int, rows_are_fixed: str | N
         try:
             _check(method, {}, num_layers, args.parsed_config, rows_are_fixed, "--chunk-cache")
         except ChunkCacheRequestError as error:
-            refuse(f"{flag}: {error}.")
+            is_by_options = rows_are_fixed is not None and not is_selecting(METHODS[method], ())
+            refuse(f"{'--chunk-cache-config: options' if is_by_options else flag}: {error}.")
 
 
 def _misfit(method: Method, options: Options, num_layers: int) -> str | None:
