@@ -104,6 +104,7 @@ class RequestProgress:
         self._tp_size = tp_size
         self._plan = plan
         self._focus: FocusTracker | None = None
+        self._members: torch.Tensor | None = None  # [num_chunks, kv_len] fp32, 1 where a key is of the chunk
         self._drift: DriftCorrection | None = None
         self._pending: Pending | None = None
         # What this layer decides: rows that stay, and whether the focus has settled.
@@ -235,9 +236,11 @@ class RequestProgress:
         """Adds what the question attends to at this layer."""
         assert self._focus is not None
         received = sum_over_ranks(rows.question_mass(), self._tp_size)
-        running = torch.nn.functional.pad(received.cumsum(0, dtype=torch.float64), (1, 0))
-        before_start, before_end = running[self._tables.bounds]
-        found = self._focus.update((before_end - before_start).float())
+        if self._members is None:
+            at, (starts, ends) = torch.arange(len(received), device=received.device), self._tables.bounds[..., None]
+            self._members = ((at >= starts) & (at < ends)).float()
+        # A product and not a running sum, whose order a GPU does not promise, so that all ranks agree.
+        found = self._focus.update(self._members @ received)
         if found is None:
             return
         settled, is_focused = found
