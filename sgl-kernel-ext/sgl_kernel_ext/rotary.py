@@ -8,7 +8,7 @@ or YaRN scaling already in them.
     verify_spec(spec, cache)        compare the spec with the cos/sin table the model really uses, or raise
     rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
     Turn(delta)                     the same, kept for several layers
-    rotate(keys, new, cos, sin, spec)    keys turned by them, in torch
+    rotate(keys, new, cos, sin, spec)    keys turned by them, in torch; `turned_by` says what that is
 
 The first is a reading of attributes and may be wrong for a version it was not written for; the second proves it against
 the table itself. Use both, always.
@@ -126,6 +126,18 @@ def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.T
     new_y.addcmul_(x, sin)
     if rotary_dim < old.shape[-1]:
         new[..., rotary_dim:] = old[..., rotary_dim:]
+
+
+def turned_by(k: torch.Tensor, by: int, spec: RotarySpec | None) -> torch.Tensor:
+    """One token's K `[num_kv_heads, head_dim]` by the definition: pair i turns by `by` x inv_freq[i]."""
+    if spec is None:
+        return k
+    half, new = spec.rotary_dim // 2, k.clone()
+    for i, frequency in enumerate(spec.inv_freq.double().tolist()):
+        a, b = (i, i + half) if spec.is_neox else (2 * i, 2 * i + 1)
+        cos, sin = math.cos(by * frequency), math.sin(by * frequency)
+        new[:, a], new[:, b] = k[:, a] * cos - k[:, b] * sin, k[:, b] * cos + k[:, a] * sin
+    return new
 
 
 # --- reading a rotary module ------------------------------------------------------------------------------------------

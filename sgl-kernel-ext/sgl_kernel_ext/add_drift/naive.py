@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sgl_kernel_ext.add_drift import Drift
 from sgl_kernel_ext.backend import raw, rounded
-from sgl_kernel_ext.rotary import RotarySpec, rotate
+from sgl_kernel_ext.rotary import RotarySpec, rotate, turned_by
 
 
 def add_drift_torch(
@@ -71,7 +69,7 @@ def add_drift_reference(
     changes = []
     for row, slot, position in zip(*(t.tolist() for t in (drift.rows, drift.row_slots, row_positions)), strict=True):
         changes.append(
-            (_turned_by(k_new[row].double() - old_k[slot], -position, spec), v_new[row].double() - old_v[slot])
+            (turned_by(k_new[row].double() - old_k[slot], -position, spec), v_new[row].double() - old_v[slot])
         )
     bounds = drift.row_bounds.tolist()
     found_k, found_v = [], []
@@ -82,18 +80,6 @@ def add_drift_reference(
             * (drift.strength / (len(own) + drift.prior))
             for i in range(2)
         )
-        found_k.append(old_k[slot] + _turned_by(mean_k, position, spec))
+        found_k.append(old_k[slot] + turned_by(mean_k, position, spec))
         found_v.append(old_v[slot] + mean_v)
     return torch.stack(found_k) / k_scale, torch.stack(found_v) / v_scale
-
-
-def _turned_by(k: torch.Tensor, by: int, spec: RotarySpec | None) -> torch.Tensor:
-    """One token's K, `[num_kv_heads, head_dim]`: pair i turns by `by` x inv_freq[i]."""
-    if spec is None:
-        return k
-    half, new = spec.rotary_dim // 2, k.clone()
-    for i, frequency in enumerate(spec.inv_freq.double().tolist()):
-        a, b = (i, i + half) if spec.is_neox else (2 * i, 2 * i + 1)
-        cos, sin = math.cos(by * frequency), math.sin(by * frequency)
-        new[:, a], new[:, b] = k[:, a] * cos - k[:, b] * sin, k[:, b] * cos + k[:, a] * sin
-    return new
