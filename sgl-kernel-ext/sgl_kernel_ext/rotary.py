@@ -98,6 +98,11 @@ class Turn:
         self.by = by
         self._spec: RotarySpec | None = None
 
+    @classmethod
+    def of(cls, by: torch.Tensor | Turn) -> Turn:
+        """That of these positions; one that is there already as it is."""
+        return by if isinstance(by, Turn) else cls(by)
+
     def table(self, spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin: `[n, rotary_dim/2]` fp32."""
         if self._spec is not spec:

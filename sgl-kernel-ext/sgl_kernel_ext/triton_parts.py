@@ -2,6 +2,8 @@
 
     tanh, load_q                what the attention kernels compute and read alike
     fp32_of_fp8, fp8_of_fp32    fp8 as bytes, in and out
+    load_fp32                   stored K or V, fp8 or not
+    pairs                       the dimensions that a rotation turns together
     operand                     an element of K or V as a factor of a matrix product
     dot_options, fp8_options    compile-time constants of those
     gpu_arch                    the GPU that is compiled for
@@ -74,6 +76,21 @@ def fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     code = tl.where(size < SMALLEST_NORMAL, subnormal, normal)
     code = tl.where(x == x, code, 0x7F)
     return (((x.to(tl.int32, bitcast=True) >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@triton.jit
+def load_fp32(ptr, at, mask, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
+    """What is stored, not scaled; 0 where the mask is not."""
+    x = tl.load(ptr + at, mask=mask, other=0)
+    return fp32_of_fp8(x, MANTISSA, HAS_FP8) if MANTISSA > 0 else x.to(tl.float32)
+
+
+@triton.jit
+def pairs(pair, HALF: tl.constexpr, IS_NEOX: tl.constexpr):
+    """Both dimensions of each pair."""
+    if IS_NEOX:
+        return pair, pair + HALF
+    return 2 * pair, 2 * pair + 1
 
 
 @triton.jit

@@ -8,6 +8,7 @@ where the server's flags forbid it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from chunk_cache.config import Config
@@ -121,11 +122,20 @@ def check_default(args: ChunkCacheArgs, num_layers: int, rows_are_fixed: str | N
     for step in () if args.parsed_target is None else args.parsed_target.steps:
         methods.setdefault(step.method, f"--chunk-cache-target: {step.method}")
     for method, flag in methods.items():
-        try:
-            _check(method, {}, num_layers, args.parsed_config, rows_are_fixed, "--chunk-cache")
-        except ChunkCacheRequestError as error:
-            is_by_options = rows_are_fixed is not None and not is_selecting(METHODS[method], ())
-            refuse(f"{'--chunk-cache-config: options' if is_by_options else flag}: {error}.")
+        problem = _unserved(method, num_layers, args.parsed_config, rows_are_fixed)
+        if problem is not None:
+            without_options = replace(args.parsed_config, options=())
+            is_by_options = _unserved(method, num_layers, without_options, rows_are_fixed) is None
+            refuse(f"{'--chunk-cache-config: options' if is_by_options else flag}: {problem}.")
+
+
+def _unserved(method: str, num_layers: int, config: Config, rows_are_fixed: str | None) -> str | None:
+    """Why a server cannot serve a method with the options of its configuration; None where it can."""
+    try:
+        _check(method, {}, num_layers, config, rows_are_fixed, "--chunk-cache")
+    except ChunkCacheRequestError as error:
+        return str(error)
+    return None
 
 
 def _misfit(method: Method, options: Options, num_layers: int) -> str | None:

@@ -187,7 +187,7 @@ class _Check:
         ids = torch.from_numpy(self._ids).to(at.device)
         first = FirstPass([TAIL_LEN], at[num_first:], ids[num_first:], rows.slots_of(0)[num_first:])
         late = LateRows(num_first, ids[:num_first])
-        asking = LayerwiseForward(rows, [_Asking(at)], [late], first, layers, tp_size, adapters)
+        asking = LayerwiseForward(rows, [_Asking.unchanged(at)], [late], first, layers, tp_size, adapters)
         yield "found by a pass of the question", self._positions, asking
 
     # Forwards.
@@ -271,9 +271,6 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 class _Asking(RequestProgress):
     """A request whose question finds that all rows are needed."""
-
-    def __init__(self, positions: torch.Tensor) -> None:
-        super().__init__(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
 
     def begin_main(self) -> torch.Tensor:
         return self.positions

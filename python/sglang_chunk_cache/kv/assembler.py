@@ -102,7 +102,7 @@ class KVAssembler:
             position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit. A `Turn` of them where
                 other layers follow.
         """
-        turn = position_delta if isinstance(position_delta, Turn) else Turn(position_delta)
+        turn = Turn.of(position_delta)
         with self._behind_launched_forwards(src_loc, dst_loc, turn.by):
             for alike in self._all_alike if layers is None else self._alike(layers):
                 delta = turn if alike.is_rotated else torch.zeros_like(turn.by)

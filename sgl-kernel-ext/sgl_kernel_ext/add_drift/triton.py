@@ -16,28 +16,22 @@ import triton.language as tl
 from sgl_kernel_ext.add_drift import Drift
 from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.rotary import RotarySpec
-from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
+from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, load_fp32, pairs
 
 # Elements of K or V that a program holds at one time, at 128 threads 16 each. Not tuned on a GPU yet.
 _TILE_LEN = 2048
 
 
 @triton.jit
-def _fp32(ptr, at, mask, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    x = tl.load(ptr + at, mask=mask, other=0)
-    return fp32_of_fp8(x, MANTISSA, HAS_FP8) if MANTISSA > 0 else x.to(tl.float32)
-
-
-@triton.jit
 def _change(new_ptr, old_ptr, new_at, old_at, mask, scale, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     new = tl.load(new_ptr + new_at, mask=mask, other=0).to(tl.float32)
-    return new - _fp32(old_ptr, old_at, mask, MANTISSA, HAS_FP8) * scale
+    return new - load_fp32(old_ptr, old_at, mask, MANTISSA, HAS_FP8) * scale
 
 
 @triton.jit
 def _increase(ptr, at, mask, change, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     if MANTISSA > 0:
-        new = _fp32(ptr, at, mask, MANTISSA, HAS_FP8) + change
+        new = load_fp32(ptr, at, mask, MANTISSA, HAS_FP8) + change
         tl.store(ptr + at, fp8_of_fp32(new, MANTISSA, HAS_FP8), mask=mask)
     else:
         old = tl.load(ptr + at, mask=mask, other=0)
@@ -82,10 +76,7 @@ def _drift_sums_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(bounds_ptr + chunk), tl.load(bounds_ptr + chunk + 1)
     pair, rest, dim = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, PASS_PAD)[None, :], tl.arange(0, V_PAD)[None, :]
-    if IS_NEOX:
-        first, second = pair, pair + HALF
-    else:
-        first, second = 2 * pair, 2 * pair + 1
+    first, second = pairs(pair, HALF, IS_NEOX)
     sum_x, sum_y = tl.zeros([HALF_PAD], tl.float32), tl.zeros([HALF_PAD], tl.float32)
     sum_rest, sum_v = tl.zeros([PASS_PAD], tl.float32), tl.zeros([V_PAD], tl.float32)
     k_new_ptr += head * k_new_head_stride
@@ -185,10 +176,7 @@ def _add_drift_kernel(
     if HALF > 0:
         pair = tl.arange(0, HALF_PAD)[None, :]
         mask = is_token & (pair < HALF)
-        if IS_NEOX:
-            first, second = pair, pair + HALF
-        else:
-            first, second = 2 * pair, 2 * pair + 1
+        first, second = pairs(pair, HALF, IS_NEOX)
         cos = tl.load(cos_ptr + token * HALF + pair, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=mask, other=0.0)
         x = _mean(sums_ptr, total_ptr, sums_at, pair, mask, weight, share)

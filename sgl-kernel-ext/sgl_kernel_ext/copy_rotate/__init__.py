@@ -58,7 +58,7 @@ def copy_rotate(
         >>> k, v = torch.zeros(8, 2, 64), torch.zeros(8, 2, 64)
         >>> copy_rotate([k], [v], torch.tensor([1, 2]), torch.tensor([5, 6]), torch.tensor([100, 100]), spec)
     """
-    turn = position_delta if isinstance(position_delta, Turn) else Turn(position_delta)
+    turn = Turn.of(position_delta)
     _check(k_buffers, v_buffers, src_loc, dst_loc, turn.by, spec)
     if not len(k_buffers) or not src_loc.numel():
         return

@@ -12,13 +12,7 @@ import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.rotary import RotarySpec, rotation_table
-from sgl_kernel_ext.triton_parts import fp8_options, fp32_of_fp8
-
-
-@triton.jit
-def _fp32(ptr, at, mask, scale, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    x = tl.load(ptr + at, mask=mask, other=0)
-    return (fp32_of_fp8(x, MANTISSA, HAS_FP8) if MANTISSA > 0 else x.to(tl.float32)) * scale
+from sgl_kernel_ext.triton_parts import fp8_options, load_fp32, pairs
 
 
 @triton.jit
@@ -27,7 +21,7 @@ def _sum_of_squares(
     MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     new = tl.load(new_ptr + head * new_head_stride + dim, mask=mask, other=0).to(tl.float32)
-    old = _fp32(old_ptr, head * old_head_stride + dim, mask, scale, MANTISSA, HAS_FP8)
+    old = load_fp32(old_ptr, head * old_head_stride + dim, mask, MANTISSA, HAS_FP8) * scale
     return tl.sum((new - old) * (new - old))
 
 
@@ -92,14 +86,11 @@ def _kv_deviation_kernel(
     if HALF > 0:
         pair = tl.arange(0, HALF_PAD)[None, :]
         mask = is_head & (pair < HALF)
-        if IS_NEOX:
-            first, second = pair, pair + HALF
-        else:
-            first, second = 2 * pair, 2 * pair + 1
+        first, second = pairs(pair, HALF, IS_NEOX)
         cos = tl.load(cos_ptr + token * HALF + pair, mask=pair < HALF, other=1.0)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0)
-        x = _fp32(k_old_ptr, head * k_old_head_stride + first, mask, k_scale, MANTISSA, HAS_FP8)
-        y = _fp32(k_old_ptr, head * k_old_head_stride + second, mask, k_scale, MANTISSA, HAS_FP8)
+        x = load_fp32(k_old_ptr, head * k_old_head_stride + first, mask, MANTISSA, HAS_FP8) * k_scale
+        y = load_fp32(k_old_ptr, head * k_old_head_stride + second, mask, MANTISSA, HAS_FP8) * k_scale
         new_x = tl.load(k_new_ptr + head * k_new_head_stride + first, mask=mask, other=0.0).to(tl.float32)
         new_y = tl.load(k_new_ptr + head * k_new_head_stride + second, mask=mask, other=0.0).to(tl.float32)
         off_x = new_x - (x * cos - y * sin)
