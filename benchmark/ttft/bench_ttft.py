@@ -42,6 +42,7 @@ from benchmark.ttft.workload import FULL, QUICK, Size, Workload
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+NUM_SPARE = 3
 PARTS = ("ttft", "methods", "statistics", "plain", "memory")
 
 
@@ -57,18 +58,26 @@ def parse_args() -> argparse.Namespace:
     args.parts = tuple(args.parts.split(","))
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
-    args.repeats = args.repeats or (3 if args.quick else 7)
+    args.repeats = args.repeats or default_repeats(args.quick)
     args.plain_repeats = 5 if args.quick else 25
     args.out = result_dir(args, "ttft")
     return args
 
 
+def default_repeats(quick: bool) -> int:
+    return 3 if quick else 7
+
+
+def most_repeats(work: Workload) -> int:
+    """For how many repeats there are prompts, of every part."""
+    return min((work.num_fresh - 2) // len(SYSTEMS), (work.num_fresh - NUM_EXPLAINED * len(METHODS)) // len(METHODS))
+
+
 def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any]:
     """All parts that were asked for, as one report."""
-    work = Workload(size, args.seed)
-    most = min((work.num_fresh - 2) // len(SYSTEMS), (work.num_fresh - NUM_EXPLAINED * len(METHODS)) // len(METHODS))
-    if args.repeats > most:
-        raise SystemExit(f"--repeats: at most {most} with {size.num_chunks} chunks")
+    work = Workload(size, args.seed, num_spare=NUM_SPARE)
+    if args.repeats > most_repeats(work):
+        raise SystemExit(f"--repeats: at most {most_repeats(work)} with {size.num_chunks} chunks")
     report: dict[str, Any] = {
         **describe_run(),
         "model": str(size.shape),
@@ -84,7 +93,7 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
                 report["ttft"] = time_reuse(server, work, SYSTEMS, args.repeats, tick)
             if "methods" in args.parts:
                 server.flush()
-                again = Workload(size, args.seed + 1)
+                again = Workload(size, args.seed + 1, num_spare=NUM_SPARE)
                 report["methods"] = time_reuse(server, again, METHODS, args.repeats, tick)
                 report["selection"] = time_selection(server, again, METHODS[1:], tick)
             if "statistics" in args.parts:
@@ -107,7 +116,7 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
 
 def flags(args: argparse.Namespace, size: Size) -> list[str]:
     """Flags of all servers. The pool holds all that a run leaves in the exact cache, so that nothing is evicted."""
-    tokens = size.prompt_len * (args.repeats + 3)
+    tokens = size.prompt_len * (args.repeats + 4)
     tokens = max(tokens, 2 * args.plain_repeats * max(kind.prompt_len for kind in PLAIN_REQUESTS))
     return ["--skip-tokenizer-init", "--max-total-tokens", str(-(-tokens // 1024) * 1024)]
 
@@ -121,9 +130,9 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
     """A live bar with one step per measurement."""
     steps = 1
     if "ttft" in args.parts:
-        steps += size.num_chunks + args.repeats * len(SYSTEMS)
+        steps += size.num_chunks + NUM_SPARE + args.repeats * len(SYSTEMS)
     if "methods" in args.parts:
-        steps += size.num_chunks + args.repeats * len(METHODS) + NUM_EXPLAINED * (len(METHODS) - 1)
+        steps += size.num_chunks + NUM_SPARE + args.repeats * len(METHODS) + NUM_EXPLAINED * (len(METHODS) - 1)
     if "statistics" in args.parts:
         steps += args.repeats + 1
     if "plain" in args.parts:

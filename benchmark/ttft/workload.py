@@ -61,13 +61,17 @@ class Prompt:
 
 
 class Workload:
-    """Hands out prompts; the n-th prompt of a seed is always the same."""
+    """Hands out prompts; the n-th prompt of a seed is always the same.
 
-    def __init__(self, size: Size, seed: int = 0) -> None:
+    Args:
+        num_spare: so many chunks are primed beside those of a prompt, of which each then leaves some out.
+    """
+
+    def __init__(self, size: Size, seed: int = 0, *, num_spare: int = 0) -> None:
         self.size = size
         self._draw = random.Random(seed)
         self._system = self.tokens(size.system_len)
-        self._chunks = [self.tokens(size.chunk_len) for _ in range(size.num_chunks)]
+        self._chunks = [self.tokens(size.chunk_len) for _ in range(size.num_chunks + num_spare)]
         self._beginnings = self._all_beginnings()
 
     def tokens(self, length: int) -> list[int]:
@@ -86,10 +90,10 @@ class Workload:
             StopIteration: there is no pair of first chunks left; use fewer repeats.
         """
         first, second = next(self._beginnings)
-        rest = [i for i in range(self.size.num_chunks) if i not in (first, second)]
+        rest = [i for i in range(len(self._chunks)) if i not in (first, second)]
         self._draw.shuffle(rest)
         ids, spans = list(self._system), []
-        for i in (first, second, *rest):
+        for i in (first, second, *rest[: self.size.num_chunks - 2]):
             spans.append([len(ids), len(ids) + self.size.chunk_len])
             ids += self._chunks[i]
         return Prompt(ids + self.tokens(self.size.question_len), spans)
@@ -105,9 +109,9 @@ class Workload:
     @property
     def num_fresh(self) -> int:
         """How many prompts `fresh` can give in all."""
-        return self.size.num_chunks * (self.size.num_chunks - 1)
+        return len(self._chunks) * (len(self._chunks) - 1)
 
     def _all_beginnings(self) -> Iterator[tuple[int, int]]:
-        pairs = list(itertools.permutations(range(self.size.num_chunks), 2))
+        pairs = list(itertools.permutations(range(len(self._chunks)), 2))
         self._draw.shuffle(pairs)
         return iter(pairs)
