@@ -16,6 +16,7 @@ from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
 from exactness.selection_reference import Choose, Result, Scores, Store, best, focused_chunks
+from exactness.test_ratio_one import RUNS
 
 TOLERANCE = 1e-3  # log-probabilities, fp32 against fp64
 EXACT_TOLERANCE = 1e-5  # log-probabilities, fp32 against fp32
@@ -24,14 +25,14 @@ ROUNDING = 1e-8  # and absolute: deviations of tokens that stand where and behin
 
 CONFIGS = [
     Config(layers=4, page_size=16, tp_size=2),
-    Config(layers=4, page_size=16, chunked=True),
+    Config(layers=4, page_size=16, chunked=True, options=RUNS),
 ]
 MORE_CONFIGS = [
     Config(layers=4),
     Config(layers=6),
     Config(layers=6, page_size=16, tp_size=2),
     Config(layers=4, page_size=16, overlap=False),
-    Config(layers=4, tp_size=2),
+    Config(layers=4, tp_size=2, options=RUNS),
     Config(layers=5, rope="llama3"),
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),

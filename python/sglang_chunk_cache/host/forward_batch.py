@@ -33,8 +33,9 @@ from sglang_chunk_cache.host.model_runner import Extras, Part, announce
 from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.stages import stage
 from sglang_chunk_cache.kv.kept_chooser import KeptChooser
+from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.kv.rows import FusedRows
-from sglang_chunk_cache.kv.runs import BackendRuns, Runs
+from sglang_chunk_cache.kv.runs import BackendRuns, Runs, RunsBeside
 from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.step import step_len
 from sglang_chunk_cache.request_state import DocChunkRequest, state_of
@@ -281,12 +282,14 @@ def _init_fused(
     draft = chunks.assembler.draft if model_runner.is_draft_worker else None
     observers = () if draft is not None else _observers(batch, model_runner, chunks, begins, end)
     kernel = chunks.kernel if draft is None else draft.kernel
-    is_layerwise = any(one.plan is not None and one.plan.selection is not None for one in due)
+    rows_stay = [one.plan is None or one.plan.selection is None for one in due]
     positions = _positions(batch, due)
     pool_rows = batch.req_pool_indices_cpu.tolist()
+    kv_pool = model_runner.token_to_kv_pool
     runs = None
-    if chunks.min_run_len is not None and not is_layerwise:
-        found = Runs.of(positions, pool_rows)
+    # Beside rows that leave, Q of latent attention comes in one piece, which not every backend takes.
+    if chunks.min_run_len is not None and (all(rows_stay) or (any(rows_stay) and not is_latent(kv_pool))):
+        found = Runs.of(*(list(itertools.compress(of_each, rows_stay)) for of_each in (positions, pool_rows)))
         fits = found.fit(model_runner.req_to_token_pool.size)
         runs = found if fits and found.mean_len >= chunks.min_run_len else None
     extra = () if runs is None else runs.arrays()
@@ -295,13 +298,18 @@ def _init_fused(
         fused_batch.input_ids = _one_ahead(batch, fused_batch, positions)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
-    kv_pool, row_lens = model_runner.token_to_kv_pool, fused_batch.extend_lens
+    row_lens = fused_batch.extend_lens
+    by_runs = None
     if runs is not None:
-        if draft is None:
-            chunks.metrics.count_fused_batch("sglang")
-        stock_forward = model_runner.attn_backend.forward
-        by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
-        return Part(forward_batch, by_runs, observers)
+        pieces, lens = (
+            list(itertools.compress(of_all, rows_stay)) for of_all in (row_positions.split(row_lens), row_lens)
+        )
+        staying = row_positions if all(rows_stay) else torch.cat(pieces)
+        by_runs = BackendRuns(runs, uploaded, staying, lens, kv_pool, model_runner.attn_backend.forward)
+        if all(rows_stay):
+            if draft is None:
+                chunks.metrics.count_fused_batch("sglang")
+            return Part(forward_batch, by_runs, observers)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
     if first is not None and isinstance(first.attention, FusedRows):
@@ -315,8 +323,9 @@ def _init_fused(
             row_positions=row_positions,
             kv_pool=kv_pool,
             kernel=kernel,
+            beside=None if by_runs is None else RunsBeside(rows_stay, by_runs),
         )
-    attention = _layerwise(batch, due, rows, model_runner, chunks) if is_layerwise else rows
+    attention = rows if all(rows_stay) else _layerwise(batch, due, rows, model_runner, chunks)
     return Part(forward_batch, attention, observers)
 
 

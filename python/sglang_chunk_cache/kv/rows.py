@@ -2,14 +2,16 @@
 
 Verbs: `FusedRows.build` (once per forward), `with_rows` (the same requests with other rows), `attend` (one layer).
 
-Promises: all requests of the batch, fused and plain, go through one call of `SparseExtend` per layer, in which a row
-attends to every position up to its own. K and V of the rows are written before any row reads, as in every backend of
-SGLang.
+Promises: the requests of the batch go through one call of `SparseExtend` per layer, in which a row attends to every
+position up to its own, but for those that SGLang's backend serves `beside` it. K and V of the rows are written before
+any row reads, as in every backend of SGLang.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +26,8 @@ from sglang_chunk_cache.kv.layer_kv import LayerKV, write_kv
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_chunk_cache.kv.runs import RunsBeside
 
 
 class AttentionNotServed(ValueError):
@@ -62,6 +66,7 @@ class FusedRows:
         kv_lens, row_lens: `[num_reqs]`, on the host.
         kv_pool: SGLang's KV pool.
         kernel: backend of the operations.
+        beside: requests that SGLang's backend serves; None = none.
     """
 
     kv_indices: torch.Tensor
@@ -70,16 +75,23 @@ class FusedRows:
     row_lens: list[int]
     kv_pool: Any
     kernel: str
+    beside: RunsBeside | None = None
     is_asking: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        indptrs = [np.cumsum([0, *lens], dtype=np.int64) for lens in (self.kv_lens, self.row_lens)]
+        own_lens, own_positions = self.row_lens, self.row_positions
+        if self.beside is not None:
+            own_lens = [
+                0 if served else length for served, length in zip(self.beside.are_served, own_lens, strict=True)
+            ]
+            own_positions = self._taken(own_positions, are_served=False)
+        indptrs = [np.cumsum([0, *lens], dtype=np.int64) for lens in (self.kv_lens, own_lens)]
         # The host reads them on the CPU and for FlashInfer; else no layer shall copy them.
         on_host = self.row_positions.device.type == "cpu" or self.kernel == "flashinfer"
         kv_indptr, row_indptr = (
             [one.tolist() for one in indptrs] if on_host else upload(indptrs, self.row_positions.device)
         )
-        self._attention = SparseExtend(kv_indptr, self.kv_indices, row_indptr, self.row_positions, backend=self.kernel)
+        self._attention = SparseExtend(kv_indptr, self.kv_indices, row_indptr, own_positions, backend=self.kernel)
 
     @classmethod
     def build(
@@ -92,6 +104,7 @@ class FusedRows:
         row_positions: torch.Tensor,
         kv_pool: Any,
         kernel: str,
+        beside: RunsBeside | None = None,
     ) -> FusedRows:
         """See the attributes; `req_to_token` is `[max_reqs, max_context_len]`, lengths are per request."""
         lens = np.asarray(kv_lens, dtype=np.int64)
@@ -102,7 +115,7 @@ class FusedRows:
         places = first_on_device.repeat_interleave(lens_on_device, output_size=total)
         places += torch.arange(total, device=device)
         kv_indices = req_to_token.view(-1).index_select(0, places).to(torch.int64)
-        return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel)
+        return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel, beside)
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
         """The same requests with other rows; arguments as in `build`."""
@@ -113,8 +126,9 @@ class FusedRows:
         begin = sum(self.kv_lens[:i])
         return self.kv_indices[begin : begin + self.kv_lens[i]]
 
-    def for_metadata(self, batch: ForwardBatch) -> None:
-        """SGLang's backend does not attend."""
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
+        """What SGLang's backend sees of `batch`; None where it does not attend."""
+        return None if self.beside is None else self.beside.runs.for_metadata(batch)
 
     def attend(
         self,
@@ -130,6 +144,16 @@ class FusedRows:
         q, k = whole_rows(q, k, layer, parts)
         if save_kv_cache and k is not None:
             write_kv(self.kv_pool, layer, batch.out_cache_loc[: len(k)], k, v)
+        if self.beside is None or not any(itertools.compress(self.row_lens, self.beside.are_served)):
+            return self._attend_own(q, layer)
+        view = copy.copy(batch)
+        view.out_cache_loc = self._taken(batch.out_cache_loc[: len(q)], are_served=True)  # some read the rows' K by it
+        q = q.reshape(len(q), -1)  # as a model gives it to its backend
+        given = [None if one is None else self._taken(one, are_served=True) for one in (q, k, v)]
+        theirs = self.beside.runs.attend(*given, layer, view, save_kv_cache=False)
+        return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer))
+
+    def _attend_own(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         kv = LayerKV.of(self.kv_pool, layer)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -142,3 +166,20 @@ class FusedRows:
             window=layer.sliding_window_size,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _taken(self, rows: torch.Tensor, are_served: bool) -> torch.Tensor:
+        """Of all rows those of the requests that SGLang's backend serves, or those of the others."""
+        assert self.beside is not None
+        pairs = zip(rows.split(self.row_lens), self.beside.are_served, strict=True)
+        return torch.cat([piece for piece, is_served in pairs if is_served == are_served])
+
+    def _joined(self, served: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """All rows, of those that were taken."""
+        assert self.beside is not None
+        rows, begins = (own, served), [0, 0]
+        pieces = []
+        for length, is_served in zip(self.row_lens, self.beside.are_served, strict=True):
+            begin = begins[is_served]
+            begins[is_served] += length
+            pieces.append(rows[is_served][begin : begin + length])
+        return torch.cat(pieces)

@@ -112,6 +112,7 @@ class BackendRuns:
             "extend_seq_lens": lens,
             "extend_seq_lens_cpu": runs.lens.tolist(),
             "extend_start_loc": begins,
+            "extend_num_tokens": int(runs.lens.sum()),
         }
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
@@ -135,3 +136,16 @@ class BackendRuns:
             whole_k = whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1]
             write_kv(self._kv_pool, layer, batch.out_cache_loc[: len(k)], whole_k, v)
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)
+
+
+@dataclass(frozen=True)
+class RunsBeside:
+    """Requests of a forward in which rows of others leave: none of theirs do, so SGLang's backend serves them by runs.
+
+    Attributes:
+        are_served: of each request of the batch, whether it is one of them.
+        runs: of their rows.
+    """
+
+    are_served: Sequence[bool]
+    runs: BackendRuns

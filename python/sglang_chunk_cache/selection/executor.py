@@ -179,8 +179,9 @@ class LayerwiseForward:
 
     # The layers.
 
-    def for_metadata(self, batch: ForwardBatch) -> None:
-        """SGLang's backend does not attend."""
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
+        """As that of the rows; the requests that SGLang's backend serves are the same in all passes."""
+        return self._rows.for_metadata(batch)
 
     def _before_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

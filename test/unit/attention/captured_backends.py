@@ -8,6 +8,7 @@ too early, too far or elsewhere shows it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from transformers import LlamaConfig
 
 from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.host.attention_backend import attending
+from sglang_chunk_cache.host.attention_backend import Attention, attending
 from sglang_chunk_cache.host.pool_check import NOT_READ
 from sglang_chunk_cache.kv.rows import FusedRows
-from sglang_chunk_cache.kv.runs import BackendRuns, Runs
+from sglang_chunk_cache.kv.runs import BackendRuns, Runs, RunsBeside
 
 sys.path.insert(0, str(Path(__file__).parent))  # the folder is not a package
 import reference_kernels
@@ -296,20 +297,18 @@ class Forward:
             self.backend.init_forward_metadata(forward_batch)
             return self.layer(*self._rows(chosen), forward_batch).view(-1, Q_HEADS, DIM)
 
-    def fused(self, num_padded: int = 0) -> list[torch.Tensor]:
-        """`[num_rows, q_heads, dim]` per request; `num_padded` rows more are of no request."""
+    def fused(self, num_padded: int = 0, chosen: list[int] | None = None) -> list[torch.Tensor]:
+        """`[num_rows, q_heads, dim]` per request; `num_padded` rows more are of no request.
+
+        The backend serves the `chosen` requests (None = all), our kernel the others beside it.
+        """
         everything = list(range(len(self.batch)))
         forward_batch = self._forward_batch(everything)
         positions, row_lens = forward_batch.positions, forward_batch.extend_seq_lens_cpu
-        runs = Runs.of([one.positions for one in self.batch], self.pool_rows)
-        attention = BackendRuns(
-            runs,
-            upload(runs.arrays(), "cpu"),
-            positions,
-            row_lens,
-            self.runner.token_to_kv_pool,
-            self.backend.forward,
-        )
+        attention: Attention = self._by_runs(everything if chosen is None else chosen)
+        if chosen is not None:
+            are_served = [i in chosen for i in everything]
+            attention = dataclasses.replace(self.rows, beside=RunsBeside(are_served, attention))
         rows = self._rows(everything)
         if num_padded:
             rows = [torch.cat((one, one.new_full((num_padded, one.shape[1]), float("nan")))) for one in rows]
@@ -325,6 +324,13 @@ class Forward:
             torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
         assert (out[len(positions) :] == 0).all()
         return list(out[: len(positions)].split(row_lens))
+
+    def _by_runs(self, chosen: list[int]) -> BackendRuns:
+        batch = [self.batch[i] for i in chosen]
+        runs = Runs.of([one.positions for one in batch], [self.pool_rows[i] for i in chosen])
+        positions = torch.from_numpy(np.concatenate([one.positions for one in batch]))
+        lens, pool = [len(one.positions) for one in batch], self.runner.token_to_kv_pool
+        return BackendRuns(runs, upload(runs.arrays(), "cpu"), positions, lens, pool, self.backend.forward)
 
     def expected(self, i: int) -> torch.Tensor:
         """`[num_rows, q_heads, dim]` of request i: each row sees every position up to its own."""
@@ -376,6 +382,10 @@ def test_a_plain_request_is_served_exactly_as_in_stock(published, backend):
     beside_fused = Forward(published, backend, batch, 16).fused()
     by_stock = Forward(published, backend, batch, 16).stock(plain)
     assert torch.equal(torch.cat([beside_fused[i] for i in plain]), by_stock)
+    forward = Forward(published, backend, batch, 16)
+    beside_our_kernel = forward.fused(chosen=plain)
+    assert torch.equal(torch.cat([beside_our_kernel[i] for i in plain]), by_stock)
+    forward.check(beside_our_kernel)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

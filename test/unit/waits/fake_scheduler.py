@@ -191,6 +191,7 @@ def case_store(fake: Fake) -> None:
         fake.send(
             f"used {i}", [fake.fused(3, method="epic", ratio=0.2), fake.request([fake.tokens(30), fake.chunks[0]])]
         )
+    fake.send("beside others", [fake.fused(method=method, ratio=0.15) for method in ("epic", "a3", "full-reuse")])
     fake.send("prepared", [fake.fused(2, mode="prepare", method="full-reuse")])
     fake.idle("idle", 60)
 
