@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from exactness.cases import Session
 from local_scheduler import Reply
@@ -34,18 +35,25 @@ def _write_with_the_rotation(model: Any, enabled: Callable[[Any], bool]) -> None
 
 def case_rows_leave(s: Session, how: int) -> list[Reply]:
     """`how`: 0 = SGLang's own on a CPU, nothing is fused; 1 = fused, with our hook; 2 = fused, without it."""
+    answers = set()
     if how:
-        from sglang_chunk_cache.host.attention_backend import enable_fused_set_kv_buffer
+        from sglang.srt.models import qwen3_moe, utils
 
-        def hooked(batch: Any) -> bool:
-            return enable_fused_set_kv_buffer(lambda _: True, batch)
+        as_the_model_asks = qwen3_moe.enable_fused_set_kv_buffer
+
+        def on_a_gpu(batch: Any) -> bool:
+            with mock.patch.object(utils, "_is_hip", True):
+                answer = as_the_model_asks(batch)
+            answers.add(answer)
+            return answer
 
         model = s.local.scheduler.tp_worker.model_runner.model
-        _write_with_the_rotation(model, hooked if how == 1 else lambda _: True)
+        _write_with_the_rotation(model, on_a_gpu if how == 1 else lambda _: True)
     chunks = s.chunks(40, 33, 51, 64)
     s.prime(chunks)
     for method in ("cacheblend", "a3"):
         s.send(s.prompt([chunks[3], chunks[1], chunks[0]]), ratio=0.3, options={"method": method})
+    assert how != 1 or answers == {True, False}, "plain batches are fused, ours are not"
     return s.replies
 
 
