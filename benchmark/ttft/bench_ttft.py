@@ -1,11 +1,13 @@
 """Time to first token with reused chunks against stock SGLang, what plain requests lose, and KV slots per request.
 
     python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,statistics,plain,memory] [--out FOLDER]
+    git worktree add ../before COMMIT && python benchmark/ttft/bench_ttft.py --before ../before --parts before
 
 One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
 order of the chunks and a new question. A second server without `--chunk-cache` runs for the plain requests only, a
-third one with a page size of 16 for the KV slots. Results: `benchmark/results/ttft/`, or `.cache/bench/` with
+third one with a page size of 16 for the KV slots. With `--before` one of another state of the project takes turns with
+ours, method by method. Results: `benchmark/results/ttft/`, or `.cache/bench/` with
 `--quick`.
 """
 
@@ -32,6 +34,7 @@ from benchmark.ttft.measure import (
     SYSTEMS,
     Tick,
     count_slots,
+    time_both,
     time_plain,
     time_reuse,
     time_selection,
@@ -44,19 +47,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 NUM_SPARE = 3
 PARTS = ("ttft", "methods", "statistics", "plain", "memory")
+PACKAGES = ("python", "scheduler", "sgl-kernel-ext")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small model and prompts, few repeats: a check, no result")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: these), and before"
+    )
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="another state of the project, for the part before"
+    )
     parser.add_argument("--repeats", type=int, help="measurements per system (default: 7, quick 3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the result files")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
     args = parser.parse_args()
     args.parts = tuple(args.parts.split(","))
-    if unknown := set(args.parts) - set(PARTS):
+    if ("before" in args.parts) != (args.before is not None):
+        parser.error("--before FOLDER and --parts before belong together")
+    if args.before is not None and not all((args.before / package).is_dir() for package in PACKAGES):
+        parser.error(f"--before: {args.before} has no folders {', '.join(PACKAGES)}")
+    if unknown := set(args.parts) - {*PARTS, "before"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     args.repeats = args.repeats or default_repeats(args.quick)
     args.plain_repeats = 5 if args.quick else 25
@@ -106,6 +119,15 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
                 with Server(model_dir, *flags(args, size), **server_options("stock")) as stock:
                     tick(f"server started in {stock.start_s:.0f} s")
                     report["plain"] = time_plain(server, stock, work, args.plain_repeats, tick)
+            if "before" in args.parts:
+                server.flush()
+                own = Workload(size, args.seed + 3, num_spare=NUM_SPARE)
+                paths = os.pathsep.join(str((args.before / package).resolve()) for package in PACKAGES)
+                options = server_options("before")
+                options["env"] |= {"PYTHONPATH": paths}
+                with Server(model_dir, "--chunk-cache", *flags(args, size), **options) as before:
+                    tick(f"server started in {before.start_s:.0f} s")
+                    report["before"] = time_both(server, before, own, METHODS, args.repeats, tick)
         if "memory" in args.parts:
             paged = ("--chunk-cache", "--page-size", "16", *flags(args, size))
             with Server(model_dir, *paged, **server_options("page16")) as server:
@@ -137,6 +159,8 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
         steps += args.repeats + 1
     if "plain" in args.parts:
         steps += 1 + len(PLAIN_REQUESTS) * (args.plain_repeats + 1)
+    if "before" in args.parts:
+        steps += 1 + 2 * (size.num_chunks + NUM_SPARE) + args.repeats * len(METHODS)
     if "memory" in args.parts:
         steps += 3
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

@@ -16,8 +16,10 @@ from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
 from benchmark.common.results import Spread
-from benchmark.common.server import Server
+from benchmark.common.server import Server, Timed
 from benchmark.ttft.workload import FULL, Prompt, Size, Workload
+
+from sglang_chunk_cache.server_client import ServerRefused
 
 Tick = Callable[[str], None]  # told what was just measured
 
@@ -160,7 +162,7 @@ def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int
         for number in range(repeats + 1):
             ids = work.tokens(kind.prompt_len)
             order = (with_cache, without) if number % 2 else (without, with_cache)
-            seconds = {server: _time_alone(server, order, ids, kind.output_len) for server in order}
+            seconds = {server: _time_alone(server, order, ids, kind.output_len).total_s for server in order}
             if number:  # the first pair meets cold code in both servers
                 pairs.append((seconds[with_cache], seconds[without]))
             tick(f"plain {kind.name}: {seconds[with_cache]:.3f} s / {seconds[without]:.3f} s")
@@ -170,13 +172,52 @@ def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int
     return rows
 
 
-def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], output_len: int) -> float:
+def time_both(
+    ours: Server, before: Server, work: Workload, systems: Sequence[System], repeats: int, tick: Tick
+) -> list[dict[str, Any]]:
+    """The same prompt to two states of the project, one of which is paused; one row per system that both know."""
+    systems = [system for system in systems if _is_known(before, system, work)]
+    servers = (ours, before)
+    for server in servers:
+        _pause_others(server, servers)
+        prime(server, work, tick)
+    pairs: dict[str, list[tuple[float, float]]] = {system.name: [] for system in systems}
+    order, draw = list(systems), random.Random(1)
+    for number in range(repeats):
+        draw.shuffle(order)
+        for system in order:
+            prompt = work.fresh()
+            asked = {"spans": prompt.spans, **system.options}
+            seconds = {}
+            for server in servers if number % 2 else servers[::-1]:
+                timed = _time_alone(server, servers, prompt.ids, 1, chunk_cache=asked)
+                _check_counts(system, timed.chunk_cache, work)
+                seconds[server] = timed.total_s
+            pairs[system.name].append((seconds[ours], seconds[before]))
+            tick(f"{system.name}: {seconds[before]:.2f} s before, {seconds[ours]:.2f} s")
+    before.resume()
+    return [{"system": system.name} | loss_of_pairs(pairs[system.name], target=0.0) for system in systems]
+
+
+def _is_known(server: Server, system: System, work: Workload) -> bool:
+    try:
+        server.generate(work.tokens(8), chunk_cache={"spans": [], **system.options})
+    except ServerRefused:
+        return False
+    return True
+
+
+def _pause_others(server: Server, servers: tuple[Server, ...]) -> None:
     for other in servers:
         if other is not server:
             other.pause()
     server.resume()
+
+
+def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], output_len: int, **more: Any) -> Timed:
+    _pause_others(server, servers)
     server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # processes that were paused wake up here
-    return server.generate(ids, max_new_tokens=output_len).total_s
+    return server.generate(ids, max_new_tokens=output_len, **more)
 
 
 def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) -> dict[str, Any]:

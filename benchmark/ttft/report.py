@@ -23,6 +23,8 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "## New chunks", "", *_statistics(report["statistics"])]
     if "plain" in report:
         lines += ["", "## Requests without marks", "", *_plain(report["plain"])]
+    if "before" in report:
+        lines += ["", "## Before and now", "", *_before(report["before"])]
     if "memory" in report:
         lines += ["", "## KV slots of one request", "", *_memory(report["memory"])]
     return lines
@@ -118,6 +120,23 @@ def _plain(rows: list[Mapping[str, Any]]) -> list[str]:
     return [
         f"The same new prompt to two servers in turns, {rows[0]['with_s']['num']} pairs; the server that is not asked",
         "is paused. Loss is the median over pairs; the interval is what resampling the pairs makes of it.",
+        "",
+        *markdown_table(header, cells),
+    ]
+
+
+def _before(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Speed-ups are over each state's own stock row, the first."""
+    stock = rows[0]
+    cells = []
+    for row in rows:
+        now, before, change, interval, _ = _loss_cells(row)
+        speedups = (stock[side]["median"] / row[side]["median"] for side in ("without_s", "with_s"))
+        cells.append((row["system"], before, now, *(f"{one:.1f}x" for one in speedups), change, interval))
+    header = ("system", "before, s", "now, s", "speed-up before", "now", "change", "95 % interval")
+    return [
+        f"The same prompts to servers of another state of the project and of ours, {rows[0]['with_s']['num']} pairs;",
+        "the one that is not asked is paused. The change is the median over pairs.",
         "",
         *markdown_table(header, cells),
     ]
