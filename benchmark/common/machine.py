@@ -1,4 +1,7 @@
-"""What a measurement ran on: `describe_machine`, `describe_code`, `commit_of`. No names of hosts, users or folders."""
+"""What a measurement ran on: `describe_machine`, `describe_code`, `commit_of`; never names of hosts or users.
+
+And where the packages of a checkout lie: `packages_of`.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,11 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def packages_of(tree: Path) -> list[Path]:
+    """The folders of a checkout that are its packages, for `PYTHONPATH`."""
+    return [tree.resolve() / name for name in ("python", "scheduler", "sgl-kernel-ext")]
 
 
 def commit_of(tree: Path) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT, commit_of
+from benchmark.common.machine import ROOT, commit_of, packages_of
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import offline_env
 
@@ -35,8 +35,8 @@ NUM_FUNCTIONS = 25
 
 def ask_child(tree: Path, part: str, num: int, file: Path) -> dict[str, Any]:
     """What `child.py` prints of one checkout."""
-    folders = [tree.resolve() / name for name in ("python", "scheduler", "sgl-kernel-ext", "test")]
-    env = os.environ | offline_env() | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
+    folders = [*packages_of(tree), tree.resolve() / "test", ROOT]
+    env = os.environ | offline_env() | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, str(Path(__file__).with_name("child.py")), part, str(num), str(file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import CACHE_DIR
+from benchmark.common.machine import CACHE_DIR, commit_of, packages_of
 from benchmark.common.models import cached_llama
 from benchmark.common.results import describe_run, result_dir, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
@@ -47,7 +47,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 NUM_SPARE = 3
 PARTS = ("ttft", "methods", "statistics", "plain", "memory")
-PACKAGES = ("python", "scheduler", "sgl-kernel-ext")
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,8 +66,8 @@ def parse_args() -> argparse.Namespace:
     args.parts = tuple(args.parts.split(","))
     if ("before" in args.parts) != (args.before is not None):
         parser.error("--before FOLDER and --parts before belong together")
-    if args.before is not None and not all((args.before / package).is_dir() for package in PACKAGES):
-        parser.error(f"--before: {args.before} has no folders {', '.join(PACKAGES)}")
+    if args.before is not None and (missing := [one for one in packages_of(args.before) if not one.is_dir()]):
+        parser.error(f"--before: {args.before} is no checkout of this project: it has no {missing[0].name}/")
     if unknown := set(args.parts) - {*PARTS, "before"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     args.repeats = args.repeats or default_repeats(args.quick)
@@ -122,12 +121,12 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
             if "before" in args.parts:
                 server.flush()
                 own = Workload(size, args.seed + 3, num_spare=NUM_SPARE)
-                paths = os.pathsep.join(str((args.before / package).resolve()) for package in PACKAGES)
                 options = server_options("before")
-                options["env"] |= {"PYTHONPATH": paths}
+                options["env"] |= {"PYTHONPATH": os.pathsep.join(map(str, packages_of(args.before)))}
                 with Server(model_dir, "--chunk-cache", *flags(args, size), **options) as before:
                     tick(f"server started in {before.start_s:.0f} s")
-                    report["before"] = time_both(server, before, own, METHODS, args.repeats, tick)
+                    rows = time_both(server, before, own, METHODS, args.repeats, tick)
+                report["before"] = {"commit": commit_of(args.before), "rows": rows}
         if "memory" in args.parts:
             paged = ("--chunk-cache", "--page-size", "16", *flags(args, size))
             with Server(model_dir, *paged, **server_options("page16")) as server:

@@ -195,7 +195,8 @@ def time_both(
                 seconds[server] = timed.total_s
             pairs[system.name].append((seconds[ours], seconds[before]))
             tick(f"{system.name}: {seconds[before]:.2f} s before, {seconds[ours]:.2f} s")
-    before.resume()
+    for server in servers:
+        server.resume()
     return [{"system": system.name} | loss_of_pairs(pairs[system.name], target=0.0) for system in systems]
 
 

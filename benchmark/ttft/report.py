@@ -125,8 +125,9 @@ def _plain(rows: list[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _before(rows: list[Mapping[str, Any]]) -> list[str]:
+def _before(part: Mapping[str, Any]) -> list[str]:
     """Speed-ups are over each state's own stock row, the first."""
+    rows = part["rows"]
     stock = rows[0]
     cells = []
     for row in rows:
@@ -135,7 +136,7 @@ def _before(rows: list[Mapping[str, Any]]) -> list[str]:
         cells.append((row["system"], before, now, *(f"{one:.1f}x" for one in speedups), change, interval))
     header = ("system", "before, s", "now, s", "speed-up before", "now", "change", "95 % interval")
     return [
-        f"The same prompts to servers of another state of the project and of ours, {rows[0]['with_s']['num']} pairs;",
+        f"The same prompts to servers of commit {part['commit']} and of ours, {rows[0]['with_s']['num']} pairs;",
         "the one that is not asked is paused. The change is the median over pairs.",
         "",
         *markdown_table(header, cells),
