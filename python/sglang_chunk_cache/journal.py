@@ -105,7 +105,7 @@ def picture_of(plan: RecomputePlan) -> list[list[int]]:
     num_columns = min(NUM_COLUMNS, plan.prompt_len)
     starts = np.arange(num_columns) * plan.prompt_len // num_columns
     of_kind = [np.add.reduceat(kinds == kind, starts, dtype=np.int64) for kind in range(len(KINDS))]
-    return np.stack(of_kind, axis=1).tolist()  # type: ignore[no-any-return]
+    return np.stack(of_kind, axis=1).tolist()
 
 
 def merge(journals: Iterable[Contents]) -> Contents:

@@ -34,8 +34,8 @@ def reply_of(state: DocChunkRequest, *, has_ended: bool = True) -> dict[str, Any
         reply["discovered"] = True
     if state.options.keep_tokens or state.kept is not None:
         reason = whole_reason(state, has_ended=has_ended)
-        is_whole = state.kept is None or reason is not None
-        reply["kept_tokens"] = plan.prompt_len - (0 if is_whole else state.kept.num_dropped)
+        num_dropped = 0 if state.kept is None or reason is not None else state.kept.num_dropped
+        reply["kept_tokens"] = plan.prompt_len - num_dropped
         if reason is not None:
             reply["kept_reason"] = reason
     if state.decision is not None:

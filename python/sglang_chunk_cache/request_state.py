@@ -229,7 +229,7 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
         begin = len(req.origin_input_ids_unpadded) - options.turn_tokens  # of the prompt before it was cut
         own = tuple((begin + start, begin + end) for start, end in own)
     node = req.session.req_nodes.get(req.rid)
-    parent = None if node is None or node.parent is None else node.parent.req
+    parent: Any = None if node is None or node.parent is None else node.parent.req
     before = None if parent is None else state_of(parent)
     earlier = () if before is None else before.options.spans
     own_start = own[0][0] if own else len(ids)

@@ -59,8 +59,9 @@ def refuse(sentence: str) -> NoReturn:
     if file:
         Path(file).write_text(sentence, encoding="utf-8")
         parent = multiprocessing.parent_process()
-        if parent is not None and parent.is_alive() and int(launcher) not in (parent.pid, os.getpid()):
-            os.kill(parent.pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
+        parent_pid = parent.pid if parent is not None and parent.is_alive() else None
+        if parent_pid is not None and int(launcher) not in (parent_pid, os.getpid()):
+            os.kill(parent_pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
     raise StartRefused(sentence)
 
 
@@ -262,7 +263,7 @@ def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
     Raises:
         StartRefused: a bad value, or a flag of the group without `--chunk-cache`.
     """
-    given = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _FLAGS}
+    given: dict[str, Any] = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if not getattr(namespace, "chunk_cache", False):
         if given:

@@ -7,11 +7,12 @@ so the answer is the same for every layer and on every rank. `check_dense` refus
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
-Backend = Literal["auto", "torch", "triton", "flashinfer"]
+Backend: TypeAlias = str
+"""auto, torch, triton or flashinfer; from a configuration, so `resolve_backend` refuses another."""
 Implementation = Literal["torch", "triton", "flashinfer"]
 
 

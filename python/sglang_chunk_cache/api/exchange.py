@@ -104,7 +104,7 @@ class ReplyHeaders:
                 held = message
                 if exchange.awaits_reply:
                     return
-            if held is not None:
+            if held is not None and exchange is not None:
                 start, held = held, None
                 await send({**start, "headers": [*start.get("headers", ()), *exchange.headers()]})
                 if start is message:

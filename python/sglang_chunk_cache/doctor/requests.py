@@ -104,7 +104,12 @@ def _unmarked_text(value: Mapping[str, Any], tokenizer: Any) -> str:
     if value.get("input_ids") is not None:
         return "".join(_texts(tokenizer, value["input_ids"]))
     texts: list[str] = []
-    map_texts([value.get(kind) for kind in ("text", "prompt", "messages")], lambda text: texts.append(text) or text)
+
+    def remember(text: str) -> str:
+        texts.append(text)
+        return text
+
+    map_texts([value.get(kind) for kind in ("text", "prompt", "messages")], remember)
     return "\n".join(texts)
 
 

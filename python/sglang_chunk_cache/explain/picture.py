@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ def draw(
         problem = f"{shown[1] - shown[0]} tokens of {len(explanations)} methods are too many for one picture"
         raise request_error(f"--out {path}", problem, ZOOM)
     # Hinting would round the advance of each sign to pixels.
-    style = {"font.family": [MONO, *_more_fonts()], "font.size": FONT_SIZE, "text.hinting": "no_hinting"}
+    style: Any = {"font.family": [MONO, *_more_fonts()], "font.size": FONT_SIZE, "text.hinting": "no_hinting"}
     with rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # `_font_note` says it better
         figure = Figure(figsize=(width / 72, height / 72), dpi=DPI, facecolor="white")

@@ -152,7 +152,8 @@ class KVAssembler:
                 kv.append(found)
             if not self._is_cpu:
                 copied = self._side_stream().record_event()
-        return HostKV(*kv, copied)
+        k, v = kv
+        return HostKV(k, v, copied)
 
     @staticmethod
     def _empty_on_host(buffers: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:

@@ -149,8 +149,9 @@ class FusedRows:
         view = copy.copy(batch)
         view.out_cache_loc = self._taken(batch.out_cache_loc[: len(q)], are_served=True)  # some read the rows' K by it
         q = q.reshape(len(q), -1)  # as a model gives it to its backend
-        given = [None if one is None else self._taken(one, are_served=True) for one in (q, k, v)]
-        theirs = self.beside.runs.attend(*given, layer, view, save_kv_cache=False)
+        their_k, their_v = (None if one is None else self._taken(one, are_served=True) for one in (k, v))
+        their_q = self._taken(q, are_served=True)
+        theirs = self.beside.runs.attend(their_q, their_k, their_v, layer, view, save_kv_cache=False)
         return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer))
 
     def _attend_own(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

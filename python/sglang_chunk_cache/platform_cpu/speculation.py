@@ -31,7 +31,7 @@ def install() -> None:
     """Makes drafting, verification and its sampling run on the attention backend `torch_native`."""
     os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"  # accepted KV is moved by torch, so no kernel is warmed up for it
     reconstruct = ModuleType(_RECONSTRUCT)  # SGLang's cannot be imported without a GPU
-    reconstruct.reconstruct_indices_from_tree_mask_func = reconstruct_tree
+    vars(reconstruct)["reconstruct_indices_from_tree_mask_func"] = reconstruct_tree
     sys.modules[_RECONSTRUCT] = reconstruct
     from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

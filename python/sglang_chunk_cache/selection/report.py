@@ -76,8 +76,8 @@ class SelectionReport:
             self._selected = self._unselected[-1][1]
         focus: dict[str, Any] | None = None
         if selection.focus_window:
-            is_known = self._settled_at is not None and self._focus is not None
-            chunks = self._focus.read().nonzero().flatten().tolist() if is_known else None
+            is_settled = self._settled_at is not None
+            chunks = self._focus.read().nonzero().flatten().tolist() if is_settled and self._focus is not None else None
             focus = {"settled_at_layer": self._settled_at, "chunks": chunks}
         summary = {
             "stage": selection.stage.value,

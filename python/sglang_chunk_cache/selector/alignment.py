@@ -61,7 +61,7 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
         return tokens_of(text, encoded["offset_mapping"])
     lens = np.array([max(1, len(tokenizer.decode([one], skip_special_tokens=False))) for one in ids], dtype=np.float64)
     bounds = np.round(np.cumsum([0.0, *lens]) * (len(text) / lens.sum())).astype(np.int64)
-    return tokens_of(text, np.stack([bounds[:-1], bounds[1:]], axis=1))
+    return tokens_of(text, np.stack([bounds[:-1], bounds[1:]], axis=1).tolist())
 
 
 def best_of_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tokens) -> npt.NDArray[np.float32]:

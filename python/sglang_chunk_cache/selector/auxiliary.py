@@ -122,7 +122,7 @@ def _attention(
     if chunk_cache_pass is None:
         raise SelectorModelError("its layers do not hand on what they are called with")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return chunk_cache_pass.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
+    return chunk_cache_pass.attend(int(module.layer_idx), query, key, value, scale), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -248,7 +248,7 @@ BATCH_LEN = 8 << 20
 class LayerwiseMedium(ABC):
     """A medium that fetches layer after layer, for one fingerprint."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint

@@ -29,11 +29,11 @@ from chunk_cache.cost import PrefillCost, hidden_ratio, placement
 from chunk_cache.tier_ledger import context_digest
 from sglang_chunk_cache.tiers.base import Listed, TierError, VariantInfo
 from sglang_chunk_cache.tiers.fingerprint import Fingerprint
-from sglang_chunk_cache.tiers.loader import TierLoader, Wanted
+from sglang_chunk_cache.tiers.loader import TierLoader
 from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.pool import Pool
 from sglang_chunk_cache.tiers.registry import open_tiers
-from sglang_chunk_cache.tiers.search import Outcome
+from sglang_chunk_cache.tiers.search import Outcome, Wanted
 from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers

@@ -15,6 +15,7 @@ call that does not come back in time is given up and may still use it, and no me
 
 from __future__ import annotations
 
+import operator
 import secrets
 import socket
 import threading
@@ -211,7 +212,7 @@ class MooncakeMedium(LayerwiseMedium):
             if old is not None:
                 break
             if slot not in entries:
-                self._check(self._call(lambda store, slot=slot: store.put(slot, raw, self._replication)))
+                self._check(self._call(operator.methodcaller("put", slot, raw, self._replication)))
                 if self._get([slot]).get(slot) == raw:
                     return None
                 old = self._entry_of(info)  # another writer was faster, perhaps with this very variant

@@ -153,7 +153,7 @@ class TierSearch:
             start = time.perf_counter()
             try:
                 if info.token_ids != chunk.token_ids:
-                    raise TierError("mismatch", info.entry_id, "holds other tokens", "delete it")
+                    raise TierError("mismatch", str(info.entry_id), "holds other tokens", "delete it")
                 stored, stream = self._read(tier, info, num_layers)
             except TierError as error:
                 logger.warning("Chunk cache: a chunk was not read from tier %s: %s", tier.name, error)
@@ -187,5 +187,5 @@ class TierSearch:
         stream = LayerStream(stored, tier.medium.read_layers(info), tier)
         stream.run_until(num_layers)
         if stream.reason is not None:
-            raise TierError(stream.reason, info.entry_id, "its first layers were not read", "see the log")
+            raise TierError(stream.reason, str(info.entry_id), "its first layers were not read", "see the log")
         return stored, stream

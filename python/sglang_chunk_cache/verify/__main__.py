@@ -206,7 +206,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     log_path = args.out / "replies.jsonl"
     with ReplyLog(log_path, settings, resume=not args.fresh, anew="add --fresh, or name another --out") as log:
         asked = [(p, c) for c in (REFERENCE, *conditions) for p in prompts if log.find(p.key, c) is None]
-        checks: list[Check] = []
+        checks: Sequence[Check] = []
         if asked or not prompts:
             salt = uuid.uuid4().hex[:8]  # a running server has others to serve, so it is not flushed
             with reached(args, flags) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,7 +18,7 @@ def draw(path: Path, findings: Findings) -> None:
     """Writes a PNG. Bars reach to the bounds; one that is infinite is left out."""
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
-    families: dict[str, list] = {}
+    families: dict[str, list[Any]] = {}
     for one in findings.judged:
         families.setdefault(family_of(one.measured.condition), []).append(one)
     for number, members in enumerate(families.values()):

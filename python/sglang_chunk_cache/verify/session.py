@@ -209,7 +209,7 @@ class Session:
             for i, ((prompt, _), reference) in enumerate(zip(asks, references, strict=True))
             for name, body in prompt.answered(reference).items()
         ]
-        forced: list[dict[str, Forced]] = [{} for _ in asks]
+        forced: list[dict[str, Any]] = [{} for _ in asks]  # a `Forced` of each answer
         size = self._batch_size([body for *_, body in answers])
         for first in range(0, len(answers), size):
             batch = answers[first : first + size]
