@@ -81,7 +81,7 @@ class ChunkMetrics:
             ),
             "fused_batches": Counter(
                 "sglang:chunk_cache_fused_batches_total",
-                "Forwards of batches with reused chunks, by the kernels that served them.",
+                "Forwards of batches with reused chunks, by the kernels that served them; one may have two.",
                 ["kernel"],
             ),
         }

@@ -7,7 +7,7 @@ request asks to be explained. Nothing here knows what is right.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chunk_cache.methods import METHODS
@@ -220,6 +220,11 @@ def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
 
     Then batches with missing chunks and a plain request among them.
     """
+    from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
+
+    chunks = s.local.scheduler.tree_cache.chunks
+    if chunks.min_run_len is not None:  # by runs, and as on a GPU only where they are long
+        s.local.scheduler.tree_cache.chunks = replace(chunks, min_run_len=WORTHWHILE_LEN)
     recorder = Recorder(s, seed=3)
     recorder.prime(14)
     pairs = []

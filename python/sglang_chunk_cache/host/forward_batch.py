@@ -286,12 +286,13 @@ def _init_fused(
     positions = _positions(batch, due)
     pool_rows = batch.req_pool_indices_cpu.tolist()
     kv_pool = model_runner.token_to_kv_pool
-    runs = None
-    # Beside rows that leave, Q of latent attention comes in one piece, which not every backend takes.
-    if chunks.min_run_len is not None and (all(rows_stay) or (any(rows_stay) and not is_latent(kv_pool))):
-        found = Runs.of(*(list(itertools.compress(of_each, rows_stay)) for of_each in (positions, pool_rows)))
-        fits = found.fit(model_runner.req_to_token_pool.size)
-        runs = found if fits and found.mean_len >= chunks.min_run_len else None
+    runs, are_served = None, [False for _ in due]
+    if chunks.min_run_len is not None:
+        found, serves = Runs.worthwhile(positions, pool_rows, rows_stay, chunks.min_run_len)
+        # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.
+        is_possible = all(serves) or (any(serves) and not is_latent(kv_pool))
+        if is_possible and found.fit(model_runner.req_to_token_pool.size):
+            runs, are_served = found, serves
     extra = () if runs is None else runs.arrays()
     fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
     if draft is not None:
@@ -302,18 +303,19 @@ def _init_fused(
     by_runs = None
     if runs is not None:
         pieces, lens = (
-            list(itertools.compress(of_all, rows_stay)) for of_all in (row_positions.split(row_lens), row_lens)
+            list(itertools.compress(of_all, are_served)) for of_all in (row_positions.split(row_lens), row_lens)
         )
-        staying = row_positions if all(rows_stay) else torch.cat(pieces)
-        by_runs = BackendRuns(runs, uploaded, staying, lens, kv_pool, model_runner.attn_backend.forward)
-        if all(rows_stay):
-            if draft is None:
-                chunks.metrics.count_fused_batch("sglang")
+        served_positions = row_positions if all(are_served) else torch.cat(pieces)
+        by_runs = BackendRuns(runs, uploaded, served_positions, lens, kv_pool, model_runner.attn_backend.forward)
+        if draft is None:
+            chunks.metrics.count_fused_batch("sglang")
+        if all(are_served):
             return Part(forward_batch, by_runs, observers)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
+    beside = None if by_runs is None else RunsBeside(are_served, by_runs)
     if first is not None and isinstance(first.attention, FusedRows):
-        rows = first.attention.with_rows(row_positions, row_lens)
+        rows = first.attention.with_rows(row_positions, row_lens, beside)
     else:
         rows = FusedRows.build(
             req_to_token=model_runner.req_to_token_pool.req_to_token,
@@ -323,7 +325,7 @@ def _init_fused(
             row_positions=row_positions,
             kv_pool=kv_pool,
             kernel=kernel,
-            beside=None if by_runs is None else RunsBeside(rows_stay, by_runs),
+            beside=beside,
         )
     attention = rows if all(rows_stay) else _layerwise(batch, due, rows, model_runner, chunks)
     return Part(forward_batch, attention, observers)

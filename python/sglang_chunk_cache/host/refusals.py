@@ -70,6 +70,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_kv_cache_sharding", "KV cache sharding (--enable-kv-cache-sharding)"),
     FlagRule("enable_layernorm_sp", "sequence parallelism (--enable-layernorm-sp)"),
     FlagRule("enable_attn_tp_input_scattered", "scattered attention input (--enable-attn-tp-input-scattered)"),
+    FlagRule("moe_dense_tp_size", "dense layers on fewer ranks (--moe-dense-tp-size)", _not_null),
     FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", _not_null),
     FlagRule("nnodes", "serving on several nodes (--nnodes)", _more_than_one),
     FlagRule("use_ray", "Ray (--use-ray)"),

@@ -117,9 +117,11 @@ class FusedRows:
         kv_indices = req_to_token.view(-1).index_select(0, places).to(torch.int64)
         return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel, beside)
 
-    def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
+    def with_rows(
+        self, row_positions: torch.Tensor, row_lens: list[int], beside: RunsBeside | None = None
+    ) -> FusedRows:
         """The same requests with other rows; arguments as in `build`."""
-        return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens)
+        return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens, beside=beside)
 
     def slots_of(self, i: int) -> torch.Tensor:
         """`[kv_len]` int64, the slots of request i."""
@@ -147,6 +149,7 @@ class FusedRows:
         if self.beside is None or not any(itertools.compress(self.row_lens, self.beside.are_served)):
             return self._attend_own(q, layer)
         view = copy.copy(batch)
+        view._attn_output = None  # in a graph, room for all rows
         view.out_cache_loc = self._taken(batch.out_cache_loc[: len(q)], are_served=True)  # some read the rows' K by it
         q = q.reshape(len(q), -1)  # as a model gives it to its backend
         their_k, their_v = (None if one is None else self._taken(one, are_served=True) for one in (k, v))

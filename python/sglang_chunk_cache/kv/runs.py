@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 1 << 26
 """Keys of all runs together that a backend's tables may name, at 4 or 8 bytes each."""
 WORTHWHILE_LEN = 8
-"""Rows per run, on average, from which a backend is worth its while: it reads the prefix once per run."""
+"""Rows per run of a request, on average, from which a backend is worth its while: it reads the prefix once per run."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,33 @@ class Runs:
             rows.append(np.full(len(begins), row, dtype=np.int64))
         return cls(np.concatenate(rows), np.concatenate(starts), np.concatenate(lens))
 
+    @classmethod
+    def worthwhile(
+        cls,
+        positions: Sequence[npt.NDArray[np.int64]],
+        pool_rows: Sequence[int],
+        rows_stay: Sequence[bool],
+        min_len: int,
+    ) -> tuple[Runs, list[bool]]:
+        """Runs of the requests that a backend should serve, and which these are.
+
+        Args:
+            positions, pool_rows: as of `of`.
+            rows_stay: of each request, whether none of its rows leaves before the last layer.
+            min_len: rows per run of a request, on average, if it has several.
+        """
+        each = [cls.of([own], [row]) for own, row in zip(positions, pool_rows, strict=True)]
+        serves = [
+            stays and (len(runs.lens) == 1 or float(runs.lens.mean()) >= min_len)
+            for runs, stays in zip(each, rows_stay, strict=True)
+        ]
+        chosen = [runs for runs, is_chosen in zip(each, serves, strict=True) if is_chosen]
+        parts = ([getattr(runs, name) for runs in chosen] for name in ("pool_rows", "starts", "lens"))
+        return cls(*(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in parts)), serves
+
     def fit(self, max_entries: int) -> bool:
         """Whether a backend's tables have room for them; some have buffers of `max_entries`."""
         return len(self.lens) <= max_entries and int((self.starts + self.lens).sum()) <= MAX_KEYS
-
-    @property
-    def mean_len(self) -> float:
-        return float(self.lens.mean())
 
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         """What `BackendRuns` needs on the device, for `upload`."""
@@ -77,10 +97,10 @@ class BackendRuns:
     """SGLang's backend attending from runs.
 
     Args:
-        runs: of the forward's rows.
+        runs: of all rows that it serves.
         uploaded: `runs.arrays()`, on the device.
-        row_positions: `[num_rows]` int64, on the device.
-        row_lens: rows of each request.
+        row_positions: `[num_rows]` int64 of these, on the device.
+        row_lens: rows of each request that it serves.
         kv_pool: SGLang's.
         forward: the backend's own.
     """
@@ -140,10 +160,10 @@ class BackendRuns:
 
 @dataclass(frozen=True)
 class RunsBeside:
-    """Requests of a forward in which rows of others leave: none of theirs do, so SGLang's backend serves them by runs.
+    """Requests that SGLang's backend serves by runs, in a forward in which a kernel of ours serves others.
 
     Attributes:
-        are_served: of each request of the batch, whether it is one of them.
+        are_served: of each request of the batch, whether it is one of them; none of their rows leaves.
         runs: of their rows.
     """
 

@@ -393,6 +393,7 @@ def test_rows_of_padding_are_left_alone(published, backend):
     """SGLang pads batches for its graphs and gives the backend a place for its output."""
     forward = Forward(published, backend, BATCHES["fused and plain"], 16)
     forward.check(forward.fused(num_padded=3))
+    forward.check(forward.fused(num_padded=3, chosen=[1, 2]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
