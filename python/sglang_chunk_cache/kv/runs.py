@@ -75,7 +75,7 @@ class Runs:
         """
         each = [cls.of([own], [row]) for own, row in zip(positions, pool_rows, strict=True)]
         serves = [
-            stays and (len(runs.lens) == 1 or float(runs.lens.mean()) >= min_len)
+            stays and (len(runs.lens) <= 1 or float(runs.lens.mean()) >= min_len)
             for runs, stays in zip(each, rows_stay, strict=True)
         ]
         chosen = [runs for runs, is_chosen in zip(each, serves, strict=True) if is_chosen]

@@ -35,3 +35,5 @@ def test_whom_a_backend_serves():
     assert runs.pool_rows.tolist() == [8, 9, 9, 10]
     assert runs.lens.tolist() == [260, 20, 40, 1]
     assert not Runs.worthwhile([alone], [7], [True], min_len=8)[0].lens.size
+    # One that has no rows in this part of the batch stands in nobody's way.
+    assert Runs.worthwhile([plain, np.empty(0, dtype=np.int64)], [8, 9], [True, True], min_len=8)[1] == [True, True]
