@@ -285,21 +285,14 @@ def _init_fused(
     rows_stay = [one.plan is None or one.plan.selection is None for one in due]
     positions = _positions(batch, due)
     pool_rows = batch.req_pool_indices_cpu.tolist()
-    kv_pool = model_runner.token_to_kv_pool
-    runs, are_served = None, [False for _ in due]
-    if chunks.min_run_len is not None:
-        found, serves = Runs.worthwhile(positions, pool_rows, rows_stay, chunks.min_run_len)
-        # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.
-        is_possible = all(serves) or (any(serves) and not is_latent(kv_pool))
-        if is_possible and found.fit(model_runner.req_to_token_pool.size):
-            runs, are_served = found, serves
+    runs, are_served = _runs_for_backend(positions, pool_rows, rows_stay, model_runner, chunks.min_run_len)
     extra = () if runs is None else runs.arrays()
     fused_batch, row_positions, uploaded = _with_rows(batch, due, positions, extra, model_runner.device)
     if draft is not None:
         fused_batch.input_ids = _one_ahead(batch, fused_batch, positions)
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
-    row_lens = fused_batch.extend_lens
+    kv_pool, row_lens = model_runner.token_to_kv_pool, fused_batch.extend_lens
     by_runs = None
     if runs is not None:
         pieces, lens = (
@@ -329,6 +322,23 @@ def _init_fused(
         )
     attention = rows if all(rows_stay) else _layerwise(batch, due, rows, model_runner, chunks)
     return Part(forward_batch, attention, observers)
+
+
+def _runs_for_backend(
+    positions: list[np.ndarray],
+    pool_rows: list[int],
+    rows_stay: list[bool],
+    model_runner: ModelRunner,
+    min_run_len: int | None,
+) -> tuple[Runs | None, list[bool]]:
+    """What SGLang's backend serves of a batch, and of each request whether that is it; None: nothing."""
+    if min_run_len is not None:
+        runs, are_served = Runs.worthwhile(positions, pool_rows, rows_stay, min_run_len)
+        # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.
+        is_possible = all(are_served) or (any(are_served) and not is_latent(model_runner.token_to_kv_pool))
+        if is_possible and runs.fit(model_runner.req_to_token_pool.size):
+            return runs, are_served
+    return None, [False for _ in positions]
 
 
 def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:

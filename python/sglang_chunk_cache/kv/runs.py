@@ -11,6 +11,7 @@ plain request, which is one run, exactly as in stock.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,7 +57,8 @@ class Runs:
             starts.append(own[begins])
             lens.append(np.diff(begins, append=len(own)))
             rows.append(np.full(len(begins), row, dtype=np.int64))
-        return cls(np.concatenate(rows), np.concatenate(starts), np.concatenate(lens))
+        none = np.empty(0, dtype=np.int64)
+        return cls(*(np.concatenate([none, *of_each]) for of_each in (rows, starts, lens)))
 
     @classmethod
     def worthwhile(
@@ -73,14 +75,11 @@ class Runs:
             rows_stay: of each request, whether none of its rows leaves before the last layer.
             min_len: rows per run of a request, on average, if it has several.
         """
-        each = [cls.of([own], [row]) for own, row in zip(positions, pool_rows, strict=True)]
-        serves = [
-            stays and (len(runs.lens) <= 1 or float(runs.lens.mean()) >= min_len)
-            for runs, stays in zip(each, rows_stay, strict=True)
-        ]
-        chosen = [runs for runs, is_chosen in zip(each, serves, strict=True) if is_chosen]
-        parts = ([getattr(runs, name) for runs in chosen] for name in ("pool_rows", "starts", "lens"))
-        return cls(*(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in parts)), serves
+        serves = []
+        for own, stays in zip(positions, rows_stay, strict=True):
+            num_runs = len(cls.of([own], [0]).lens)
+            serves.append(stays and (num_runs <= 1 or len(own) >= min_len * num_runs))
+        return cls.of(list(itertools.compress(positions, serves)), list(itertools.compress(pool_rows, serves))), serves
 
     def fit(self, max_entries: int) -> bool:
         """Whether a backend's tables have room for them; some have buffers of `max_entries`."""
