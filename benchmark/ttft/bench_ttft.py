@@ -7,8 +7,7 @@ One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on 
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
 order of the chunks and a new question. A second server without `--chunk-cache` runs for the plain requests only, a
 third one with a page size of 16 for the KV slots. With `--before` one of another state of the project takes turns with
-ours, method by method. Results: `benchmark/results/ttft/`, or `.cache/bench/` with
-`--quick`.
+ours, method by method. Results: `benchmark/results/ttft/`, or `.cache/bench/` with `--quick`.
 """
 
 from __future__ import annotations

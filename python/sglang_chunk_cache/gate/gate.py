@@ -181,11 +181,9 @@ class Gate:
         values = (found.kl, found.agreement, found.nats_lost)
         votes = np.array([round(min(value or 0.0, MAX_NATS) * _SCALE) for value in values], dtype=np.int64)
         agreed = (votes if self._reduce_max is None else self._reduce_max(votes)) / _SCALE
-        kl, agreement, nats_lost = (float(one) for one in agreed)
+        kl, agreement, nats_lost = agreed.tolist()
         return Measure(
-            kl,
-            None if found.agreement is None else agreement,
-            None if found.nats_lost is None else nats_lost,
+            kl, None if found.agreement is None else agreement, None if found.nats_lost is None else nats_lost
         )
 
     # At any time.

@@ -293,22 +293,20 @@ def _init_fused(
     forward_batch = original(cls, fused_batch, model_runner, **kwargs)
     forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
     kv_pool, row_lens = model_runner.token_to_kv_pool, fused_batch.extend_lens
-    by_runs = None
+    beside = None
     if runs is not None:
-        pieces, lens = (
-            list(itertools.compress(of_all, are_served)) for of_all in (row_positions.split(row_lens), row_lens)
-        )
-        served_positions = row_positions if all(are_served) else torch.cat(pieces)
-        by_runs = BackendRuns(runs, uploaded, served_positions, lens, kv_pool, model_runner.attn_backend.forward)
         if draft is None:
             chunks.metrics.count_fused_batch("sglang")
+        stock_forward = model_runner.attn_backend.forward
+        by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
         if all(are_served):
             return Part(forward_batch, by_runs, observers)
+        slots = torch.cat([*itertools.compress(fused_batch.out_cache_loc.split(row_lens), are_served)])
+        beside = RunsBeside(are_served, by_runs, slots)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
-    beside = None if by_runs is None else RunsBeside(are_served, by_runs)
     if first is not None and isinstance(first.attention, FusedRows):
-        rows = first.attention.with_rows(row_positions, row_lens, beside)
+        rows = replace(first.attention, row_positions=row_positions, row_lens=row_lens, beside=beside)
     else:
         rows = FusedRows.build(
             req_to_token=model_runner.req_to_token_pool.req_to_token,

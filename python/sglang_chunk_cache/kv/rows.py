@@ -117,11 +117,9 @@ class FusedRows:
         kv_indices = req_to_token.view(-1).index_select(0, places).to(torch.int64)
         return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel, beside)
 
-    def with_rows(
-        self, row_positions: torch.Tensor, row_lens: list[int], beside: RunsBeside | None = None
-    ) -> FusedRows:
-        """The same requests with other rows; arguments as in `build`."""
-        return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens, beside=beside)
+    def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
+        """The same requests with other rows, but for those that SGLang's backend serves; arguments as in `build`."""
+        return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens)
 
     def slots_of(self, i: int) -> torch.Tensor:
         """`[kv_len]` int64, the slots of request i."""
@@ -149,8 +147,8 @@ class FusedRows:
         if self.beside is None or not any(itertools.compress(self.row_lens, self.beside.are_served)):
             return self._attend_own(q, layer)
         view = copy.copy(batch)
+        view.out_cache_loc = self.beside.slots  # by which some read the rows' K
         view._attn_output = None  # in a graph, room for all rows
-        view.out_cache_loc = self._taken(batch.out_cache_loc[: len(q)], are_served=True)  # some read the rows' K by it
         q = q.reshape(len(q), -1)  # as a model gives it to its backend
         their_k, their_v = (None if one is None else self._taken(one, are_served=True) for one in (k, v))
         their_q = self._taken(q, are_served=True)

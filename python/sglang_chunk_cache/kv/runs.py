@@ -98,8 +98,8 @@ class BackendRuns:
     Args:
         runs: of all rows that it serves.
         uploaded: `runs.arrays()`, on the device.
-        row_positions: `[num_rows]` int64 of these, on the device.
-        row_lens: rows of each request that it serves.
+        row_positions: `[num_rows]` int64 of the forward, on the device.
+        row_lens: rows of each request of the forward.
         kv_pool: SGLang's.
         forward: the backend's own.
     """
@@ -164,7 +164,9 @@ class RunsBeside:
     Attributes:
         are_served: of each request of the batch, whether it is one of them; none of their rows leaves.
         runs: of their rows.
+        slots: of their rows, on the device.
     """
 
     are_served: Sequence[bool]
     runs: BackendRuns
+    slots: torch.Tensor

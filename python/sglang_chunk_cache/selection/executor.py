@@ -155,7 +155,7 @@ class LayerwiseForward:
         asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
         main = self._rows
         self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
-        self._rows, self.is_asking = main.with_rows(first.positions, first.row_lens, main.beside), True
+        self._rows, self.is_asking = main.with_rows(first.positions, first.row_lens), True
         call.arguments.update(zip(_GIVEN, (asking.input_ids, asking.positions, asking), strict=True))
         try:
             decoder.forward(*call.args, **call.kwargs)
@@ -176,9 +176,7 @@ class LayerwiseForward:
                 positions[load] = at.to(positions.dtype)
                 batch.out_cache_loc[load] = self._rows.slots_of(i)[at].to(batch.out_cache_loc.dtype)
             begin += length
-        self._rows = self._rows.with_rows(
-            torch.cat([r.positions for r in self._requests]), self.row_lens, self._rows.beside
-        )
+        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
 
     # The layers.
 
@@ -300,7 +298,7 @@ class LayerwiseForward:
             self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
         self._left = index if self._left is None else self._left[index]
-        self._rows = self._rows.with_rows(self.row_positions[index], lens, self._rows.beside)
+        self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]
 

@@ -308,7 +308,8 @@ class Forward:
         attention: Attention = self._by_runs(everything if chosen is None else chosen)
         if chosen is not None:
             are_served = [i in chosen for i in everything]
-            attention = dataclasses.replace(self.rows, beside=RunsBeside(are_served, attention))
+            slots = torch.cat([forward_batch.out_cache_loc.split(row_lens)[i] for i in chosen])
+            attention = dataclasses.replace(self.rows, beside=RunsBeside(are_served, attention, slots))
         rows = self._rows(everything)
         if num_padded:
             rows = [torch.cat((one, one.new_full((num_padded, one.shape[1]), float("nan")))) for one in rows]
