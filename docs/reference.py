@@ -18,21 +18,22 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from chunk_cache.config import Config
-from chunk_cache.event_config import EventConfig
+from chunk_cache.advice import ADVICE
 from chunk_cache.gate.target import Target
-from chunk_cache.methods import METHODS, options
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.selector_config import SelectorConfig
-from chunk_cache.tier_config import TierConfig
+from chunk_cache.methods import METHODS
+from chunk_cache.methods import method_options as options
+from chunk_cache.options.config import Config
+from chunk_cache.options.event_config import EventConfig
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.options.selector_config import SelectorConfig
+from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.admin.routes import ROUTES
-from sglang_chunk_cache.doctor.advice import ADVICE
-from sglang_chunk_cache.gate.metrics import GateMetrics
-from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.selector.metrics import SelectorMetrics
-from sglang_chunk_cache.server_args import add_flags
-from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.flags.server_args import add_flags
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 FILE = Path(__file__).with_suffix(".md")
 COMMANDS = ("doctor.__main__", "explain.__main__", "verify.__main__", "warm.__main__", "selector.train")

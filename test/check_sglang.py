@@ -99,7 +99,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
 def describe() -> dict[str, Any]:
     """What `check_signatures` says, and a digest of the source of each name that it looks at."""
     import sglang_signatures
-    from sglang_chunk_cache.host.table import TOUCHED
+    from sglang_chunk_cache.start.hook_table import TOUCHED
 
     names = [*json.loads(sglang_signatures.FILE.read_text()), *(touch.name for touch in TOUCHED)]
     return {"differences": sglang_signatures.check_signatures(), "bodies": {name: body_of(name) for name in names}}

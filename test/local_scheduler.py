@@ -95,7 +95,7 @@ class LocalScheduler:
         server_args = ServerArgs(model_path=str(model_path), nccl_port=nccl_port, **flags)
         if chunk_cache is not None:
             from sglang_chunk_cache import plugin
-            from sglang_chunk_cache.server_args import ChunkCacheArgs, set_args
+            from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, set_args
 
             args = ChunkCacheArgs(**chunk_cache)
             plugin.enable(server_args, args)
@@ -141,7 +141,7 @@ class LocalScheduler:
 
         params = None
         if request.chunk_cache is not None:
-            from chunk_cache.request_options import dumps, parse_request
+            from chunk_cache.options.request_options import dumps, parse_request
 
             options = parse_request(request.chunk_cache, num_tokens=len(request.ids))
             if request.session is not None:
@@ -183,15 +183,15 @@ class LocalScheduler:
         """Whether SGLang's tokenizer process would ask the selector, so that the request may wait for an answer."""
         if request.chunk_cache is None:
             return False
-        from chunk_cache.request_options import parse_request
-        from chunk_cache.selector_answer import asks_selector
+        from chunk_cache.options.request_options import parse_request
+        from chunk_cache.plan.selector_answer import asks_selector
 
         chunks = self.cache.chunks
         return asks_selector(parse_request(request.chunk_cache), chunks.method, chunks.ratio)
 
     def answer(self, request: Request, reason: str | None = None) -> Any:
         """The message of that process, once the selector has answered: scores that follow from the ids, or a reason."""
-        from chunk_cache.selector_answer import SelectorAnswer
+        from chunk_cache.plan.selector_answer import SelectorAnswer
         from sglang_chunk_cache.host.selector import scores_message
 
         assert request.chunk_cache is not None

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED
+from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED
 
 FILE = Path(__file__).with_name("sglang_signatures.json")
 

@@ -172,9 +172,9 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import get_device_sm
 
-    from sglang_chunk_cache.host.pool_check import check_pool_dtype
+    from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
     from sglang_chunk_cache.plugin import enable
-    from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
+    from sglang_chunk_cache.start.pool_check import check_pool_dtype
 
     server_args = ServerArgs(model_path=str(folder), skip_tokenizer_init=True, **flags)
     try:
@@ -259,8 +259,8 @@ def _write_choices(file: Path) -> None:
     """Imports what a start imports, once, and forks a process for each generation."""
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
     from sglang_chunk_cache.plugin import enable
-    from sglang_chunk_cache.server_args import ChunkCacheArgs
 
     enable(ServerArgs(model_path="none"), ChunkCacheArgs())
     logging.disable(logging.WARNING)

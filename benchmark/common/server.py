@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from sglang_chunk_cache.own_server import OwnServer, ServerError, free_port, leave_on_sigterm, offline_env, signal_group
+from chunk_cache_tools.own_server import OwnServer, ServerError, free_port, leave_on_sigterm, offline_env, signal_group
 
 __all__ = ["Server", "ServerError", "Timed", "free_port", "leave_on_sigterm", "offline_env"]
 

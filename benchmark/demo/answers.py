@@ -18,11 +18,11 @@ from benchmark.quality.prompts import VERBATIM, Prompt, build_prompt
 from benchmark.quality.question import Question
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 
-from sglang_chunk_cache.server_args import DEFAULT_METHOD, DEFAULT_RATIO
-from sglang_chunk_cache.server_client import ServerClient
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
-from sglang_chunk_cache.verify.reply_log import Reply
-from sglang_chunk_cache.verify.session import Asking, Session
+from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO
+from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.verify.reply_log import Reply
+from chunk_cache_tools.verify.session import Asking, Session
 
 MODEL_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed0"
 FAMILIES = {

@@ -59,10 +59,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.explain.prompt import load_tokenizer
-from sglang_chunk_cache.server_client import ServerGone
-from sglang_chunk_cache.verify.conditions import Condition
-from sglang_chunk_cache.verify.session import SetupError
+from chunk_cache_tools.explain.shown_prompt import load_tokenizer
+from chunk_cache_tools.server_client import ServerGone
+from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.verify.session import SetupError
 
 OUT_DIR = ROOT / ".cache" / "demo"
 SHAPE = LlamaShape(layers=8, hidden=512, heads=8, kv_heads=8, intermediate=1408, vocab=4096, max_position=8192)

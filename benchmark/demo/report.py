@@ -15,7 +15,7 @@ from benchmark.demo.session import Clocked, Exchange
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition
 
 GROUP = 10  # questions in one row of the cold table
 LEGEND_WARM = (
@@ -126,7 +126,7 @@ def summarize(
         f"and {cold:.1f}x over the first {len(exchanges)} questions to an empty cache.",
         f"That is not free: {quality.num - quality.num_same} of {quality.num} answers are no longer those of full "
         f"prefill, and {_small(quality.loss)} nats per token are lost. That depends on the model and the questions,",
-        "so ask yours: python -m sglang_chunk_cache.verify MODEL PROMPTS.jsonl",
+        "so ask yours: chunk-cache verify MODEL PROMPTS.jsonl",
     ]
 
 

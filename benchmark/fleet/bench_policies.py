@@ -33,9 +33,9 @@ from benchmark.common.server import Server, leave_on_sigterm, offline_env
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.traces import from_ragpulse
 
+from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
+from chunk_cache_tools.verify.jsonl import DataError
 from gateway import QUICK, Gateway, find_gateway
-from sglang_chunk_cache.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
-from sglang_chunk_cache.verify.jsonl import DataError
 
 SHAPE = LlamaShape(layers=8, hidden=256, heads=4, kv_heads=4, intermediate=704, vocab=4096)
 POOL_TOKENS = 100_000

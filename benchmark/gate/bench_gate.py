@@ -32,7 +32,7 @@ from benchmark.gate.report import markdown, over_time
 from benchmark.serving.arrivals import poisson
 from benchmark.serving.client import open_loop
 
-from chunk_cache.gate.ledger import MEASURES
+from chunk_cache.gate.verification_ledger import MEASURES
 
 MODELS = ROOT / "benchmark" / "quality" / "models"
 TARGET = {"kl": 0.1, "percentile": 95, "steps": [["epic", 0.15], ["epic", 0.3], ["cacheblend", 0.6]]}

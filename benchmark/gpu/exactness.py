@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="names of cases (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "gpu", help="folder of the results")
     args = parser.parse_args()
-    from sglang_chunk_cache.host.pool_check import NOT_READ  # imports SGLang, which a process that is spawned need not
+    from sglang_chunk_cache.start.pool_check import NOT_READ  # imports SGLang, which a process that is spawned need not
 
     rows = [
         row

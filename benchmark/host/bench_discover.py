@@ -26,9 +26,9 @@ from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.traces import from_ragpulse
 
-from chunk_cache.discover import Discoverer
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache.verify.jsonl import DataError
+from chunk_cache.plan.discover import Discoverer
+from chunk_cache_tools.verify.jsonl import DataError
 
 VOCAB = 100_000
 PARTITION = Partition()

@@ -34,12 +34,12 @@ from benchmark.quality.question import Question
 
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.grouping import group_rows
-from chunk_cache.selection_plan import question_of
-from sglang_chunk_cache.api.marks import split_marked
-from sglang_chunk_cache.api.tokens import encode_marked
+from chunk_cache.options.defaults import DEFAULT_SEPARATOR
+from chunk_cache.plan.selection_plan import question_of
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import split_marked
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
-from sglang_chunk_cache.selector.scorer import ChunkScorer, ReadChunk
-from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
+from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer, ReadChunk
 
 RATIOS = (0.1, 0.2, 0.3)
 MAX_BYTES = 8_000_000_000

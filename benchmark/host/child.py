@@ -182,7 +182,7 @@ def measure_http(meter: Meter, file: Path, *, is_text: bool) -> None:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sglang_chunk_cache import plugin
-    from sglang_chunk_cache.server_args import ChunkCacheArgs, set_args
+    from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, set_args
 
     server_args = ServerArgs(model_path=str(_model_dir()), log_level="warning", dtype="float32")
     args = ChunkCacheArgs(**OPTIONS)

@@ -29,13 +29,13 @@ import psutil
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
 from benchmark.simulate.engine import key_of
 
-from chunk_cache.config import parse_config
-from chunk_cache.cost import PrefillCost
-from chunk_cache.tier_ledger import EntryId, TierLedger
-from chunk_cache.variant import variant_name
-from sglang_chunk_cache.tiers.base import Fingerprint
+from chunk_cache.index.variant import variant_name
+from chunk_cache.options.config import parse_config
+from chunk_cache.tiers.cost import PrefillCost
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.manager import ChunkTiers
-from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.registry import open_tiers
 from unit.tiers.medium_suite import make_stored

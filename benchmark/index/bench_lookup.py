@@ -28,15 +28,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.index.chunk_index import ChunkIndex, Lookup
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.need import Need
+from chunk_cache.index.reusability import use_weight
+from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
 from chunk_cache.methods import METHODS, Ranking
-from chunk_cache.need import Need
-from chunk_cache.plan import make_plan
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.reusability import use_weight
-from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import make_plan
 
 Rankings: TypeAlias = "np.ndarray[tuple[int, int, int], np.dtype[np.float32]]"
 PARTITION = Partition()

@@ -26,11 +26,11 @@ from benchmark.quality.prompts import SEPARATOR, Prompt, build_prompt
 from benchmark.quality.tasks import Task, TaskOptions, load_tasks
 from rich.progress import Progress
 
-from sglang_chunk_cache.api.marks import split_marked
-from sglang_chunk_cache.explain.ask import ExplainClient
-from sglang_chunk_cache.explain.specs import MethodSpec
-from sglang_chunk_cache.kv.runs import Runs
-from sglang_chunk_cache.verify.conditions import Condition, parse_method
+from chunk_cache.prompt.marks import split_marked
+from chunk_cache_tools.explain.ask import ExplainClient
+from chunk_cache_tools.explain.specs import MethodSpec
+from chunk_cache_tools.verify.conditions import Condition, parse_method
+from sglang_chunk_cache.forward.runs import Runs
 
 METHODS = ("random", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift")
 SIZES = (0, 8, 16)

@@ -25,8 +25,8 @@ from benchmark.quality.table import Row
 from benchmark.quality.tasks import Task
 from rich.progress import Progress, TaskID
 
-from sglang_chunk_cache.verify.conditions import Condition
-from sglang_chunk_cache.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 

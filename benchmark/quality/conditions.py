@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
-from chunk_cache.methods.options import ALPHA
-from sglang_chunk_cache.verify.conditions import Condition, MethodSpec, grid
-from sglang_chunk_cache.verify.jsonl import DataError
+from chunk_cache.methods.method_options import ALPHA
+from chunk_cache_tools.verify.conditions import Condition, MethodSpec, grid
+from chunk_cache_tools.verify.jsonl import DataError
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
@@ -51,6 +51,6 @@ def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> lis
         if spec.alpha is not None:
             raise DataError(
                 f"--methods: {spec.label} cannot be asked by ratio; leave {ALPHA.name} out, or ask by alpha with "
-                "python -m sglang_chunk_cache.verify --alphas."
+                "chunk-cache verify --alphas."
             )
     return grid(methods, ratios)

@@ -49,10 +49,10 @@ from benchmark.quality.tasks import KINDS, Task, TaskOptions, load_tasks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sglang_chunk_cache.server_client import ServerGone, ServerRefused
-from sglang_chunk_cache.verify.conditions import Condition, check_likelihood, parse_method
-from sglang_chunk_cache.verify.reply_log import fingerprint
-from sglang_chunk_cache.verify.session import SetupError
+from chunk_cache_tools.server_client import ServerGone, ServerRefused
+from chunk_cache_tools.verify.conditions import Condition, check_likelihood, parse_method
+from chunk_cache_tools.verify.reply_log import fingerprint
+from chunk_cache_tools.verify.session import SetupError
 
 MODELS_DIR = ROOT / "benchmark" / "quality" / "models"
 WORK_DIR = ROOT / ".cache" / "quality"

@@ -17,9 +17,9 @@ from benchmark.quality.prompts import Prompt
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, parse_method
-from sglang_chunk_cache.verify.reply_log import Reply, ReplyLog
-from sglang_chunk_cache.verify.session import ALONE, Session
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, parse_method
+from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
+from chunk_cache_tools.verify.session import ALONE, Session
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Neighbourhood: behind which other chunks of the questions each chunk is prepared (FusionRAG section 3.1).
 
-`neighbours_of` finds them with the retriever of `python -m sglang_chunk_cache.warm --neighbours`; the corpus is all
+`neighbours_of` finds them with the retriever of `chunk-cache warm --neighbours`; the corpus is all
 chunks of the prompts that share a head.
 """
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from benchmark.quality.prompts import Prompt
 
-from sglang_chunk_cache.neighbours import find_neighbours
+from chunk_cache.plan.neighbours import find_neighbours
 
 NUM_NEIGHBOURS = 10
 """The paper's; 15 was worse there."""

@@ -43,11 +43,11 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.server_client import ServerGone, ServerRefused
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, parse_method
-from sglang_chunk_cache.verify.jsonl import DataError
-from sglang_chunk_cache.verify.reply_log import ReplyLog, fingerprint
-from sglang_chunk_cache.verify.session import ALONE, SetupError
+from chunk_cache_tools.server_client import ServerGone, ServerRefused
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, parse_method
+from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache_tools.verify.session import ALONE, SetupError
 
 WORK_DIR = ROOT / ".cache" / "preparation"
 PREFER_PREPARED = '--chunk-cache-config={"prefer_prepared":true}'

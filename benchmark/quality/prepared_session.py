@@ -9,8 +9,8 @@ from typing import Any
 from benchmark.quality.neighbourhood import Neighbours
 from benchmark.quality.prompts import Prompt
 
-from sglang_chunk_cache.server_client import ServerClient
-from sglang_chunk_cache.verify.session import Asking, Session, SetupError
+from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.verify.session import Asking, Session, SetupError
 
 PREPARED = "prepared"
 MAX_WARMED = 256  # chunks in one call, whose neighbours must fit into it too

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmark.quality.question import DataError, Question
 
-from sglang_chunk_cache.verify.reply_log import Reply
-from sglang_chunk_cache.verify.session import Body
-from sglang_chunk_cache.verify.workload import PLAIN, PromptFormat
+from chunk_cache_tools.verify.reply_log import Reply
+from chunk_cache_tools.verify.session import Body
+from chunk_cache_tools.verify.workload import PLAIN, PromptFormat
 
 SEPARATOR = "<|chunk|>"
 

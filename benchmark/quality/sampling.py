@@ -26,8 +26,8 @@ from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, 
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.tasks import TRAINED, TaskOptions, synthetic_task
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.config import Config
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.options.config import Config
 
 SHARES = (0.05, 0.15, 0.3)
 MODELS = [ROOT / "benchmark" / "quality" / "models" / f"qa-1m-seed{seed}" for seed in range(3)]

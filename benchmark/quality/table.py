@@ -22,8 +22,8 @@ from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
 from benchmark.quality.question import DataError, Question
 from scipy.stats import bootstrap
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
-from sglang_chunk_cache.verify.reply_log import FORCED, Reply
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.verify.reply_log import FORCED, Reply
 
 MASTERED = 0.95
 NUM_RESAMPLES = 2000

@@ -16,7 +16,7 @@ from benchmark.quality.question import DataError, Question, read_questions
 from benchmark.quality.synthetic.notes import FAMILIES
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 
-from sglang_chunk_cache.verify.session import Asking
+from chunk_cache_tools.verify.session import Asking
 
 KINDS = "synthetic, ruler, longbench:FILE or jsonl:FILE"
 _NEWLINE = ("\n",)

@@ -29,8 +29,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.reusability import context_impact
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.reusability import context_impact
 
 INSIDE = 0.4
 OUTSIDE = 0.06
@@ -64,7 +64,7 @@ class SyntheticAttention:
         """What would be stored with the variant, but for the rankings of its tokens, which nobody asks for here.
 
         Args:
-            num_pieces: of the system prompt (`chunk_cache.system_prompt`); 0 = it is not looked at.
+            num_pieces: of the system prompt (`chunk_cache.index.system_prompt`); 0 = it is not looked at.
         """
         inter = self.inter(key, length, context)
         cci = context_impact(inter, context_lens, INSIDE * length, length)

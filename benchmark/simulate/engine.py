@@ -31,14 +31,14 @@ from benchmark.simulate.store import SYSTEM, Node, Pool
 from benchmark.simulate.tally import FIELDS, Counts, Outcome
 from benchmark.simulate.trace import Request, Trace
 
-from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.system_prompt import marks_of, piece_starts
+from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, partition_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
-from chunk_cache.plan import ChunkPlan, RecomputePlan, replan_without_load
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.system_prompt import marks_of, piece_starts
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, replan_without_load
 from chunk_cache.types import Status
-from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 
 METHOD = "cache-craft"
 

@@ -9,7 +9,7 @@ Policies, as SGLang's gateway has them (docs/fleet.md):
     cache-aware   the replica to which the longest beginning of the prompt was sent before, where that is at least 0.3
                   of the prompt; else the one that got the fewest tokens
     session       consistent hashing of a header that names the session
-    passages      consistent hashing of `sglang_chunk_cache.routing.routing_key`: nothing is known of the replicas; at
+    passages      consistent hashing of `chunk_cache_tools.routing.routing_key`: nothing is known of the replicas; at
                   random without passages
     held          the replica that holds most tokens of the prompt's passages, as an index of events would tell; one
                   that got more than `MAX_SHARE` of the mean of the latest requests is passed over
@@ -37,7 +37,7 @@ from benchmark.simulate.tally import FIELDS, Tally
 from benchmark.simulate.trace import Request, Trace
 from matplotlib.figure import Figure
 
-from sglang_chunk_cache.routing import routing_key
+from chunk_cache_tools.routing import routing_key
 
 NUMBERS = (1, 2, 4, 8)
 POOL_TOKENS = 100_000

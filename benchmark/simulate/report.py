@@ -11,7 +11,7 @@ from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import Outcome, Tally
 from matplotlib.figure import Figure
 
-from chunk_cache.victims import AGEING
+from chunk_cache.index.victims import AGEING
 
 Row = Mapping[str, object]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from benchmark.simulate.store import POLICIES
 
-from chunk_cache.config import REMEMBER, Config
-from chunk_cache.victims import AGEING
+from chunk_cache.index.victims import AGEING
+from chunk_cache.options.config import REMEMBER, Config
 
 HOLDS = ("prompts", "chunks")
 

@@ -20,10 +20,10 @@ from benchmark.simulate.engine import Layout, Replay
 from benchmark.simulate.services import Services
 from benchmark.simulate.trace import Request
 
-from chunk_cache.cost import LoadingController, LoadOption, PrefillRecord, ThroughputRecord
+from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.keys import DEFAULT_PARTITION
-from chunk_cache.tier_ledger import EntryId, TierLedger
-from chunk_cache.variant import NodeHome, Variant
+from chunk_cache.tiers.cost import LoadingController, LoadOption, PrefillRecord, ThroughputRecord
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger
 
 MAX_VARIANTS = 2
 """Of a passage in the store, as `tiers.max_variants_per_chunk`."""

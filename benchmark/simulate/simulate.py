@@ -33,8 +33,8 @@ from benchmark.simulate.pulse import trace_of_pulse
 from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.trace import PRESETS, Trace, TraceError, TraceSpec, generate, spec_fields
 
-from chunk_cache.victims import AGEING
-from sglang_chunk_cache.verify.jsonl import DataError
+from chunk_cache.index.victims import AGEING
+from chunk_cache_tools.verify.jsonl import DataError
 
 if TYPE_CHECKING:
     from benchmark.simulate.report import Report

@@ -6,14 +6,15 @@
     add_own     a chunk that a fused request computed: a node of its own
     use, use_prefix   a variant was brought in from a node; a prompt began with these nodes
 
-It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant (`chunk_cache.variant`). A
-node goes only when nothing stands behind it. Partitions (tenants) share no node; those above their share give way
+It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant
+(`chunk_cache.index.variant`). A node goes only when nothing stands behind it.
+Partitions (tenants) share no node; those above their share give way
 first, by policy, until they are not. Not modelled: pages, splits inside a chunk, tokens of answers, and more than one
 running request.
 
 Policies: `lru` the least recently used leaf goes; `fifo` the oldest; `lfu` the least often used; `frequency-reuse` the
 one of least worth, as the server's priorities do: a new node has the index's age, and a use lifts the node, and those
-in front of it, to the worth of its variant (`chunk_cache.victims`). Ties go by last use.
+in front of it, to the worth of its variant (`chunk_cache.index.victims`). Ties go by last use.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias
 
+from chunk_cache.index.quota import Shares
+from chunk_cache.index.variant import Variant
 from chunk_cache.keys import DEFAULT_PARTITION
-from chunk_cache.quota import Shares
-from chunk_cache.variant import Variant
 
 POLICIES = ("lru", "lfu", "fifo", "frequency-reuse")
 SYSTEM = -1

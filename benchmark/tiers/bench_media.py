@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test"))
 import torch
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
 
-from sglang_chunk_cache.tiers.base import Fingerprint, Medium
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
+from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from unit.tiers.medium_suite import make_stored

@@ -19,7 +19,7 @@ from benchmark.common.results import Spread
 from benchmark.common.server import Server, Timed
 from benchmark.ttft.workload import FULL, Prompt, Size, Workload
 
-from sglang_chunk_cache.server_client import ServerRefused
+from chunk_cache_tools.server_client import ServerRefused
 
 Tick = Callable[[str], None]  # told what was just measured
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from sglang.lang.ir import SglConstantText
 
-from sglang_chunk_cache.server_args import DEFAULT_SEPARATOR
+from chunk_cache.options.defaults import DEFAULT_SEPARATOR
 
 
 class _MarkedText(str):

@@ -15,11 +15,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache.host import hooks, refusals
-from sglang_chunk_cache.server_args import (
-    DEFAULT_METHOD,
-    DEFAULT_RATIO,
-    DEFAULT_SEPARATOR,
+from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO, DEFAULT_SEPARATOR
+from sglang_chunk_cache.flags.server_args import (
     RADIX_CACHE_BACKEND,
     ChunkCacheArgs,
     StartRefused,
@@ -32,6 +29,7 @@ from sglang_chunk_cache.server_args import (
     refuse,
     set_args,
 )
+from sglang_chunk_cache.start import hooks, refusals
 
 if TYPE_CHECKING:
     from sglang import Engine

@@ -21,17 +21,17 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.config import Config
-from chunk_cache.index import ChunkIndex, Lookup
+from chunk_cache.index.chunk_index import ChunkIndex, Lookup
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.need import Need
+from chunk_cache.index.reusability import use_weight
+from chunk_cache.index.system_prompt import num_pieces
+from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking
-from chunk_cache.need import Need
-from chunk_cache.plan import ChunkPlan, RecomputePlan, make_plan
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.reusability import use_weight
-from chunk_cache.selector_answer import NO_ANSWER, SelectorAnswer
-from chunk_cache.system_prompt import num_pieces
-from chunk_cache.variant import Home, PathTokens, Variant
+from chunk_cache.options.config import Config
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, make_plan
+from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer
 
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
@@ -94,7 +94,7 @@ class ChunkPrompt:
     keys: tuple[bytes, ...]
     """One per span of the options."""
     system: bytes = b""
-    """Marks of what stands in front of the first of them (`chunk_cache.system_prompt`)."""
+    """Marks of what stands in front of the first of them (`chunk_cache.index.system_prompt`)."""
     answer: SelectorAnswer | None = None
     """What the selector found, for a method that asks it; None = nothing has come."""
     _lookups: dict[int, Lookup] = field(default_factory=dict)

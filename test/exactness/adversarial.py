@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key, partition_key
-from chunk_cache.request_options import MAX_CHUNKS
+from chunk_cache.options.request_options import MAX_CHUNKS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
-from sglang_chunk_cache import request_state
-from sglang_chunk_cache.request_state import state_of
+from sglang_chunk_cache.request import chunk_request as request_state
+from sglang_chunk_cache.request.chunk_request import state_of
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def _child(
 
     torch.set_num_threads(2)
     try:
-        from sglang_chunk_cache.host import runtime
-        from sglang_chunk_cache.server_args import StartRefused
+        from sglang_chunk_cache.flags.server_args import StartRefused
+        from sglang_chunk_cache.start import runtime
 
         describe = runtime.describe_model
 
@@ -142,7 +142,7 @@ def _child(
         except StartRefused as refused:
             sender.send(str(refused.code))
             return
-        from sglang_chunk_cache.host.model_check import check_loaded_model
+        from sglang_chunk_cache.start.model_check import check_loaded_model
 
         began = time.perf_counter()
         check_loaded_model(local.scheduler, local.cache.chunks)

@@ -277,8 +277,8 @@ PASSAGES = [
 
 def _marked(text: str) -> Prompt:
     """Ids and spans of a text with separators, by the code that serves requests, with the test model's tokenizer."""
-    from sglang_chunk_cache.api.marks import split_marked
-    from sglang_chunk_cache.api.tokens import encode_marked
+    from chunk_cache.prompt.marked_ids import encode_marked
+    from chunk_cache.prompt.marks import split_marked
 
     marked = split_marked(text, SEPARATOR, "text")
     assert marked is not None

@@ -38,7 +38,7 @@ class MovedKeys(NamedTuple):
 
 def case_moved_keys(s: Session, shift: int) -> list[MovedKeys]:
     """Keys of a prompt, moved by so many positions, beside those that the model computes there; layer by layer."""
-    from sglang_chunk_cache.host.model_check import _Check
+    from sglang_chunk_cache.start.model_check import _Check
 
     chunks, found = s.local.cache.chunks, []
     check = _Check(s.local.scheduler, chunks, 128)

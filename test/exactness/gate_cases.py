@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from chunk_cache.gate.selection import VerificationQueue
+from chunk_cache.gate.verification_queue import VerificationQueue
 from exactness.cases import Prompt, Session
 from exactness.tier_cases import only_on_disk
 from local_scheduler import Reply, Request
-from sglang_chunk_cache.host.exact_pass import ExactPass
+from sglang_chunk_cache.verification.exact_pass import ExactPass
 
 __all__ = ["CASES", "Session"]
 

@@ -31,7 +31,7 @@ class Served:
 
 def watch(model_runner: Any) -> list[Served]:
     """Every prefill from here on, as it happens."""
-    from sglang_chunk_cache.host.attention_backend import _SCOPE
+    from sglang_chunk_cache.forward.attending import _SCOPE
 
     served: list[Served] = []
     graphs, eager = model_runner.prefill_cuda_graph_runner, model_runner.eager_runner

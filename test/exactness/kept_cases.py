@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chunk_cache.kept_tokens import KeptTokens, droppable
+from chunk_cache.options.kept_tokens import KeptTokens, droppable
 from exactness import cases
 from local_scheduler import LocalScheduler, Request
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from chunk_cache.index.refresh import Origin
+from chunk_cache.index.variant import NodeHome
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.refresh import Origin
-from chunk_cache.variant import NodeHome
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
-from sglang_chunk_cache.admin.messages import ChunkCacheEvictReq
+from sglang_chunk_cache.admin.admin_messages import ChunkCacheEvictReq
 from sglang_chunk_cache.host.refresh import refresh_request
 
 __all__ = ["CASES", "Session"]

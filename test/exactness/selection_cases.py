@@ -220,7 +220,7 @@ def case_mixed_batches(s: Session) -> tuple[list[Run], list[tuple[int, int]]]:
 
     Then batches with missing chunks and a plain request among them.
     """
-    from sglang_chunk_cache.kv.runs import WORTHWHILE_LEN
+    from sglang_chunk_cache.forward.runs import WORTHWHILE_LEN
 
     chunks = s.local.scheduler.tree_cache.chunks
     if chunks.min_run_len is not None:  # by runs, and as on a GPU only where they are long

@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.kept_tokens import droppable
 from chunk_cache.methods import METHODS
-from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
-from chunk_cache.request_options import MODES, parse_request
+from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
+from chunk_cache.options.kept_tokens import droppable
+from chunk_cache.options.request_options import MODES, parse_request
 from chunk_cache.types import REASONS
 from exactness.cases import Prompt, Session
 from exactness.fp8_cases import assert_near, scaled
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
-from sglang_chunk_cache.api.served import what_keeps_all
+from sglang_chunk_cache.api.capabilities import what_keeps_all
 
 NUM_LAYERS = 4
 SHARES = (0.6, 0.4, 1.0)  # of the pool and the index, that one partition may have
@@ -239,7 +239,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
     counts: Counter[str] = Counter()
     gate = s.local.cache.chunks.gate
     if gate is not None:
-        from sglang_chunk_cache.host import exact_pass
+        from sglang_chunk_cache.verification import exact_pass
 
         exact_pass.STEP_LEN = 16  # so that requests come between steps
     lull = 0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.config import Config as ChunkCacheConfig
+from chunk_cache.options.config import Config as ChunkCacheConfig
 from exactness.cases import CASES
 from exactness.fp8_cases import TOLERANCE, USUAL, MovedKeys, assert_near, differences, scales_of
 from exactness.numpy_decoder import Decoder

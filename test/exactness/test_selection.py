@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.config import Config as ChunkCacheConfig
+from chunk_cache.options.config import Config as ChunkCacheConfig
 from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
@@ -256,7 +256,7 @@ def test_only_reused_rows_are_dropped(config: Config) -> None:
 def test_focused_chunks_on_random_masses() -> None:
     import torch
 
-    from sglang_chunk_cache.selection import focus
+    from sglang_chunk_cache.forward.selection import focus
 
     rng = random.Random(0)
     for _ in range(5000):

@@ -28,8 +28,8 @@ from benchmark.simulate.store import SYSTEM
 from benchmark.simulate.tally import FIELDS
 from benchmark.simulate.trace import TraceSpec, generate
 
+from chunk_cache.index.variant import PathHome
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.variant import PathHome
 from exactness.cases import Prompt, Session
 from exactness.runner import Config, run_cases
 from local_scheduler import Request

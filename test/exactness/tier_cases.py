@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from chunk_cache.index.need import Need
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.need import Need
 from exactness.cases import Session
 from local_scheduler import Reply
 from tiny_models import make_model
@@ -197,8 +197,7 @@ def case_rows_beside_a_load(s: Session) -> list[int]:
 @contextmanager
 def without_host_memory() -> Iterator[None]:
     """Whatever is to go down to host memory, or come up through it."""
-    from sglang_chunk_cache.kv import assembler
-    from sglang_chunk_cache.tiers import fingerprint
+    from sglang_chunk_cache.kv import assembler, fingerprint
 
     def used_up(*_: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")  # as of page-locked memory

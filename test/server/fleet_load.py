@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
+from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, routing_key
 from gateway import Gateway
 from server.contract import FULL, Marked, check_reply, marked, statuses
 from server.tier_contract import tiers
 from server_fixture import Server
-from sglang_chunk_cache.routing import KEY_HEADER, REPLICA_HEADER, routing_key
 
 NUM_TOKENS = 6
 NUM_THREADS = 4

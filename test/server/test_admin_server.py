@@ -24,7 +24,7 @@ from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import encode, generated, marked, prime, statuses
 from server_fixture import Server
-from sglang_chunk_cache.admin.page import page
+from sglang_chunk_cache.admin.admin_page import page
 
 pytestmark = pytest.mark.server
 

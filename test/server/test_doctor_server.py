@@ -1,4 +1,4 @@
-"""`python -m sglang_chunk_cache.doctor` against a real server, with each cause made on purpose."""
+"""`chunk-cache doctor` against a real server, with each cause made on purpose."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from chunk_cache.types import REASONS
+from chunk_cache_tools.doctor.compare import Cause
+from chunk_cache_tools.doctor.doctor_command import main
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import encode, generated, marked, reasons, statuses
 from server_fixture import Server
-from sglang_chunk_cache.doctor.__main__ import main
-from sglang_chunk_cache.doctor.compare import Cause
 
 pytestmark = [pytest.mark.server, pytest.mark.all]
 

@@ -17,11 +17,11 @@ import pytest
 from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port
 
+from chunk_cache_tools.holders import Holders, Source
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, STRICT
 from server.contract import encode, marked
 from server.tier_contract import PATIENCE_S, fill_pool
-from sglang_chunk_cache.holders import Holders, Source
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
 

@@ -1,4 +1,4 @@
-"""`python -m sglang_chunk_cache.explain` against a real server."""
+"""`chunk-cache explain` against a real server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from chunk_cache.methods import METHODS_OF_ANY_SERVER
+from chunk_cache.token_kinds import Kind
+from chunk_cache_tools.explain import replies
+from chunk_cache_tools.explain.explain_command import main
+from chunk_cache_tools.explain.states import Explanation
 from server.contract import Marked, Passages, marked
 from server_fixture import Server
-from sglang_chunk_cache.explain import replies
-from sglang_chunk_cache.explain.__main__ import main
-from sglang_chunk_cache.explain.states import Explanation, Kind
 
 pytestmark = pytest.mark.server
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
 from gateway import QUICK, Gateway, find_gateway
 from server.conftest import FLAGS, STRICT
 from server.contract import FULL, SEP, Marked, check_reply, marked, prime, statuses
 from server.fleet_load import NUM_THREADS, NUM_TOKENS, Load, generate_body, replies_in
 from server.tier_contract import wait_until
 from server_fixture import Server
-from sglang_chunk_cache.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
 
 pytestmark = [
     pytest.mark.all,

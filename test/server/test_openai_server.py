@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.config import KERNELS
+from chunk_cache.options.config import KERNELS
 from chunk_cache.types import REASONS, Status
 from server.contract import (
     FULL,

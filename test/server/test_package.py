@@ -125,7 +125,7 @@ def test_commands(bare: Path, tmp_path: Path, name: str):
 
 
 NEIGHBOURS = """
-from sglang_chunk_cache.neighbours import find_neighbours
+from chunk_cache.plan.neighbours import find_neighbours
 print(find_neighbours(["red apple", "blue sky", "green apple"], 1, {retriever!r})[0])
 """
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from browser import MISSING, find_chromium, look, messages, open_browser
+from chunk_cache.token_kinds import COLOURS, Kind
 from chunk_cache.types import REASONS
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, STRICT
 from server.contract import marked, statuses
-from sglang_chunk_cache.explain.palette import COLOURS
-from sglang_chunk_cache.explain.states import Kind
-from sglang_chunk_cache.journal import KINDS
+from sglang_chunk_cache.admin.journal import KINDS
 
 pytestmark = [
     pytest.mark.all,

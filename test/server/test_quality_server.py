@@ -21,11 +21,11 @@ from benchmark.quality.experiment import Experiment
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.verify.reply_log import ReplyLog
+from chunk_cache_tools.verify.session import Session, SetupError
 from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
-from sglang_chunk_cache.verify.reply_log import ReplyLog
-from sglang_chunk_cache.verify.session import Session, SetupError
 
 pytestmark = [
     pytest.mark.server,

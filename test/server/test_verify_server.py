@@ -1,4 +1,4 @@
-"""`python -m sglang_chunk_cache.verify` on the trained model: with a server of its own, and on a running one."""
+"""`chunk-cache verify` on the trained model: with a server of its own, and on a running one."""
 
 from __future__ import annotations
 

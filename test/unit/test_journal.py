@@ -9,11 +9,11 @@ import pytest
 
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkPrompt
-from chunk_cache.plan import ChunkPlan, RecomputePlan
-from chunk_cache.request_options import RequestOptions
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
 from chunk_cache.types import Status
-from sglang_chunk_cache.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
-from sglang_chunk_cache.request_state import DocChunkRequest
+from sglang_chunk_cache.admin.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
 
 KEY = bytes(range(16))
 
@@ -37,9 +37,9 @@ def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int]
     )
 
 
-def state_of(plan: RecomputePlan) -> DocChunkRequest:
+def state_of(plan: RecomputePlan) -> ChunkRequest:
     options = RequestOptions(spans=tuple((chunk.start, chunk.end) for chunk in plan.chunks))
-    return DocChunkRequest(ChunkPrompt(options, (KEY,), b""), Partition(), reported=plan)
+    return ChunkRequest(ChunkPrompt(options, (KEY,), b""), Partition(), reported=plan)
 
 
 class Clock:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_chunk_cache.routing import REPLICA_HEADER, ReplicaKeys, routing_key
+from chunk_cache_tools.routing import REPLICA_HEADER, ReplicaKeys, routing_key
 
 PASSAGES = [f"passage {i}" for i in range(200)]
 

@@ -23,7 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, mean_and_error, named, run_markdown
 
 from sglang_chunk_cache.selector.auxiliary import ATTENTION, AuxiliaryModel
-from sglang_chunk_cache.selector.train import Score, TrainError, compare, load, make_examples, predict, read_prompts
+from sglang_chunk_cache.selector_training.train_selector import (
+    Score,
+    TrainError,
+    compare,
+    load,
+    make_examples,
+    predict,
+    read_prompts,
+)
 
 
 def first_layer_of(path: str) -> AuxiliaryModel:

@@ -16,7 +16,7 @@ import torch
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.rows import KV, Change
 
-from sglang_chunk_cache.selection.drift import PRIOR
+from sglang_chunk_cache.forward.selection.drift import PRIOR
 
 BLOCK = 16
 
@@ -70,7 +70,7 @@ class Reused:
         return torch.cat(taken).sort().values
 
     def drift(self, rows: torch.Tensor, strength: float = 0.5) -> Change:
-        """`sglang_chunk_cache.selection.drift` in this instrument."""
+        """`sglang_chunk_cache.forward.selection.drift` in this instrument."""
         model = self.case.model
         is_other = torch.zeros(self.case.prompt_len, dtype=torch.bool)
         is_other[self.start : self.end] = True

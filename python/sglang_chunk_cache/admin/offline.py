@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_chunk_cache.admin import body
-from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.admin import admin_bodies as body
+from sglang_chunk_cache.admin.administration import Admin
 
 
 class EngineAdmin:

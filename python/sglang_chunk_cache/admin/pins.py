@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunk_cache.variant import NodeHome, PathTokens, Variant
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 
 if TYPE_CHECKING:
-    from chunk_cache.index import ChunkIndex
+    from chunk_cache.index.chunk_index import ChunkIndex
     from sglang_chunk_cache.kv.store import VariantStore
 
 

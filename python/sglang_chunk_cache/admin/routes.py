@@ -15,9 +15,9 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from sglang_chunk_cache.admin import body
-from sglang_chunk_cache.admin.client import Admin, AdminRefused
-from sglang_chunk_cache.admin.page import page
+from sglang_chunk_cache.admin import admin_bodies as body
+from sglang_chunk_cache.admin.admin_page import page
+from sglang_chunk_cache.admin.administration import Admin, AdminRefused
 
 PREFIX = "/chunk_cache"
 

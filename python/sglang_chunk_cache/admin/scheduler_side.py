@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from chunk_cache.variant import NodeHome, PathTokens, Variant
-from sglang_chunk_cache.admin import messages
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant
+from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.pins import Pins, variants_of
-from sglang_chunk_cache.journal import Journal
 
 if TYPE_CHECKING:
-    from chunk_cache.discover import Discoverer
     from chunk_cache.manager import ChunkManager
-    from sglang_chunk_cache.gate.gate import Gate
+    from chunk_cache.plan.discover import Discoverer
     from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.tiers.manager import ChunkTiers
+    from sglang_chunk_cache.verification.gate import Gate
 
 Result: TypeAlias = dict[str, Any]
 
@@ -158,8 +158,8 @@ class ChunkAdmin:
 
     def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
         """Whether a store was asked for what is missing, and has not answered yet."""
-        is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
-        return {"is_asking": True} if is_asking else {}
+        is_scoring_pass = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
+        return {"is_asking": True} if is_scoring_pass else {}
 
     def _prepared(self, request: messages.ChunkCachePreparedReq) -> Result:
         neighbours = {key: tuple(behind) for key, behind in zip(request.keys, request.neighbours, strict=True)}

@@ -25,15 +25,15 @@ from fastapi import HTTPException
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache.admin.body import Warm
-from sglang_chunk_cache.api.asked import KEY
-from sglang_chunk_cache.api.marks import Mark, MarkedText
+from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import Mark, MarkedText
+from sglang_chunk_cache.admin.admin_bodies import Warm
+from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.prepare import check_vocabulary
-from sglang_chunk_cache.api.tokens import encode_marked
-from sglang_chunk_cache.neighbours import DEFAULT_RETRIEVER, find_neighbours
 
 if TYPE_CHECKING:
-    from sglang_chunk_cache.admin.client import Admin
+    from sglang_chunk_cache.admin.administration import Admin
 
 NO_ROOM = "computed, but there was no room to keep it"
 

@@ -16,10 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import request_error, show
-from sglang_chunk_cache.api.asked import KEY, ROUTE_KEYS, Asked, check_passage, read_asked, read_documents
+from chunk_cache.prompt.marks import Mark, trimmed
+from sglang_chunk_cache.api.chunk_cache_fields import (
+    KEY,
+    ROUTE_KEYS,
+    ChunkCacheFields,
+    check_passage,
+    read_asked,
+    read_documents,
+)
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.marks import Mark, trimmed
-from sglang_chunk_cache.server_args import ChunkCacheArgs
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 _CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
 _ROLES = ("user", "tool", "function", "system", "developer")
@@ -93,7 +100,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] 
 }
 
 
-def _asked(body: Mapping[str, Any], args: ChunkCacheArgs, keys: Sequence[str] = ROUTE_KEYS) -> Asked:
+def _asked(body: Mapping[str, Any], args: ChunkCacheArgs, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:
     """The object at the top of a body; `keys` as of `read_asked`."""
     _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
     return read_asked(body, args.separator, keys)

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_chunk_cache.api.asked import KEY, Asked, Passage, write_passage
-from sglang_chunk_cache.api.marks import Mark, Marks
+from chunk_cache.prompt.marks import Mark, Marks
+from sglang_chunk_cache.api.chunk_cache_fields import KEY, ChunkCacheFields, Passage, write_passage
 from sglang_chunk_cache.api.replies import Replies
 
 HEADER, UNUSED_HEADER = "x-chunk-cache", "x-chunk-cache-unused"
@@ -33,7 +33,7 @@ class Exchange:
         awaits_reply: whether the scheduler will send replies, so that the headers wait for the first output.
     """
 
-    asked: Asked = field(default_factory=Asked)
+    asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
     documents: tuple[dict[str, Any], ...] = ()
     marks: Marks = field(default_factory=Marks)
     ids: tuple[str | None, ...] = ()

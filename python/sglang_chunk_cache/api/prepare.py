@@ -4,8 +4,8 @@ Verb: `prepare`, which rewrites a `GenerateReqInput`; `has_options` asks a reque
 
 Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
 the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
-leaves this process is `custom_params["chunk_cache"]` = one JSON string of `chunk_cache.request_options.dumps`, a type
-that every transport of SGLang can carry.
+leaves this process is `custom_params["chunk_cache"]` = one JSON string of
+`chunk_cache.options.request_options.dumps`, a type that every transport of SGLang can carry.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
+from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
 from chunk_cache.types import Span
-from sglang_chunk_cache.api.asked import KEY
-from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked
-from sglang_chunk_cache.api.served import check_read_once, check_rows, check_served, keeps_all_error
-from sglang_chunk_cache.api.tokens import encode_marked
-from sglang_chunk_cache.server_args import ChunkCacheArgs
+from sglang_chunk_cache.api.capabilities import check_read_once, check_rows, check_served, keeps_all_error
+from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 _PREPARED = "_chunk_cache_prepared"
 

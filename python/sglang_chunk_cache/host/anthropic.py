@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesResponse, AnthropicUsage
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
-from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.replies import USAGE_KEYS, Replies
 

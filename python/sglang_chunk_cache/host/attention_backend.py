@@ -1,136 +1,22 @@
-"""SGLang's attention backend for the time of one forward, in which something else attends in its place or looks on.
+"""What SGLang decides about K and V before it calls an attention backend, where one of ours attends or looks on.
 
-Verb: `attending` (scope of a forward).
-
-Promise: outside of the scope the backend is SGLang's own; within it, it is still the same object, of the same class.
+Verbs: `enable_fused_set_kv_buffer` (handler of a hook), `keep_latent_rows` (at the start).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
-from sglang_chunk_cache.kv.rows import whole_rows
+from sglang_chunk_cache.forward.attending import attending_now
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from sglang_chunk_cache.tiers.landing import LayerLoads
-
-
-_SCOPE = "chunk_cache_scope"
-"""Attribute of the backend within the scope: what attends and what looks on."""
-
-
-class Attention(Protocol):
-    """What attends in a fused forward: `BackendRuns`, `FusedRows`, or a forward in which rows leave."""
-
-    @property
-    def row_positions(self) -> torch.Tensor: ...
-
-    @property
-    def row_lens(self) -> list[int]: ...
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether this pass only scores: what it computes is computed again."""
-
-    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
-        """The batch that the backend's own metadata are made for; None: the backend does not attend, so none are."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        **parts: Any,
-    ) -> torch.Tensor: ...
-
-
-class Observer(Protocol):
-    """What looks on in a forward, without a trace in its result."""
-
-    def observes(self, layer_id: int) -> bool:
-        """Whether it looks at this layer."""
-
-    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
-        """One layer, whose K is in its slots.
-
-        Args:
-            q: `[num_rows, num_q_heads * head_dim]` of the batch.
-            positions: `[num_rows]` int64.
-            row_lens: rows of each request.
-        """
-
-    def finish(self) -> None:
-        """The forward has ended."""
-
-
-@contextlib.contextmanager
-def attending(
-    backend: AttentionBackend,
-    attention: Attention | None,
-    observers: Sequence[Observer] = (),
-    loads: LayerLoads | None = None,
-) -> Iterator[None]:
-    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
-
-    Args:
-        backend: the one that the forwards call.
-        loads: KV that must be in place before a layer attends.
-    """
-    assert "forward" not in vars(backend), "forwards do not nest"
-    stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
-
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if loads is not None:
-            loads.arrive(layer.layer_id)
-        if attention is None:
-            positions, row_lens = forward_batch.positions[: len(q)], forward_batch.extend_seq_lens_cpu
-            is_final = True
-            out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        else:
-            positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_asking
-            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
-        looking = [one for one in observers if is_final and one.observes(layer.layer_id)]
-        if looking:
-            whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
-            for one in looking:
-                one.observe(layer, whole_q, positions, row_lens)
-        return out
-
-    def init_forward_metadata(forward_batch: ForwardBatch) -> None:
-        batch = forward_batch if attention is None else attention.for_metadata(forward_batch)
-        if batch is not None:
-            stock_metadata(batch)
-
-    backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
-    setattr(backend, _SCOPE, (attention, observers))
-    try:
-        yield
-    finally:
-        del backend.forward, backend.init_forward_metadata
-        delattr(backend, _SCOPE)
 
 
 def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward_batch: ForwardBatch) -> bool:
@@ -138,7 +24,7 @@ def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward
 
     Fused into the rotation, rows would be written that leave before they attend, and before what is loaded for a layer.
     """
-    attention, _ = getattr(get_attn_backend(), _SCOPE, (None, ()))
+    attention, _ = attending_now(get_attn_backend())
     return attention is None and original(forward_batch)
 
 
@@ -159,7 +45,7 @@ class _LatentChoice:
     stock: Callable[[Any, Any], Any]
 
     def __call__(self, attention: Any, forward_batch: Any) -> Any:
-        ours, observers = getattr(get_attn_backend(), _SCOPE, (None, ()))
+        ours, observers = attending_now(get_attn_backend())
         if ours is not None or any(one.observes(attention.layer_id) for one in observers):
             return AttnForwardMethod.MLA
         return self.stock(attention, forward_batch)

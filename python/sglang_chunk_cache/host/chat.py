@@ -24,15 +24,15 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageContentT
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from chunk_cache.errors import request_error
-from chunk_cache.request_options import MAX_CHUNKS
-from sglang_chunk_cache.api.asked import KEY, Passage, as_passages
+from chunk_cache.options.request_options import MAX_CHUNKS
+from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
+from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked, texts_of
+from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
+from sglang_chunk_cache.api.chunk_cache_fields import KEY, Passage, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.marks import Mark, MarkedText, Marks, split_marked, texts_of
 from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, may_get_reply, prepare
-from sglang_chunk_cache.api.served import check_read_once, is_read_twice
-from sglang_chunk_cache.api.tokens import MarkedIds, encode_marked
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, get_args
 from sglang_chunk_cache.host import sglext
-from sglang_chunk_cache.server_args import ChunkCacheArgs, attached, get_args
 
 _SPANS_REMEDY = f"apply the template yourself and send input_ids with custom_params.{KEY}.spans"
 
@@ -128,7 +128,7 @@ class ChunkServingChat(OpenAIServingChat):
             ChunkCacheRequestError: a mark is bad, or chunks are marked where they cannot be, or in two ways.
         """
         if request.input_ids is not None:
-            _forgo(exchange)
+            ignore_marks(exchange)
             return
         marks, asked = exchange.marks, exchange.asked
         reason = None
@@ -217,7 +217,7 @@ class ChunkServingChat(OpenAIServingChat):
         return sglext.end_with_reply(events, Exchange.of(raw_request).replies, "chat.completion.chunk", request)
 
 
-def _forgo(exchange: Exchange) -> None:
+def ignore_marks(exchange: Exchange) -> None:
     """Leaves the texts of a request alone whose prompt is given as token ids."""
     asked, marks = exchange.asked, exchange.marks
     if asked.passages:

@@ -1,6 +1,6 @@
 """The prefill server of a pair (`--disaggregation-mode prefill`), where it differs from one that decodes too.
 
-Verbs: `check_role` (flags, at the start), `waiting` (all requests that wait), `drop_waiting` (some of them leave),
+Verbs: `waiting` (all requests that wait), `drop_waiting` (some of them leave),
 `refuse_kept` (before one is sent). Of requests for which no decode server waits: `own_fields`, `let_store`.
 
 A request waits in the bootstrap queue until its decode server has room, and then in SGLang's waiting queue; its loads
@@ -17,43 +17,13 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache.request_state import state_of
-from sglang_chunk_cache.server_args import refuse
+from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-def check_role(server_args: Any) -> None:
-    """Checks that a server is no decode server, and that a prefill server stays one and does not draft.
-
-    Raises:
-        StartRefused: it is, or does not.
-    """
-    mode = server_args.disaggregation_mode
-    if mode == "decode":
-        refuse(
-            "--disaggregation-mode decode: a decode server computes no prompts and has no chunks; start it without "
-            "--chunk-cache, and its prefill server with it."
-        )
-    if mode != "prefill":
-        return
-    from sglang.srt.environ import envs
-
-    if server_args.enable_pd_role_switch:
-        refuse("--enable-pd-role-switch would make a decode server of one with --chunk-cache; drop one of them.")
-    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
-        refuse(
-            "staging buffers (SGLANG_DISAGG_STAGING_BUFFER) have not been run with --chunk-cache; unset the variable."
-        )
-    if server_args.speculative_algorithm is not None:
-        refuse(
-            "speculative decoding (--speculative-algorithm) on a prefill server has not been run with --chunk-cache; "
-            "drop one of them."
-        )
 
 
 def refuse_kept(req: Req, *, is_last: bool) -> bool:

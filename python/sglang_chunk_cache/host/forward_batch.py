@@ -25,30 +25,30 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from chunk_cache.gate.selection import Candidate
-from chunk_cache.plan import RecomputePlan, replan_without_load
+from chunk_cache.gate.verification_queue import Candidate
+from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.host.attention_backend import Observer
-from sglang_chunk_cache.host.model_runner import Extras, Part, announce
-from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
-from sglang_chunk_cache.host.stages import stage
-from sglang_chunk_cache.kv.kept_chooser import KeptChooser
+from sglang_chunk_cache.flags.step_limits import step_len
+from sglang_chunk_cache.forward.attending import Observer
+from sglang_chunk_cache.forward.forward_changes import ForwardChanges, Part, announce
+from sglang_chunk_cache.forward.kept_chooser import KeptChooser
+from sglang_chunk_cache.forward.rows import FusedRows
+from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
+from sglang_chunk_cache.forward.selection.executor import FirstPass, LateRows, LayerwiseForward
+from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.forward.selection.tables import Tables
+from sglang_chunk_cache.forward.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.layer_kv import is_latent
-from sglang_chunk_cache.kv.rows import FusedRows
-from sglang_chunk_cache.kv.runs import BackendRuns, Runs, RunsBeside
-from sglang_chunk_cache.kv.statistics_taker import StatisticsTaker
-from sglang_chunk_cache.kv.step import step_len
-from sglang_chunk_cache.request_state import DocChunkRequest, state_of
-from sglang_chunk_cache.selection.executor import FirstPass, LateRows, LayerwiseForward
-from sglang_chunk_cache.selection.progress import RequestProgress
-from sglang_chunk_cache.selection.tables import Tables
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+from sglang_chunk_cache.start.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.telemetry.stages import stage
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_chunk_cache.tiers.landing import LayerCopy
+    from sglang_chunk_cache.kv.partial_load import LayerCopy
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class DueRows:
+class AddedRows:
     """Rows that a forward adds in front of one request's extend.
 
     Attributes:
@@ -68,7 +68,7 @@ class DueRows:
     """
 
     positions: np.ndarray
-    state: DocChunkRequest | None = None
+    state: ChunkRequest | None = None
     layer_copies: tuple[LayerCopy, ...] = ()
     load_start: int | None = None
 
@@ -78,7 +78,7 @@ class DueRows:
         return None if self.state is None else self.state.plan
 
 
-_NOTHING_DUE = DueRows(_NO_ROWS)
+_NOTHING_DUE = AddedRows(_NO_ROWS)
 
 
 def init_forward_batch(
@@ -107,7 +107,7 @@ def init_forward_batch(
     rows = () if chunks.gate is None else _first_rows(batch)
     if due is None:
         observers = _observers(batch, model_runner, chunks, batch.prefix_lens)
-        extras = Extras(observers=observers, timing=_timing(chunks, batch, ()), first_rows=rows)
+        extras = ForwardChanges(observers=observers, timing=_timing(chunks, batch, ()), first_rows=rows)
         forward_batch = original(cls, batch, model_runner, **kwargs)
     else:
         build = partial(build, kwargs)
@@ -119,10 +119,10 @@ def init_forward_batch(
             # A forward that waits for layers says nothing of what computing takes.
             assert chunks.landings is not None
             loads, again = chunks.landings.loads(copies), partial(_without_loads, build, chunks, batch, due)
-            extras = Extras.of(parts, loads=loads, again=again, tail_lens=tails, first_rows=rows)
+            extras = ForwardChanges.of(parts, loads=loads, again=again, tail_lens=tails, first_rows=rows)
         else:
             timing = _timing(chunks, batch, due)
-            extras = Extras.of(parts, timing=timing, tail_lens=tails, first_rows=rows)
+            extras = ForwardChanges.of(parts, timing=timing, tail_lens=tails, first_rows=rows)
     if extras.changes_anything:
         announce(forward_batch, extras)
     return forward_batch
@@ -133,10 +133,10 @@ def _tail_lens(batch: ScheduleBatch) -> tuple[int, ...] | None:
     return None if batch.spec_algorithm.is_eagle() else tuple(batch.extend_lens)
 
 
-def _due_in_draft(due: DueRows) -> DueRows:
+def _due_in_draft(due: AddedRows) -> AddedRows:
     """All that the target begins with; what it chooses during its forward is not chosen for a draft."""
     positions = due.positions if due.plan is None or not due.plan.num_late_rows else due.plan.row_positions
-    return DueRows(positions, load_start=due.load_start)
+    return AddedRows(positions, load_start=due.load_start)
 
 
 def _draft_batch(batch: ScheduleBatch, parts: list[Part]) -> ForwardBatch:
@@ -151,7 +151,7 @@ def _draft_batch(batch: ScheduleBatch, parts: list[Part]) -> ForwardBatch:
         for one, own in zip(batches, hidden.split([one.extend_num_tokens for one in batches]), strict=True):
             one.spec_info = copy.copy(one.spec_info)
             one.spec_info.hidden_states = own
-    announce(batches[-1], Extras.of(parts))
+    announce(batches[-1], ForwardChanges.of(parts))
     return batches[-1]
 
 
@@ -178,10 +178,10 @@ def _observers(
 
 
 def _without_loads(
-    build: Callable[[list[DueRows]], list[Part]],
+    build: Callable[[list[AddedRows]], list[Part]],
     chunks: ChunkRuntime,
     batch: ScheduleBatch,
-    due: list[DueRows],
+    due: list[AddedRows],
     reason: str,
 ) -> ForwardBatch:
     """The same batch once more, with every token computed where KV was to arrive that does not."""
@@ -190,14 +190,14 @@ def _without_loads(
         if one.layer_copies:
             assert one.plan is not None
             # The slots of the load stay the request's own; all that they hold is computed now.
-            everything[i] = DueRows(np.arange(one.plan.load_start, one.plan.load_end), load_start=one.plan.load_start)
+            everything[i] = AddedRows(np.arange(one.plan.load_start, one.plan.load_end), load_start=one.plan.load_start)
             _note_load_failed(chunks, batch.reqs[i], one, reason)
     parts = build(everything)
-    announce(parts[-1].batch, Extras.of(parts, tail_lens=_tail_lens(batch)))
+    announce(parts[-1].batch, ForwardChanges.of(parts, tail_lens=_tail_lens(batch)))
     return parts[-1].batch
 
 
-def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str) -> None:
+def _note_load_failed(chunks: ChunkRuntime, req: Req, due: AddedRows, reason: str) -> None:
     """KV that was to arrive during the forward did not, so all of the request is computed: the reply says so."""
     state = due.state
     assert state is not None
@@ -212,7 +212,7 @@ def _note_load_failed(chunks: ChunkRuntime, req: Req, due: DueRows, reason: str)
 
 
 def _timing(
-    chunks: ChunkRuntime, batch: ScheduleBatch, due: Sequence[DueRows]
+    chunks: ChunkRuntime, batch: ScheduleBatch, due: Sequence[AddedRows]
 ) -> contextlib.AbstractContextManager[None] | None:
     if chunks.tiers is None and not any(state_of(req) for req in batch.reqs):
         return None
@@ -228,7 +228,7 @@ def _init_parts(
     model_runner: ModelRunner,
     chunks: ChunkRuntime,
     kwargs: dict[str, Any],
-    due: list[DueRows],
+    due: list[AddedRows],
 ) -> list[Part]:
     """The forwards of a fused batch: one, or several where the only request that prefills has too many rows for a step.
 
@@ -266,7 +266,7 @@ def _init_fused(
     original: Callable[..., ForwardBatch],
     cls: type,
     batch: ScheduleBatch,
-    due: list[DueRows],
+    due: list[AddedRows],
     *,
     model_runner: ModelRunner,
     chunks: ChunkRuntime,
@@ -302,7 +302,7 @@ def _init_fused(
         if all(are_served):
             return Part(forward_batch, by_runs, observers)
         slots = torch.cat([*itertools.compress(fused_batch.out_cache_loc.split(row_lens), are_served)])
-        beside = RunsBeside(are_served, by_runs, slots)
+        beside = StockServedRequests(are_served, by_runs, slots)
     if draft is None:
         chunks.metrics.count_fused_batch(kernel)
     if first is not None and isinstance(first.attention, FusedRows):
@@ -350,7 +350,7 @@ def _first_rows(batch: ScheduleBatch) -> tuple[tuple[int, Candidate], ...]:
     )
 
 
-def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
+def _take_due_rows(batch: ScheduleBatch) -> list[AddedRows] | None:
     """What is due per request of the batch; None where no request was loaded since its last forward."""
     due = []
     is_any_due = False
@@ -361,7 +361,7 @@ def _take_due_rows(batch: ScheduleBatch) -> list[DueRows] | None:
             continue
         is_any_due = True
         assert state.plan is not None
-        due.append(DueRows(_load_rows(state.plan), state, state.layer_copies, state.plan.load_start))
+        due.append(AddedRows(_load_rows(state.plan), state, state.layer_copies, state.plan.load_start))
         state.complete_rows()
     return due if is_any_due else None
 
@@ -374,7 +374,7 @@ def _load_rows(plan: RecomputePlan) -> np.ndarray:
 
 
 def _layerwise(
-    batch: ScheduleBatch, due: list[DueRows], rows: FusedRows, model_runner: ModelRunner, chunks: ChunkRuntime
+    batch: ScheduleBatch, due: list[AddedRows], rows: FusedRows, model_runner: ModelRunner, chunks: ChunkRuntime
 ) -> LayerwiseForward:
     """The forward of a batch in which at least one request has something to choose or to drop."""
     tp_size = get_tp_group().world_size
@@ -437,7 +437,7 @@ def _layerwise(
     return LayerwiseForward(rows, requests, late, first_pass, chunks.layers, tp_size, model_runner.lora_manager)
 
 
-def _positions(batch: ScheduleBatch, due: list[DueRows]) -> list[np.ndarray]:
+def _positions(batch: ScheduleBatch, due: list[AddedRows]) -> list[np.ndarray]:
     """Positions of the rows that each request computes: those that are due, then its extend."""
     return [np.concatenate((one.positions, _extend_positions(batch, i))) for i, one in enumerate(due)]
 
@@ -448,7 +448,7 @@ def _extend_positions(batch: ScheduleBatch, i: int) -> np.ndarray:
 
 
 def _with_rows(
-    batch: ScheduleBatch, due: list[DueRows], positions: list[np.ndarray], extra: Sequence[np.ndarray], device: str
+    batch: ScheduleBatch, due: list[AddedRows], positions: list[np.ndarray], extra: Sequence[np.ndarray], device: str
 ) -> tuple[ScheduleBatch, torch.Tensor, list[torch.Tensor]]:
     """A copy of `batch` with the due rows in front of each request's extend, `[num_rows]` positions of all, `extra`.
 

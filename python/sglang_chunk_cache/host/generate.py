@@ -18,7 +18,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from sglang_chunk_cache.api.bodies import read_body
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
-from sglang_chunk_cache.server_args import attached, get_args
+from sglang_chunk_cache.flags.server_args import attached, get_args
 
 
 async def read_json(original: Callable[[Any], Any], request: Any) -> Any:

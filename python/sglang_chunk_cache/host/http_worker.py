@@ -9,7 +9,7 @@ from __future__ import annotations
 from sglang.srt.entrypoints.http_server import app
 
 from sglang_chunk_cache.host.admin_routes import add_routes
-from sglang_chunk_cache.host.hooks import API_HOOKS, apply_hooks
+from sglang_chunk_cache.start.hooks import API_HOOKS, apply_hooks
 
 __all__ = ["app"]
 

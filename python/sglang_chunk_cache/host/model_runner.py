@@ -1,7 +1,7 @@
 """ModelRunner: one forward, in which rows stand in front of ordinary extends.
 
-Verbs: `announce` (what the forward of a batch does differently), `forward` (handler of a hook: has the rows attended to
-for the time of one forward, of one part after another where a step has no room for all).
+Verb: `forward` (handler of a hook: has the rows attended to for the time of one forward, of one part after another
+where a step has no room for all).
 
 Promises: a batch of which nothing was announced is SGLang's alone; nothing announced outlives its forward.
 """
@@ -10,87 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
-from chunk_cache.gate.selection import Candidate
-from sglang_chunk_cache.host.attention_backend import Attention, Observer, attending
-from sglang_chunk_cache.selection.executor import LayerwiseForward, divide_adapters
-from sglang_chunk_cache.tiers.landing import LayerFailed, LayerLoads
+from sglang_chunk_cache.forward.attending import Attention, attending
+from sglang_chunk_cache.forward.forward_changes import ForwardChanges, Part, announced
+from sglang_chunk_cache.forward.selection.executor import LayerwiseForward, divide_adapters
+from sglang_chunk_cache.kv.partial_load import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-_EXTRAS = "chunk_cache_extras"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A forward of some of the rows of a batch; a batch with more rows than a step may have is computed in parts.
-
-    Attributes:
-        batch: as the model sees it.
-        attention: in the place of SGLang's backend; None = that one.
-        observers: look on.
-    """
-
-    batch: ForwardBatch
-    attention: Attention | None
-    observers: tuple[Observer, ...] = ()
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What one forward does differently from stock SGLang.
-
-    Attributes:
-        attention, observers: as of a `Part`.
-        timing: measures the forward; None = nobody asks.
-        before: parts that are computed first, each forgotten then; their logits mean nothing.
-        loads: KV that arrives during the forward; None = all is there.
-        again: what is done instead where it does not arrive, with the reason.
-        tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
-        first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
-    """
-
-    attention: Attention | None = None
-    observers: tuple[Observer, ...] = ()
-    timing: contextlib.AbstractContextManager[None] | None = None
-    before: list[Part] = field(default_factory=list)
-    loads: LayerLoads | None = None
-    again: Callable[[str], ForwardBatch] | None = None
-    tail_lens: tuple[int, ...] | None = None
-    first_rows: tuple[tuple[int, Candidate], ...] = ()
-
-    @classmethod
-    def of(cls, parts: Sequence[Part], **more: Any) -> Extras:
-        """Of a batch that is computed in `parts`, with `more` of the attributes."""
-        *before, last = parts
-        return cls(last.attention, last.observers, before=before, **more)
-
-    @property
-    def changes_anything(self) -> bool:
-        """Whether the forward is not simply SGLang's."""
-        extras = (self.attention, self.observers or None, self.timing, self.first_rows or None)
-        return any(one is not None for one in extras)
-
-
-def announce(forward_batch: ForwardBatch, extras: Extras) -> None:
-    """Has the forward of a batch differ from stock SGLang's."""
-    setattr(forward_batch, _EXTRAS, extras)
 
 
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND `ModelRunner.forward`."""
-    extras: Extras | None = getattr(forward_batch, _EXTRAS, None)
+    extras = announced(forward_batch)
     if extras is None:
         return original(model_runner, forward_batch, *args, **kwargs)
     stock = partial(original, model_runner)
@@ -119,7 +60,7 @@ def forward(
     return output
 
 
-def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: Extras) -> None:
+def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: ForwardChanges) -> None:
     """Leaves the hidden states that SGLang expects: of all rows for a draft of EAGLE, else of the ordinary extends."""
     own = logits_output.hidden_states
     if extras.tail_lens is None:

@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 
 from chunk_cache.errors import request_error
-from sglang_chunk_cache.server_args import attached
+from sglang_chunk_cache.flags.server_args import attached
 
 _REMEDY = "use /v1/chat/completions or /v1/completions, or remove the separators"
 

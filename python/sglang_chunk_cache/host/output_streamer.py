@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from sglang_chunk_cache.reply import reply_of
-from sglang_chunk_cache.request_state import PARAM_NAME, state_of
+from sglang_chunk_cache.request.chunk_request import PARAM_NAME, state_of
+from sglang_chunk_cache.request.reply import reply_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -16,8 +16,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from chunk_cache.methods import METHODS
 from sglang_chunk_cache.host.refresh import is_refresh
-from sglang_chunk_cache.host.runtime import runtime_of
-from sglang_chunk_cache.request_state import state_of
+from sglang_chunk_cache.request.chunk_request import state_of
+from sglang_chunk_cache.start.runtime import runtime_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -21,14 +21,16 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.kept_tokens import WINDOW_LEN, plan_kept
 from chunk_cache.methods import METHODS, Stage
-from chunk_cache.plan import replan_without_load
+from chunk_cache.options.kept_tokens import WINDOW_LEN, plan_kept
+from chunk_cache.plan.recompute_plan import replan_without_load
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, get_args, refuse
+from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refresh import is_refresh
-from sglang_chunk_cache.host.runtime import ChunkRuntime, create_runtime
-from sglang_chunk_cache.host.stages import stage
-from sglang_chunk_cache.request_state import DocChunkRequest, state_of
-from sglang_chunk_cache.server_args import ChunkCacheArgs, get_args, refuse
+from sglang_chunk_cache.kv.layer_kv import is_latent
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+from sglang_chunk_cache.start.runtime import ChunkRuntime, create_runtime
+from sglang_chunk_cache.telemetry.stages import stage
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -68,6 +70,8 @@ class ChunkRadixCache(UnifiedRadixCache):
     def init_chunks(self, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> None:
         """Second half of the construction, once the base class has built the tree."""
         self.chunks = create_runtime(self, args, ctx)
+        if is_latent(self.token_to_kv_pool_allocator.get_kvcache()):
+            keep_latent_rows()
 
     # Lookup.
 
@@ -105,7 +109,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             state.plan = replan_without_load(state.plan, "target")
         return result._replace(host_hit_length=state.load_len)
 
-    def _with_window_left(self, params: MatchPrefixParams, state: DocChunkRequest) -> MatchPrefixParams:
+    def _with_window_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
         """Where decoding will not keep all of the prompt, its last tokens are computed: they judge the others."""
         assert self.chunks is not None
         req, keep_tokens = params.req, state.options.keep_tokens
@@ -119,7 +123,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             return params
         return dataclasses.replace(params, key=params.key[:num_before])
 
-    def _ratio_that_hides(self, state: DocChunkRequest, prefix_len: int, num_keys: int) -> float | None:
+    def _ratio_that_hides(self, state: ChunkRequest, prefix_len: int, num_keys: int) -> float | None:
         """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
         assert self.chunks is not None
         tiers, landings = self.chunks.tiers, self.chunks.landings

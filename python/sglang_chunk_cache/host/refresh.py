@@ -11,9 +11,9 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from chunk_cache.refresh import Origin
-from chunk_cache.request_options import RequestOptions, dumps
-from sglang_chunk_cache.request_state import PARAM_NAME
+from chunk_cache.index.refresh import Origin
+from chunk_cache.options.request_options import RequestOptions, dumps
+from sglang_chunk_cache.request.chunk_request import PARAM_NAME
 
 # SGLang drops replies of such names that nobody waits for; it does so for its own health checks.
 _RID = f"{HEALTH_CHECK_RID_PREFIX}_chunk_cache_refresh_"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunk_cache.host.runtime import runtime_of
-from sglang_chunk_cache.request_state import state_of
+from sglang_chunk_cache.request.chunk_request import state_of
+from sglang_chunk_cache.start.runtime import runtime_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -18,18 +18,18 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.disaggregation import drop_waiting, let_store, own_fields, refuse_kept, waiting
-from sglang_chunk_cache.host.exact_pass import open_pass
-from sglang_chunk_cache.host.model_check import check_loaded_model
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
-from sglang_chunk_cache.host.pool_check import check_pool
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
-from sglang_chunk_cache.host.runtime import ChunkRuntime, runtime_of
 from sglang_chunk_cache.host.selector import add_selector_answers
-from sglang_chunk_cache.host.stages import note_stage
-from sglang_chunk_cache.kv.draft import follow_draft
-from sglang_chunk_cache.request_state import discover, forget, state_of
+from sglang_chunk_cache.request.chunk_request import discover, forget, state_of
+from sglang_chunk_cache.start.draft_model import follow_draft
+from sglang_chunk_cache.start.model_check import check_loaded_model
+from sglang_chunk_cache.start.pool_check import check_pool
+from sglang_chunk_cache.start.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.telemetry.stages import note_stage
 from sglang_chunk_cache.tiers.search import Wanted
+from sglang_chunk_cache.verification.exact_pass import open_pass
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -19,14 +19,14 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
 from chunk_cache.keys import Partition
-from chunk_cache.request_options import loads
-from chunk_cache.selector_answer import SelectorAnswer, asks_selector
+from chunk_cache.options.request_options import loads
+from chunk_cache.plan.selector_answer import SelectorAnswer, asks_selector
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
 from sglang_chunk_cache.host.disaggregation import waiting
-from sglang_chunk_cache.request_state import PARAM_NAME, state_of
-from sglang_chunk_cache.selector.client import SelectorClient, SelectorStartError
-from sglang_chunk_cache.selector.messages import SCORES
-from sglang_chunk_cache.selector.metrics import SelectorMetrics
-from sglang_chunk_cache.server_args import ChunkCacheArgs, refuse
+from sglang_chunk_cache.request.chunk_request import PARAM_NAME, state_of
+from sglang_chunk_cache.selector.selector_client import SelectorClient, SelectorStartError
+from sglang_chunk_cache.selector.selector_messages import SCORES
+from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
 
 
 class ChunkCacheScores(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec.Struct

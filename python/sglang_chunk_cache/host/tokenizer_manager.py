@@ -18,15 +18,15 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager, print_except
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_chunk_cache.admin.client import Admin
-from sglang_chunk_cache.admin.messages import ChunkCacheAdminReply
-from sglang_chunk_cache.api.asked import KEY
+from sglang_chunk_cache.admin.admin_messages import ChunkCacheAdminReply
+from sglang_chunk_cache.admin.administration import Admin
+from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
+from sglang_chunk_cache.flags.server_args import attached, set_args
 from sglang_chunk_cache.host.disaggregation import own_fields
 from sglang_chunk_cache.host.selector import ask, create_client
-from sglang_chunk_cache.selector.client import SelectorClient
-from sglang_chunk_cache.server_args import attached, set_args
+from sglang_chunk_cache.selector.selector_client import SelectorClient
 
 _REPLY = "chunk_cache_reply"
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sglang_chunk_cache.host.runtime import runtime_of
 from sglang_chunk_cache.kv.ranks import max_over_ranks
+from sglang_chunk_cache.start.runtime import runtime_of
 
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
 """Beginnings of SGLang's messages for an update from disk that failed before a weight was written. Not among them is

@@ -25,9 +25,9 @@ from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.rotary import RotarySpec, Turn
 from sgl_kernel_ext.transfer import host_buffer
+from sglang_chunk_cache.kv.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
-from sglang_chunk_cache.tiers.base import host_memory
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
+from sglang_chunk_cache.kv.stored_variant import host_memory
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -56,7 +56,7 @@ class HostKV:
             self.copied.synchronize()
 
 
-class _Alike(NamedTuple):
+class RotationGroup(NamedTuple):
     """Buffers of layers whose keys are rotated alike, or, with any `rotary`, not at all."""
 
     rotary: RotarySpec
@@ -205,13 +205,13 @@ class KVAssembler:
             model=server_args.model_path,
         )
 
-    def _alike(self, layers: range) -> list[_Alike]:
+    def _alike(self, layers: range) -> list[RotationGroup]:
         """The layers by how their keys are rotated, which is one way in most models."""
         any_rotary = next(filter(None, self._rotaries))
-        found: dict[RotarySpec | None, _Alike] = {}
+        found: dict[RotarySpec | None, RotationGroup] = {}
         for layer in layers:
             rotary = self._rotaries[layer]
-            alike = found.setdefault(rotary, _Alike(rotary or any_rotary, rotary is not None, [], []))
+            alike = found.setdefault(rotary, RotationGroup(rotary or any_rotary, rotary is not None, [], []))
             alike.k.append(self._k_buffers[layer])
             alike.v.append(self._v_buffers[layer])
         return list(found.values())

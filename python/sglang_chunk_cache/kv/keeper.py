@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from chunk_cache.index.refresh import Origin, RefreshQueue
+from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
-from chunk_cache.refresh import Origin, RefreshQueue
-from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes
 from sglang_chunk_cache.kv.store import VariantStore
-from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.request_state import DocChunkRequest
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_chunk_cache.kv.statistics_taker import ChunkSums
+    from sglang_chunk_cache.forward.statistics_taker import ChunkSums
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ChunkKeeper:
         self._awaited: deque[_Awaited] = deque()
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
 
-    def remember(self, req: Req, state: DocChunkRequest, up_to: int, *, is_last: bool) -> None:
+    def remember(self, req: Req, state: ChunkRequest, up_to: int, *, is_last: bool) -> None:
         """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree.
 
         Args:
@@ -127,7 +127,7 @@ class ChunkKeeper:
         """The tree was emptied."""
         self._awaited.clear()
 
-    def _remember_exact(self, req: Req, state: DocChunkRequest, up_to: int, is_last: bool) -> None:
+    def _remember_exact(self, req: Req, state: ChunkRequest, up_to: int, is_last: bool) -> None:
         if state.remembered or not state.keys or state.unsupported:
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
@@ -143,7 +143,7 @@ class ChunkKeeper:
             in_path = PathHome(path, state.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or self._copied_home(req, state, keep))
 
-    def _keep(self, req: Req, state: DocChunkRequest, keep: Keep, home: Home | None) -> None:
+    def _keep(self, req: Req, state: ChunkRequest, keep: Keep, home: Home | None) -> None:
         if home is None:
             return
         variant = self._manager.complete(state.prompt, keep, home)
@@ -160,7 +160,7 @@ class ChunkKeeper:
             spans = state.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.partition))
 
-    def _own_home(self, req: Req, state: DocChunkRequest, keep: Keep) -> NodeHome | None:
+    def _own_home(self, req: Req, state: ChunkRequest, keep: Keep) -> NodeHome | None:
         start, end = state.options.spans[keep.chunk]
         if self._cache.page_size > 1 or start < req.kv.cache_protected_len:
             return self._copied_home(req, state, keep)
@@ -169,7 +169,7 @@ class ChunkKeeper:
         self._handed_over.setdefault(req.kv.req_pool_idx, []).append((start, end))
         return self._insert(req, state, keep, row.to(torch.int64, copy=True))
 
-    def _copied_home(self, req: Req, state: DocChunkRequest, keep: Keep) -> NodeHome | None:
+    def _copied_home(self, req: Req, state: ChunkRequest, keep: Keep) -> NodeHome | None:
         start, end = state.options.spans[keep.chunk]
         slots = self._pool.allocate(end - start)
         if slots is None:
@@ -180,7 +180,7 @@ class ChunkKeeper:
         self._assembler.copy(row, slots[: end - start], torch.zeros_like(row))
         return self._insert(req, state, keep, slots)
 
-    def _insert(self, req: Req, state: DocChunkRequest, keep: Keep, slots: torch.Tensor) -> NodeHome:
+    def _insert(self, req: Req, state: ChunkRequest, keep: Keep, slots: torch.Tensor) -> NodeHome:
         start, end = state.options.spans[keep.chunk]
         priority = self._manager.new_priority(req.priority or 0)
         return self._store.insert_node(state.partition, req.origin_input_ids[start:end], slots, priority)

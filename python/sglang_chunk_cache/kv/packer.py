@@ -23,7 +23,7 @@ from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.request_state import DocChunkRequest, state_of
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -86,7 +86,7 @@ class KVPacker:
         return state.kept.num_dropped
 
 
-def _kept_places(state: DocChunkRequest, num_slots: int) -> torch.Tensor:
+def _kept_places(state: ChunkRequest, num_slots: int) -> torch.Tensor:
     """`[num_layers, num_kv_heads, num_kept]` what is kept of a row of `num_slots`, ascending."""
     assert state.chosen is not None
     assert state.kept is not None

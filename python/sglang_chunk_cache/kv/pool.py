@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
-from chunk_cache.plan import ChunkPlan, RecomputePlan
-from chunk_cache.variant import Variant
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
+from sglang_chunk_cache.kv.partial_load import LayerCopy, PartialLoads
 from sglang_chunk_cache.kv.store import VariantStore
-from sglang_chunk_cache.tiers.landing import Landings, LayerCopy
 
 if TYPE_CHECKING:
-    from chunk_cache.need import Need
-    from sglang_chunk_cache.tiers.base import StoredVariant
-    from sglang_chunk_cache.tiers.stream import LayerStream
+    from chunk_cache.index.need import Need
+    from sglang_chunk_cache.kv.layer_stream import LayerStream
+    from sglang_chunk_cache.kv.stored_variant import StoredVariant
 
 
 class _Copy(NamedTuple):
@@ -55,7 +55,7 @@ class ChunkPool:
         manager: ChunkManager,
         store: VariantStore,
         assembler: KVAssembler,
-        landings: Landings | None,
+        landings: PartialLoads | None,
     ) -> None:
         self._cache = cache
         self._manager = manager

@@ -25,9 +25,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from chunk_cache.index.quota import Shares
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 from chunk_cache.keys import Partition, partition_key
-from chunk_cache.quota import Shares
-from chunk_cache.variant import NodeHome, PathTokens, Variant
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
+from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer
 from sglang_chunk_cache.selector.desk import QuestionDesk
-from sglang_chunk_cache.selector.messages import Alive, Settings, dumps, loads_question
-from sglang_chunk_cache.selector.scorer import ChunkScorer
+from sglang_chunk_cache.selector.selector_messages import Alive, Settings, dumps, loads_question
 
 BEAT_S = 0.5
 """Between two signs of life."""

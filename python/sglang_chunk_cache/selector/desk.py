@@ -18,8 +18,8 @@ from functools import partial
 
 import numpy as np
 
-from sglang_chunk_cache.selector.messages import IDS, Question, Scores, Text
-from sglang_chunk_cache.selector.scorer import ChunkScorer, ReadChunk, TooLong
+from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer, ReadChunk, TooLong
+from sglang_chunk_cache.selector.selector_messages import IDS, Question, Scores, Text
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Where chunks are kept below the KV pool. Importing this package loads nothing.
 
 A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes, and its *ledger*
-(`chunk_cache.tier_ledger`) decides by ids and sizes what it keeps.
+(`chunk_cache.tiers.tier_ledger`) decides by ids and sizes what it keeps.
 
     base          the contract of a medium (`Medium`), what it moves, why it fails
     fingerprint   what must agree for stored KV to be usable
@@ -18,6 +18,6 @@ A *tier* is a place below the pool as the scheduler sees it; its *medium* moves 
     loader        tiers -> pool, for requests that wait; `search` finds, `stream` and `landing` go layer by layer
     pool          what all of them need of the KV pool
 
-A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.tier_config.TierConfig`, and a class in
-`test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
+A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.options.tier_config.TierConfig`, and
+a class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
 """

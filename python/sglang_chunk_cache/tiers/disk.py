@@ -24,18 +24,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import (
-    Layer,
-    LayerwiseMedium,
-    StoredVariant,
-    Target,
-    TierError,
-    VariantInfo,
-    in_order,
-)
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.files import make_folder, read_all, remove_abandoned, told, write_whole
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     PREFIX,
     Record,

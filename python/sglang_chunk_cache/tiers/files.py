@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sglang_chunk_cache.tiers.base import TierError
+from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.tiers.record import corrupt
 
 _UNLOCKABLE_AGE_S = 3600.0

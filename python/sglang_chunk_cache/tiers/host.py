@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import Layer, StoredVariant, VariantInfo, host_memory, in_order
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, VariantInfo, host_memory
+from sglang_chunk_cache.tiers.medium import in_order
 from sglang_chunk_cache.tiers.record import check_wanted, missing
 
 _WHERE = "host memory"

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunk_cache.cost import Estimates, LoadingController, LoadOption, PrefillCost, preload_depth
-from chunk_cache.prefetch import PrefetchQueue, State, Votes
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import StoredVariant, VariantInfo
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
-from sglang_chunk_cache.tiers.pool import Pool
+from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, preload_depth
+from chunk_cache.tiers.prefetch import PrefetchQueue, State, Votes
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, VariantInfo
+from sglang_chunk_cache.tiers.pool_view import Pool
 from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, TierSearch, Wanted
-from sglang_chunk_cache.tiers.stream import LayerStream, run_all
 from sglang_chunk_cache.tiers.tier import HOST, Tier
 
 if TYPE_CHECKING:
-    from chunk_cache.tier_config import TierConfig
-    from sglang_chunk_cache.tiers.metrics import TierMetrics
+    from chunk_cache.options.tier_config import TierConfig
+    from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
     from sglang_chunk_cache.tiers.writer import TierWriter
 

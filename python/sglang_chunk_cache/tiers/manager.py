@@ -25,27 +25,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunk_cache.cost import PrefillCost, hidden_ratio, placement
-from chunk_cache.tier_ledger import context_digest
-from sglang_chunk_cache.tiers.base import Listed, TierError, VariantInfo
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from chunk_cache.tiers.cost import PrefillCost, hidden_ratio, placement
+from chunk_cache.tiers.tier_ledger import context_digest
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.layer_stream import LayerStream
+from sglang_chunk_cache.kv.stored_variant import EntrySummary, TierError, VariantInfo
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.loader import TierLoader
-from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.tiers.pool import Pool
+from sglang_chunk_cache.tiers.pool_view import Pool
 from sglang_chunk_cache.tiers.registry import open_tiers
 from sglang_chunk_cache.tiers.search import Outcome, Wanted
-from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.worth import decode_worth, encode_worth
 from sglang_chunk_cache.tiers.writer import TierWriter
 
 if TYPE_CHECKING:
-    from chunk_cache.config import Config
-    from chunk_cache.observer import Observer
-    from chunk_cache.tier_config import TierConfig
-    from chunk_cache.tier_ledger import EntryId, Traits
-    from chunk_cache.variant import Variant
+    from chunk_cache.index.observer import Observer
+    from chunk_cache.index.variant import Variant
+    from chunk_cache.options.config import Config
+    from chunk_cache.options.tier_config import TierConfig
+    from chunk_cache.tiers.tier_ledger import EntryId, Traits
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +199,10 @@ class ChunkTiers:
         for tier in tiers if is_first else ():
             find = partial(_listed, tier, partial(_found, tier, keys), f"tier {tier.name} was not asked")
             self._workers.submit(find, self._adopt_found, _asking(tier))
-        is_asking = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
-        return bool((is_asking if self.reduce_max is None else self.reduce_max(is_asking))[0])
+        is_scoring_pass = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
+        return bool((is_scoring_pass if self.reduce_max is None else self.reduce_max(is_scoring_pass))[0])
 
-    def _adopt_found(self, found: tuple[Tier, list[Listed]]) -> None:
+    def _adopt_found(self, found: tuple[Tier, list[EntrySummary]]) -> None:
         tier, entries = found
         for listed in entries:
             self._writer.adopt(tier, listed)
@@ -256,7 +256,7 @@ class ChunkTiers:
             nums = self.reduce_max(nums.reshape(-1)).reshape(nums.shape)
         return [{tier.name: n for tier, n in zip(self._tiers, row, strict=True) if n} for row in nums.tolist()]
 
-    def _forget_found(self, found: tuple[Tier, list[Listed]]) -> None:
+    def _forget_found(self, found: tuple[Tier, list[EntrySummary]]) -> None:
         tier, entries = found
         self._forget_all(tier, [listed.entry_id for listed in entries])
 
@@ -338,7 +338,7 @@ class ChunkTiers:
             if is_bounded and not tier.is_host and self._disabled_reason is None:
                 self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
 
-    def _adopt_all(self, found: tuple[Tier, list[Listed], dict[EntryId, float]]) -> None:
+    def _adopt_all(self, found: tuple[Tier, list[EntrySummary], dict[EntryId, float]]) -> None:
         """What a tier holds, in the order in which it would go: what nobody knows anything of is used least."""
         tier, entries, worth = found
         places = {entry_id: place for place, entry_id in enumerate(worth)}
@@ -393,17 +393,17 @@ def _is_behind(keys: set[bytes], info: VariantInfo) -> bool:
     return not keys.isdisjoint(info.context)
 
 
-def _behind(tier: Tier, keys: set[bytes], known: Sequence[bytes]) -> Iterator[Listed]:
+def _behind(tier: Tier, keys: set[bytes], known: Sequence[bytes]) -> Iterator[EntrySummary]:
     """What a tier holds that was computed behind these chunks, whoever wrote it."""
     return (info.listed for info in tier.medium.scan(known) if _is_behind(keys, info))
 
 
-def _all(tier: Tier) -> Iterator[Listed]:
+def _all(tier: Tier) -> Iterator[EntrySummary]:
     """What a tier holds, whoever wrote it."""
     return (info.listed for info in tier.medium.scan())
 
 
-def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[Listed]:
+def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[EntrySummary]:
     """What a tier holds of these chunks, whoever wrote it."""
     return (info.listed for key in keys for info in tier.medium.find(key))
 
@@ -413,7 +413,7 @@ def _asking(tier: Tier) -> str:
     return f"{tier.name} asked"
 
 
-def _listed(tier: Tier, entries: Callable[[], Iterable[Listed]], problem: str) -> tuple[Tier, list[Listed]]:
+def _listed(tier: Tier, entries: Callable[[], Iterable[EntrySummary]], problem: str) -> tuple[Tier, list[EntrySummary]]:
     """A worker's part: what `entries` gives, or nothing, with the problem in the log, where the tier cannot say."""
     try:
         return tier, list(entries())
@@ -422,7 +422,7 @@ def _listed(tier: Tier, entries: Callable[[], Iterable[Listed]], problem: str) -
         return tier, []
 
 
-def _scanned(tier: Tier) -> tuple[Tier, list[Listed], dict[EntryId, float]]:
+def _scanned(tier: Tier) -> tuple[Tier, list[EntrySummary], dict[EntryId, float]]:
     """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
     _, entries = _listed(tier, partial(_all, tier), f"tier {tier.name} was not searched")
     try:

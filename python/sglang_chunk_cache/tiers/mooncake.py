@@ -28,19 +28,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 
-from chunk_cache.tier_config import parse_bytes, shown_url
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import (
-    Layer,
-    LayerwiseMedium,
-    StoredVariant,
-    Target,
-    TierError,
-    VariantInfo,
-    host_memory,
-    in_order,
-)
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from chunk_cache.options.tier_config import parse_bytes, shown_url
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo, host_memory
+from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     Record,
     check_wanted,

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.keys import KEY_LEN
-from chunk_cache.system_prompt import num_pieces
-from sglang_chunk_cache.tiers.base import Layer, StoredVariant, TierError, VariantInfo
-from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
+from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
 
 MAGIC = b"ChunkKV\n"
 PREFIX = struct.Struct("<8sIII")

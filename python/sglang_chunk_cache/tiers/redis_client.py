@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from chunk_cache.tier_config import shown_url
-from sglang_chunk_cache.tiers.base import TierError
+from chunk_cache.options.tier_config import shown_url
+from sglang_chunk_cache.kv.stored_variant import TierError
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -22,18 +22,11 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from chunk_cache.errors import show
-from chunk_cache.tier_config import shown_url
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import (
-    Layer,
-    LayerwiseMedium,
-    StoredVariant,
-    Target,
-    TierError,
-    VariantInfo,
-    in_order,
-)
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+from chunk_cache.options.tier_config import shown_url
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     Record,
     check_wanted,

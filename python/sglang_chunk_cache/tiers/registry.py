@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from chunk_cache.tier_ledger import TierLedger
-from sglang_chunk_cache.tiers.base import Medium
+from chunk_cache.tiers.tier_ledger import TierLedger
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.host import HostMedium
+from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import HOST, REMOTE, Tier
 
 if TYPE_CHECKING:
-    from chunk_cache.config import Config
-    from chunk_cache.tier_config import DiskConfig, RemoteConfig
+    from chunk_cache.options.config import Config
+    from chunk_cache.options.tier_config import DiskConfig, RemoteConfig
 
 
 def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:

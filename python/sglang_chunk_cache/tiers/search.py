@@ -16,16 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from chunk_cache.reusability import use_weight
-from chunk_cache.variant import Rank
-from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo, host_memory, take_skipped
-from sglang_chunk_cache.tiers.stream import LayerStream
+from chunk_cache.index.reusability import use_weight
+from chunk_cache.index.variant import Rank
+from sglang_chunk_cache.kv.layer_stream import LayerStream
+from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
+from sglang_chunk_cache.tiers.medium import take_skipped
 from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
+    from chunk_cache.index.need import Need
     from chunk_cache.keys import Partition
-    from chunk_cache.need import Need
-    from sglang_chunk_cache.tiers.fingerprint import Fingerprint
+    from sglang_chunk_cache.kv.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Found:
     weight: float = 1.0
     stream: LayerStream | None = None
     reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
-    seen: tuple[tuple[Tier, Listed], ...] = ()
+    seen: tuple[tuple[Tier, EntrySummary], ...] = ()
     absent: tuple[Tier, ...] = ()
 
     @property
@@ -121,7 +122,7 @@ class TierSearch:
         """
         trouble = NOT_STORED
         reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        seen: list[tuple[Tier, Listed]] = []
+        seen: list[tuple[Tier, EntrySummary]] = []
         absent: list[Tier] = []
         for tier in self._tiers:
             if tier.is_host:

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
-from chunk_cache.tier_ledger import EntryId
-from sglang_chunk_cache.tiers.base import Layer, Medium, StoredVariant, VariantInfo
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, VariantInfo
+from sglang_chunk_cache.tiers.medium import Medium
 
 
 class Throttled:

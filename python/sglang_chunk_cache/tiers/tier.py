@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chunk_cache.cost import Throughput
-from chunk_cache.tier_ledger import EntryId, TierLedger
-from sglang_chunk_cache.tiers.base import Medium, VariantInfo
+from chunk_cache.tiers.cost import Throughput
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger
+from sglang_chunk_cache.kv.stored_variant import VariantInfo
+from sglang_chunk_cache.tiers.medium import Medium
 
 HOST, REMOTE = "host", "remote"
 
@@ -16,7 +17,7 @@ class Tier:
     """One tier.
 
     Attributes:
-        name: one of `chunk_cache.tier_config.TIERS`.
+        name: one of `chunk_cache.options.tier_config.TIERS`.
         medium: moves its bytes.
         ledger: decides what it keeps.
         reads: how fast it was.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from chunk_cache.tier_ledger import EntryId, TierLedger
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger
 from sglang_chunk_cache.tiers.record import corrupt
 
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from chunk_cache.keys import partition_key
-from sglang_chunk_cache.tiers.base import Listed, StoredVariant, TierError, VariantInfo
-from sglang_chunk_cache.tiers.pool import Pool
+from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.pool_view import Pool
 from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from chunk_cache.tier_config import TierConfig
-    from chunk_cache.tier_ledger import EntryId
-    from chunk_cache.variant import Variant
-    from sglang_chunk_cache.tiers.metrics import TierMetrics
+    from chunk_cache.index.variant import Variant
+    from chunk_cache.options.tier_config import TierConfig
+    from chunk_cache.tiers.tier_ledger import EntryId
+    from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class TierWriter:
 
         self._workers.submit(write, written, _order(tier, info.entry_id), lane="write")
 
-    def adopt(self, tier: Tier, listed: Listed, frequency: float = 0.0) -> None:
+    def adopt(self, tier: Tier, listed: EntrySummary, frequency: float = 0.0) -> None:
         """A tier has it although nobody here has written it: it counts, and makes others go.
 
         Args:
@@ -187,7 +187,7 @@ class TierWriter:
             self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
         return variant.length
 
-    def _prepare(self, tier: Tier, listed: Listed, frequency: float) -> tuple[EntryId, ...] | None:
+    def _prepare(self, tier: Tier, listed: EntrySummary, frequency: float) -> tuple[EntryId, ...] | None:
         entry_id, payload_len, partition, traits = listed
         return tier.ledger.prepare_store(entry_id, payload_len, frequency, partition, traits)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from chunk_cache.errors import request_error, show
 from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Random
-from chunk_cache.methods.options import Options, OptionValue
+from chunk_cache.methods.method_options import Options, OptionValue
 from chunk_cache.methods.ranked import H2O, CacheCraft
 from chunk_cache.methods.scored import A3, CacheBlend, InfoFlow, QuestionDrift, QuestionMethod
 from chunk_cache.methods.selected import STAND_IN, CacheClip

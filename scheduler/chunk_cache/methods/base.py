@@ -5,7 +5,7 @@
     Stage.QUESTION   by a first pass of the question over the reused cache: `layer_counts`
 
 A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
-makes them is `sglang_chunk_cache.selection.<name>:score`. Whatever a method does depends on its arguments only, so
+makes them is `forward.selection.<name>:score` of the server. Whatever a method does depends on its arguments only, so
 every tensor-parallel rank and every retry agrees.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.errors import request_error, show
-from chunk_cache.methods.options import (
+from chunk_cache.methods.method_options import (
     ALPHA,
     COMMON_OPTIONS,
     GROUP_SIZE,
@@ -66,11 +66,11 @@ class Method:
     stage: ClassVar[Stage] = Stage.BEFORE
     own_options: ClassVar[tuple[Option, ...]] = ()
     statistic: ClassVar[str | None] = None
-    """The statistic of a stored chunk that it ranks by; one of `chunk_cache.chunk_statistics.STATISTICS`."""
+    """The statistic of a stored chunk that it ranks by; one of `chunk_cache.index.chunk_statistics.STATISTICS`."""
     reads_question: ClassVar[bool] = False
     """Whether it chooses by the question, which must then be computed in the same step as the rows."""
     asks_selector: ClassVar[bool] = False
-    """Whether it ranks by scores of an auxiliary model, for which a request waits (`chunk_cache.selector_answer`)."""
+    """Whether it ranks by scores of an auxiliary model, for which a request waits (`plan.selector_answer`)."""
 
     @property
     def options_schema(self) -> tuple[Option, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.methods.base import Basis, Method, Rows
-from chunk_cache.methods.options import ALPHA, ENDS, IntOption, Options
+from chunk_cache.methods.method_options import ALPHA, ENDS, IntOption, Options
 
 
 class FullReuse(Method):

@@ -1,4 +1,4 @@
-"""Methods that rank a chunk's tokens by a statistic (`chunk_cache.chunk_statistics`) taken as it was computed."""
+"""Methods that rank a chunk's tokens by a statistic (`chunk_cache.index.chunk_statistics`) taken as it was computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from chunk_cache.methods.base import Basis, Method, Ranking, Rows
-from chunk_cache.methods.options import ALPHA, Option
+from chunk_cache.methods.method_options import ALPHA, Option
 
 
 class RankedMethod(Method):

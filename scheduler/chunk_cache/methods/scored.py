@@ -1,6 +1,6 @@
 """Methods that score tokens during the forward; here only where, and how many rows stay.
 
-The scores themselves are made by `sglang_chunk_cache.selection`, in the file of the same name.
+The scores themselves are made by `sglang_chunk_cache.forward.selection`, in the file of the same name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from chunk_cache.errors import request_error
 from chunk_cache.methods.base import TOP_K, Method, Stage, field_of, need_layers, num_rows_at
-from chunk_cache.methods.options import (
+from chunk_cache.methods.method_options import (
     DRIFT,
     MAX_LAYER,
     ChoiceOption,

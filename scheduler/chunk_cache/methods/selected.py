@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chunk_cache.methods.base import TOP_K
-from chunk_cache.methods.options import GROUP_SIZE, Option
+from chunk_cache.methods.method_options import GROUP_SIZE, Option
 from chunk_cache.methods.ranked import RankedMethod
 
 

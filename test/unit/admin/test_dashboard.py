@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from sglang_chunk_cache.gate.metrics import GateMetrics
-from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.selector.metrics import SelectorMetrics
-from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "chunk_cache.json"
 

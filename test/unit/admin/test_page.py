@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from chunk_cache.types import REASONS
-from sglang_chunk_cache.admin.page import page
+from sglang_chunk_cache.admin.admin_page import page
+from sglang_chunk_cache.admin.journal import KINDS
 from sglang_chunk_cache.host.admin_routes import decide_request_auth
-from sglang_chunk_cache.journal import KINDS
 
 
 @dataclass(frozen=True)

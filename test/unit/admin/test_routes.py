@@ -13,13 +13,15 @@ import pytest
 from fastapi import FastAPI, Request
 
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache import server_args as options
-from sglang_chunk_cache.admin import client, messages, routes
-from sglang_chunk_cache.admin.client import Admin
+from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin import administration as client
+from sglang_chunk_cache.admin import routes
+from sglang_chunk_cache.admin.administration import Admin
+from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.offline import EngineAdmin
+from sglang_chunk_cache.flags import server_args as options
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 from sglang_chunk_cache.host import admin_routes
-from sglang_chunk_cache.journal import Journal
-from sglang_chunk_cache.server_args import ChunkCacheArgs
 
 DOC = Path(__file__).parents[3] / "docs" / "admin.md"
 IDS = [[3, 4, 5], [6, 7]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sglang_chunk_cache.server_client import KEY_ENV
-from sglang_chunk_cache.warm import __main__ as command
-from sglang_chunk_cache.warm.corpus import open_corpus
-from sglang_chunk_cache.warm.state import WarmState, load
+from chunk_cache_tools.server_client import KEY_ENV
+from chunk_cache_tools.warm import warm_command as command
+from chunk_cache_tools.warm.corpus import open_corpus
+from chunk_cache_tools.warm.warm_state import WarmState, load
 
 
 class FakeServer:

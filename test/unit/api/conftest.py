@@ -17,8 +17,8 @@ import httpx
 import pytest
 import zmq
 
-from sglang_chunk_cache import server_args as options
-from sglang_chunk_cache.server_args import ChunkCacheArgs
+from sglang_chunk_cache.flags import server_args as options
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
 
@@ -124,7 +124,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from sglang.srt.runtime_context import publish, restore_context, snapshot_context
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from sglang_chunk_cache.host import admin_routes, hooks
+    from sglang_chunk_cache.host import admin_routes
+    from sglang_chunk_cache.start import hooks
     from tiny_models import make_model
 
     args = ChunkCacheArgs()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.request_options import MAX_CHUNKS, loads
-from sglang_chunk_cache import server_args as options
+from chunk_cache.options.request_options import MAX_CHUNKS, loads
+from sglang_chunk_cache.flags import server_args as options
 
 SEP = "<|chunk|>"
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"

@@ -9,29 +9,29 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
-from chunk_cache.config import STATISTICS_HEADS, STATISTICS_LAYERS, Config
-from chunk_cache.event_config import EventConfig
-from chunk_cache.gate.ledger import MEASURES
-from chunk_cache.gate.selection import DROPPED
 from chunk_cache.gate.target import KEYS as TARGET_KEYS
+from chunk_cache.gate.verification_ledger import MEASURES
+from chunk_cache.gate.verification_queue import DROPPED
 from chunk_cache.methods import METHODS
-from chunk_cache.request_options import KEYS, MODES
-from chunk_cache.selector_config import SelectorConfig
-from chunk_cache.tier_config import TierConfig
+from chunk_cache.options.config import STATISTICS_HEADS, STATISTICS_LAYERS, Config
+from chunk_cache.options.event_config import EventConfig
+from chunk_cache.options.request_options import KEYS, MODES
+from chunk_cache.options.selector_config import SelectorConfig
+from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
-from sglang_chunk_cache.api.asked import ROUTE_KEYS
-from sglang_chunk_cache.doctor.__main__ import main as doctor
-from sglang_chunk_cache.doctor.compare import Cause
-from sglang_chunk_cache.explain.__main__ import main as explain
-from sglang_chunk_cache.gate.metrics import GateMetrics
-from sglang_chunk_cache.host import refusals
-from sglang_chunk_cache.metrics import ChunkMetrics
-from sglang_chunk_cache.selector.metrics import SelectorMetrics
-from sglang_chunk_cache.selector.train import main as train
-from sglang_chunk_cache.tiers.base import TIER_REASONS
-from sglang_chunk_cache.tiers.metrics import TierMetrics
-from sglang_chunk_cache.verify.__main__ import main as verify
-from sglang_chunk_cache.warm.__main__ import main as warm
+from chunk_cache_tools.doctor.compare import Cause
+from chunk_cache_tools.doctor.doctor_command import main as doctor
+from chunk_cache_tools.explain.explain_command import main as explain
+from chunk_cache_tools.verify.verify_command import main as verify
+from chunk_cache_tools.warm.warm_command import main as warm
+from sglang_chunk_cache.api.chunk_cache_fields import ROUTE_KEYS
+from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
+from sglang_chunk_cache.selector_training.train_selector import main as train
+from sglang_chunk_cache.start import refusals
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/**/*.md")})

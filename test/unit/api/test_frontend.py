@@ -7,7 +7,7 @@ import sglang as sgl
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.chat_template import get_chat_template
 
-from sglang_chunk_cache.api.marks import split_marked
+from chunk_cache.prompt.marks import split_marked
 from sglang_chunk_cache.frontend import chunk
 
 SEP = "<|chunk|>"

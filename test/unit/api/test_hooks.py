@@ -13,9 +13,9 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import sglang_signatures as signatures
-from sglang_chunk_cache.host import hooks
-from sglang_chunk_cache.host.table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED, Hook
-from sglang_chunk_cache.server_args import StartRefused
+from sglang_chunk_cache.flags.server_args import StartRefused
+from sglang_chunk_cache.start import hooks
+from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED, Hook
 
 ALL = FLAG_HOOKS + HOOKS
 ROOT = Path(__file__).parents[3]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.request_options import MAX_CHUNKS
-from sglang_chunk_cache.api.marks import split_marked
-from sglang_chunk_cache.api.tokens import encode_marked
+from chunk_cache.options.request_options import MAX_CHUNKS
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import split_marked
 from tiny_models import make_tokenizer
 
 SEP = "<|chunk|>"

@@ -13,11 +13,11 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
-from chunk_cache.config import parse_config
-from sglang_chunk_cache.api.served import check_default, what_fixes_rows, what_keeps_all
-from sglang_chunk_cache.host import pool_check, refusals
-from sglang_chunk_cache.host.runtime import create_runtime
-from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
+from chunk_cache.options.config import parse_config
+from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
+from sglang_chunk_cache.start import pool_check, refusals
+from sglang_chunk_cache.start.runtime import create_runtime
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),

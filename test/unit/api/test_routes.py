@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.request_options import MAX_CHUNKS, loads
+from chunk_cache.options.request_options import MAX_CHUNKS, loads
 
 SEP = "<|chunk|>"
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}

@@ -10,8 +10,8 @@ import os
 
 import pytest
 
-from sglang_chunk_cache import server_args as options
-from sglang_chunk_cache.server_args import ChunkCacheArgs, StartRefused
+from sglang_chunk_cache.flags import server_args as options
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
 
 
 def parse(*argv: str) -> ChunkCacheArgs | None:

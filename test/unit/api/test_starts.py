@@ -30,7 +30,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-chunk-cache\nVersion: 0\n")
         (info / "entry_points.txt").write_text(
             "[sglang.srt.plugins]\nchunk_cache = sglang_chunk_cache.plugin:register\n"
-            "[sglang.srt.platforms]\nchunk_cache_cpu = sglang_chunk_cache.platform_cpu:activate\n"
+            "[sglang.srt.platforms]\nchunk_cache_cpu = sglang_plain_cpu:activate\n"
         )
         path.append(folder)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}

@@ -34,10 +34,10 @@ from transformers import LlamaConfig
 
 from sgl_kernel_ext.backend import raw
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.host.attention_backend import Attention, attending
-from sglang_chunk_cache.host.pool_check import NOT_READ
-from sglang_chunk_cache.kv.rows import FusedRows
-from sglang_chunk_cache.kv.runs import BackendRuns, Runs, RunsBeside
+from sglang_chunk_cache.forward.attending import Attention, attending
+from sglang_chunk_cache.forward.rows import FusedRows
+from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
+from sglang_chunk_cache.start.pool_check import NOT_READ
 
 sys.path.insert(0, str(Path(__file__).parent))  # the folder is not a package
 import reference_kernels
@@ -309,7 +309,7 @@ class Forward:
         if chosen is not None:
             are_served = [i in chosen for i in everything]
             slots = torch.cat([forward_batch.out_cache_loc.split(row_lens)[i] for i in chosen])
-            attention = dataclasses.replace(self.rows, beside=RunsBeside(are_served, attention, slots))
+            attention = dataclasses.replace(self.rows, beside=StockServedRequests(are_served, attention, slots))
         rows = self._rows(everything)
         if num_padded:
             rows = [torch.cat((one, one.new_full((num_padded, one.shape[1]), float("nan")))) for one in rows]

@@ -10,9 +10,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.self_test import Result
-from sglang_chunk_cache.kv import kernels
-from sglang_chunk_cache.kv.model import ModelLayers
-from sglang_chunk_cache.server_args import StartRefused
+from sglang_chunk_cache.flags.server_args import StartRefused
+from sglang_chunk_cache.forward import kernels
+from sglang_chunk_cache.kv.model_layers import ModelLayers
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunk_cache.kv.runs import Runs
+from sglang_chunk_cache.forward.runs import Runs
 
 rows_of_a_request = st.sets(st.integers(0, 60), min_size=1).map(sorted)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from benchmark.common.ragpulse import FILES, TRACE_FILE, block_tokens, read_ragpulse
 
+from chunk_cache_tools.verify.jsonl import DataError
 from pulse_files import REQUESTS, write_pulse
-from sglang_chunk_cache.verify.jsonl import DataError
 
 
 def test_requests_are_as_given(tmp_path: Path) -> None:

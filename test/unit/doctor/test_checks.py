@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.config import parse_config
+from chunk_cache.advice import ADVICE, Level
+from chunk_cache.options.config import parse_config
 from chunk_cache.types import REASONS
-from sglang_chunk_cache.doctor import machine, server, tiers
-from sglang_chunk_cache.doctor.__main__ import PROG, main
-from sglang_chunk_cache.doctor.advice import ADVICE
-from sglang_chunk_cache.doctor.checks import Check, Level, refused_check
+from chunk_cache_tools.doctor import machine_checks as machine
+from chunk_cache_tools.doctor import server_checks as server
+from chunk_cache_tools.doctor import tier_checks as tiers
+from chunk_cache_tools.doctor.checks import Check, refused_check
+from chunk_cache_tools.doctor.doctor_command import PROG, main
 
 
 def test_every_reason_has_advice():

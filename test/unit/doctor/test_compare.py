@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.advice import Level
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.keys import Partition
-from sglang_chunk_cache.doctor.checks import Level
-from sglang_chunk_cache.doctor.compare import REMEDIES, Cause, compare
-from sglang_chunk_cache.doctor.requests import Request, read_requests
-from sglang_chunk_cache.doctor.server import Stored
+from chunk_cache_tools.doctor.compare import REMEDIES, Cause, compare
+from chunk_cache_tools.doctor.request_checks import Request, read_requests
+from chunk_cache_tools.doctor.server_checks import Stored
 from tiny_models import make_tokenizer
 
 SEP = "<|chunk|>"

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.event_config import EventConfig
-from chunk_cache.event_log import POOL
+from chunk_cache.events.event_log import POOL
 from chunk_cache.keys import Partition, chunk_key, partition_key
-from sglang_chunk_cache.holders import Source
-from sglang_chunk_cache.host.events import EventPublisher
-from sglang_chunk_cache.metrics import ChunkMetrics
+from chunk_cache.options.event_config import EventConfig
+from chunk_cache_tools.holders import Source
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 
 SALT = "salt"
 TOKENS_PER_CHUNK = 7

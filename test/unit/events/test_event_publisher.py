@@ -13,14 +13,14 @@ import pytest
 import zmq
 from sglang.srt.disaggregation import kv_events as stock
 
-from chunk_cache.event_config import EventConfig
-from chunk_cache.event_keys import EventKeys
-from chunk_cache.event_log import KINDS
+from chunk_cache.events.event_keys import EventKeys
+from chunk_cache.events.event_log import KINDS
+from chunk_cache.events.event_messages import END_SEQ, Batch, read_batch
 from chunk_cache.keys import Partition, chunk_key, partition_key
-from sglang_chunk_cache.event_messages import END_SEQ, Batch, read_batch
-from sglang_chunk_cache.host import events
-from sglang_chunk_cache.host.events import EventPublisher
-from sglang_chunk_cache.metrics import ChunkMetrics
+from chunk_cache.options.event_config import EventConfig
+from sglang_chunk_cache.telemetry import event_publisher as events
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 from unit.events.replica import SALT, TOKENS_PER_CHUNK, Replica, tokens
 
 TIMEOUT_MS = 10_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.events.event_messages import Batch
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache import holders as module
-from sglang_chunk_cache.event_messages import Batch
-from sglang_chunk_cache.holders import Holders
-from sglang_chunk_cache.host import events
+from chunk_cache_tools import holders as module
+from chunk_cache_tools.holders import Holders
+from sglang_chunk_cache.telemetry import event_publisher as events
 from unit.events.replica import SALT, TOKENS_PER_CHUNK, Replica, tokens
 
 N = TOKENS_PER_CHUNK
@@ -185,7 +185,7 @@ def test_a_server_that_was_started_anew_before_it_was_missed(replica, follow) ->
 
 
 def test_a_client_needs_neither_torch_nor_sglang() -> None:
-    program = "import sys, sglang_chunk_cache.holders; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
+    program = "import sys, chunk_cache_tools.holders; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.index import Lookup
-from chunk_cache.plan import make_plan
-from chunk_cache.request_options import RequestOptions
+from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.variant import NodeHome, Variant
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import make_plan
 from chunk_cache.types import Span
-from chunk_cache.variant import NodeHome, Variant
-from sglang_chunk_cache.explain.prompt import PromptTokens, tokenize
-from sglang_chunk_cache.explain.states import Explanation, explain
+from chunk_cache_tools.explain.shown_prompt import PromptTokens, tokenize
+from chunk_cache_tools.explain.states import Explanation, explain
 from tiny_models import make_tokenizer
 
 TEXTS = ("Read. ", "Paris is in France.", "Rome costs $5 <now> & then.", "東京 is \u202ein\nJapan.", " Where?")
@@ -29,7 +29,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tokens(tokenizer: Any) -> PromptTokens:
     """The prompt of `TEXTS`."""
-    from sglang_chunk_cache.api.marks import split_marked
+    from chunk_cache.prompt.marks import split_marked
 
     marked = split_marked("<|chunk|>".join(TEXTS), "<|chunk|>", "text")
     assert marked is not None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib")
-from sglang_chunk_cache.explain import replies
-from sglang_chunk_cache.explain.__main__ import PROG, main
+from chunk_cache_tools.explain import replies
+from chunk_cache_tools.explain.explain_command import PROG, main
 
 PROMPT = "Read.<|chunk|>Paris.<|chunk|>Rome.<|chunk|>Where?"
 

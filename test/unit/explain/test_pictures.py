@@ -12,10 +12,11 @@ pytest.importorskip("matplotlib")
 from matplotlib.image import imread
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.explain import page, picture
-from sglang_chunk_cache.explain.palette import colour_of
-from sglang_chunk_cache.explain.prompt import PromptTokens, visible
-from sglang_chunk_cache.explain.states import explain
+from chunk_cache_tools.explain import explain_page as page
+from chunk_cache_tools.explain import picture
+from chunk_cache_tools.explain.palette import colour_of
+from chunk_cache_tools.explain.shown_prompt import PromptTokens, visible
+from chunk_cache_tools.explain.states import explain
 
 
 def everything(tokens):

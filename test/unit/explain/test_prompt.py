@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.explain.layout import lay_out, segments, text_width
-from sglang_chunk_cache.explain.prompt import (
+from chunk_cache_tools.explain.layout import lay_out, segments, text_width
+from chunk_cache_tools.explain.shown_prompt import (
     CONTINUED,
     PromptTokens,
     load_tokenizer,

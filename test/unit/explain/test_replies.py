@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.explain import replies
+from chunk_cache_tools.explain import replies
 
 
 def generated(chunk_cache, text="Rome"):

@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.explain.palette import COLOURS, colour_of, legend, num_layers_of, words_of
-from sglang_chunk_cache.explain.states import Kind, TokenState, classify, differing, explain
-from sglang_chunk_cache.explain.summary import chunk_words, tables, unranked
+from chunk_cache.token_kinds import COLOURS, Kind
+from chunk_cache_tools.explain.palette import colour_of, legend, num_layers_of, words_of
+from chunk_cache_tools.explain.states import TokenState, classify, differing, explain
+from chunk_cache_tools.explain.summary import chunk_words, tables, unranked
 
 
 def kinds(states):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmark.fleet.bench_policies import POLICIES, body_of
 from benchmark.serving.prompt import Chunk, Prompt
 
-from sglang_chunk_cache.routing import REPLICA_HEADER
+from chunk_cache_tools.routing import REPLICA_HEADER
 
 
 def prompt_of(*keys: str) -> Prompt:

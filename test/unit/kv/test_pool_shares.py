@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from chunk_cache.config import Config
+from chunk_cache.index.quota import Shares
 from chunk_cache.keys import Partition, partition_key
 from chunk_cache.manager import ChunkManager
-from chunk_cache.quota import Shares
+from chunk_cache.options.config import Config
 from sglang_chunk_cache.host.radix_cache import ChunkRadixCache
 from sglang_chunk_cache.kv.store import VariantStore
 

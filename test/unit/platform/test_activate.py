@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_chunk_cache import platform_cpu
+import sglang_plain_cpu as platform_cpu
 from tiny_models import make_model
 
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from sglang_chunk_cache.platform_cpu import memory
+from sglang_plain_cpu import memory
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_chunk_cache.platform_cpu import speculation
+from sglang_plain_cpu import speculation
 
 #    0
 #   / \

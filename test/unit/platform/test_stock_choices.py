@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import stock_choices
-from sglang_chunk_cache.host.pool_check import POOL_DTYPES
-from sglang_chunk_cache.host.refusals import ATTENTION_BACKENDS
+from sglang_chunk_cache.start.pool_check import POOL_DTYPES
+from sglang_chunk_cache.start.refusals import ATTENTION_BACKENDS
 from stock_choices import GPUS, LLAMA, STARTS, Choice, checkpoints, choices
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sglang_chunk_cache.platform_cpu import threads
+from sglang_plain_cpu import threads
 
 
 @pytest.mark.parametrize("num_cpus", range(1, 12))
@@ -76,7 +76,7 @@ def test_quota_of_a_container_cuts_the_cpus(tmp_path, monkeypatch: pytest.Monkey
 def run_bound(rank: int, **env: str) -> list[str]:
     """Binds a fresh process and returns its CPUs and torch's number of threads."""
     code = (
-        "import os, torch; from sglang_chunk_cache.platform_cpu import threads;"
+        "import os, torch; from sglang_plain_cpu import threads;"
         f"threads.bind_rank({rank}); print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())"
     )
     base = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", threads.BIND_VARIABLE)}

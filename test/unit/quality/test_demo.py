@@ -11,8 +11,8 @@ from benchmark.demo.report import cold_table, draw_plot, kinds_table, name_of, s
 from benchmark.demo.session import Clocked, Exchange
 from rich.console import Console
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition
-from sglang_chunk_cache.verify.reply_log import Forced, Reply
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.verify.reply_log import Forced, Reply
 
 
 def reply(prompt: str, text: str, loss: float, kl: float | None = 0.5) -> Reply:

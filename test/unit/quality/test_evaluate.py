@@ -9,7 +9,7 @@ import pytest
 from benchmark.quality.evaluate import find_models, load, main, parse_args, server_flags
 from benchmark.quality.question import DataError
 
-from sglang_chunk_cache.verify.reply_log import fingerprint
+from chunk_cache_tools.verify.reply_log import fingerprint
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
         (["--methods", "best"], "--methods: unknown method 'best'"),
         (
             ["--methods", "cache-craft:alpha=1"],
-            "leave alpha out, or ask by alpha with python -m sglang_chunk_cache.verify --alphas",
+            "leave alpha out, or ask by alpha with chunk-cache verify --alphas",
         ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
         (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE or jsonl:FILE."),

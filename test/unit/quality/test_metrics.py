@@ -7,7 +7,7 @@ import pytest
 from benchmark.quality.metrics import METRICS, score
 from benchmark.quality.question import Question
 
-from sglang_chunk_cache.verify.distance import first_token_kl
+from chunk_cache_tools.verify.distance import first_token_kl
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from benchmark.quality.neighbourhood import neighbours_of
 from benchmark.quality.prepared_session import PreparedSession
 from benchmark.quality.prompts import Prompt
 
-from sglang_chunk_cache.verify.session import Asking, SetupError
+from chunk_cache_tools.verify.session import Asking, SetupError
 from tiny_models import make_model
 
 A, B, C = "cats and mice. ", "cats and dogs. ", "trains. "

@@ -11,8 +11,8 @@ from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
 from benchmark.quality.question import DataError, Question
 from benchmark.quality.table import Row, read_table, tabulate, write_table
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec
-from sglang_chunk_cache.verify.reply_log import Forced, Reply
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.verify.reply_log import Forced, Reply
 
 EPIC = Condition(MethodSpec("epic"), 0.3)
 

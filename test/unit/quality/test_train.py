@@ -127,7 +127,10 @@ def test_questions_about_clothes_are_told_where_to_look():
 
 def test_questions_about_travellers_are_told_the_order_of_places():
     chunks = ("visitor bob rome . visitor cal oslo .", "visitor bob kyiv .", "visitor bob oslo .")
-    asked = (Asked("needle", "ask owner ada", "cup"), Asked("multi", "ask visitor bob", "rome kyiv oslo"))
+    asked = (
+        Asked("needle", "ask owner ada", "cup"),
+        Asked("multi", "ask visitor bob", "rome kyiv oslo"),
+    )
     batch = batch_of([Notes(chunks, asked)])
     context = " ".join((BOS, SYSTEM, *chunks)).split()
     rows = batch.orders[0].sum(-1).nonzero()[:, 0].tolist()

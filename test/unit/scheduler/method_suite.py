@@ -20,15 +20,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chunk_cache.chunk_statistics import STATISTICS
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.index import Lookup
+from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.chunk_statistics import STATISTICS
+from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Options, Stage, num_rows_at
-from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
+from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.methods.scored import LayerMethod
-from chunk_cache.plan import RecomputePlan, make_plan
-from chunk_cache.request_options import RequestOptions, dumps, loads, parse_request
-from chunk_cache.variant import NodeHome, Variant
+from chunk_cache.options.request_options import RequestOptions, dumps, loads, parse_request
+from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
 
 RATIOS = st.floats(0, 1)
 LENS = st.integers(0, 600)

@@ -6,11 +6,11 @@ import dataclasses
 from array import array
 from typing import Any
 
-from chunk_cache.index import Lookup
-from chunk_cache.plan import RecomputePlan, make_plan
-from chunk_cache.request_options import RequestOptions
+from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.variant import NodeHome, Variant
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
 from chunk_cache.types import Span
-from chunk_cache.variant import NodeHome, Variant
 
 NOT_STORED = Lookup(None, 0, "not_stored")
 

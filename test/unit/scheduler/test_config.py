@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.config import Config, describe, parse_config
 from chunk_cache.errors import ChunkCacheConfigError
+from chunk_cache.options.config import Config, describe, parse_config
 
 
 def test_empty_object_is_the_defaults() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache import cost as cost_module
-from chunk_cache.cost import (
+from chunk_cache.tiers import cost as cost_module
+from chunk_cache.tiers.cost import (
     MAX_SURPRISE,
     MIN_OBSERVATIONS,
     PRIOR_BYTES_PER_S,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chunk_cache.config import describe, parse_config
 from chunk_cache.errors import ChunkCacheConfigError
-from chunk_cache.event_config import EventConfig, port_problem
+from chunk_cache.options.config import describe, parse_config
+from chunk_cache.options.event_config import EventConfig, port_problem
 
 GIVEN = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "salt": "secret"}
 

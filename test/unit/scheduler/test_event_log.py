@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from chunk_cache.event_keys import EventKeys
-from chunk_cache.event_log import MAX_TOLD_AGAIN, POOL, Event, EventLog
+from chunk_cache.events.event_keys import EventKeys
+from chunk_cache.events.event_log import MAX_TOLD_AGAIN, POOL, Event, EventLog
 from chunk_cache.keys import DEFAULT_PARTITION, Partition, chunk_key, partition_key
 
 KEYS = EventKeys("salt")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from chunk_cache.gate.ledger import (
+from chunk_cache.gate.verification_ledger import (
     BAND_EDGES,
     MAX_PARTITIONS,
     MIN_COUNT,

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from chunk_cache.gate.selection import DROPPED, MAX_TRIES, MAX_WAITING, Candidate, VerificationQueue
+from chunk_cache.gate.verification_queue import DROPPED, MAX_TRIES, MAX_WAITING, Candidate, VerificationQueue
 from chunk_cache.keys import Partition
 
 PROMPT, ANSWER = array("q", [1, 2, 3]), array("q", [4])
@@ -101,7 +101,7 @@ class Verifications(RuleBasedStateMachine):
         candidate = self.queue.take(num_free)
         if candidate is None:
             return
-        assert candidate.doom is None
+        assert candidate.drop_reason is None
         if outcome == "defer":
             self.queue.defer(candidate, num_free)
         else:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from chunk_cache.index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
+from chunk_cache.index.chunk_index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
+from chunk_cache.index.need import Need
+from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, partition_key
-from chunk_cache.need import Need
-from chunk_cache.variant import NodeHome, PathHome, PathTokens, Variant
 
 LENGTH = 4
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

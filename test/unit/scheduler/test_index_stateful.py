@@ -11,14 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.index import TOKENS_PER_LOOK, ChunkIndex
+from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, ChunkIndex
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.need import Need
+from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap
+from chunk_cache.index.system_prompt import marks_of, num_pieces
+from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.index.victims import AGEING, EVICTIONS
 from chunk_cache.keys import Partition, partition_key
-from chunk_cache.need import Need
-from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap
-from chunk_cache.system_prompt import marks_of, num_pieces
-from chunk_cache.variant import Home, NodeHome, PathHome, PathTokens, Variant
-from chunk_cache.victims import AGEING, EVICTIONS
 from unit.scheduler.mirror import Mirror
 
 LENS = (3, 5, 2, 7)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.kept_tokens import WINDOW_LEN, KeptTokens, check_room, droppable, plan_kept
+from chunk_cache.options.kept_tokens import WINDOW_LEN, KeptTokens, check_room, droppable, plan_kept
 
 SPANS = ((10, 200), (220, 400))
 

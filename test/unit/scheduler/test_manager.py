@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.config import REMEMBER, Config
-from chunk_cache.index import TOKENS_PER_LOOK, Lookup
+from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, Lookup
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.need import Need
+from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
+from chunk_cache.index.system_prompt import share_elsewhere
+from chunk_cache.index.variant import PathHome, PathTokens, Variant
+from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep, Promote
-from chunk_cache.need import Need
-from chunk_cache.plan import RecomputePlan, make_plan
-from chunk_cache.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
-from chunk_cache.system_prompt import share_elsewhere
+from chunk_cache.options.config import REMEMBER, Config
+from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
 from chunk_cache.types import Status
-from chunk_cache.variant import PathHome, PathTokens, Variant
-from chunk_cache.victims import EVICTIONS
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 
 QUESTION_LEN = 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, Stage, num_rows_at
-from chunk_cache.methods.options import layers_of
+from chunk_cache.methods.method_options import layers_of
 from chunk_cache.methods.scored import LayerMethod, QuestionMethod, gradual_ratios
 from unit.scheduler.method_suite import LENS, RATIOS, MethodSuite, models, shared
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
-from chunk_cache.methods.options import ChoiceOption, FloatOption, IntOption, LayersOption, Option, check_options
+from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option, check_options
 
 COUNT = IntOption("count", default=3, minimum=1, maximum=9)
 SHARE = FloatOption("share", default=0.5, minimum=0.25, maximum=2.0)

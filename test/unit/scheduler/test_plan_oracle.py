@@ -12,13 +12,13 @@ import numpy.typing as npt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chunk_cache.index import Lookup
+from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
-from chunk_cache.plan import RecomputePlan, make_plan, replan_without_load
-from chunk_cache.request_options import MODES, RequestOptions
-from chunk_cache.selection_plan import Selection
+from chunk_cache.options.request_options import MODES, RequestOptions
+from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
+from chunk_cache.plan.selection_plan import Selection
 from chunk_cache.types import REASONS, Span, Status
-from chunk_cache.variant import NodeHome, Variant
 from unit.scheduler.method_suite import given_options
 
 STATISTICS = np.array((0.0, 0.5, 1.0, 2.0, math.nan), dtype=np.float32)  # few, so that ties are common

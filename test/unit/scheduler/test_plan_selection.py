@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from chunk_cache.methods import METHODS, Stage
-from chunk_cache.plan import RecomputePlan, replan_without_load
-from chunk_cache.request_options import parse_request
-from chunk_cache.selection_plan import Selection, is_selecting, question_of
+from chunk_cache.options.request_options import parse_request
+from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 
 SPANS = [(4, 24), (30, 50), (50, 60)]

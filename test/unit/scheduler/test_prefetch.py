@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunk_cache.prefetch import PrefetchQueue, State
+from chunk_cache.tiers.prefetch import PrefetchQueue, State
 
 ARRIVED, WAITING, LATE = State
 

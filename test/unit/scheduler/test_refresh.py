@@ -6,11 +6,10 @@ from array import array
 
 import pytest
 
-from chunk_cache import refresh
-from chunk_cache.index import ChunkIndex
+from chunk_cache.index.chunk_index import ChunkIndex, refresh
+from chunk_cache.index.refresh import Origin, RefreshQueue
+from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition
-from chunk_cache.refresh import Origin, RefreshQueue
-from chunk_cache.variant import Variant
 from unit.scheduler.dict_store import LENS, TOKENS, new_node
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS
-from chunk_cache.request_options import (
+from chunk_cache.options.request_options import (
     DEFAULT_PATH,
     KEYS,
     MAX_CHUNKS,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache.methods import num_rows_at
-from chunk_cache.reusability import (
+from chunk_cache.index.reusability import (
     adjusted_overlap,
     context_impact,
     first_places,
@@ -22,6 +21,7 @@ from chunk_cache.reusability import (
     unit_cfo,
     use_weight,
 )
+from chunk_cache.methods import num_rows_at
 
 masses = st.floats(0.0, 1e4, allow_subnormal=False)
 contexts = st.lists(st.integers(0, 8), max_size=8)

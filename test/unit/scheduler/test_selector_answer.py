@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.config import Config, parse_config
 from chunk_cache.errors import ChunkCacheConfigError
 from chunk_cache.manager import ChunkManager
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
+from chunk_cache.options.config import Config, parse_config
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
 from unit.scheduler.dict_store import TOKENS, DictStore, new_node, prompt_of
 from unit.scheduler.plans import NOT_STORED, hit, plan_of
 

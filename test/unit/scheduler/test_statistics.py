@@ -7,10 +7,10 @@ from array import array
 import numpy as np
 import pytest
 
-from chunk_cache.chunk_statistics import STATISTICS, ChunkStatistics
-from chunk_cache.index import ChunkIndex
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.chunk_statistics import STATISTICS, ChunkStatistics
+from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS
-from chunk_cache.variant import NodeHome, Variant
 
 
 def some(value: float) -> ChunkStatistics:

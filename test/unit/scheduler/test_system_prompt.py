@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache.system_prompt import PIECE, marks_of, num_pieces, piece_starts, share_elsewhere
+from chunk_cache.index.system_prompt import PIECE, marks_of, num_pieces, piece_starts, share_elsewhere
 
 TOKENS = st.lists(st.integers(0, 3), max_size=200)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chunk_cache.tier_ledger import EntryId, TierLedger, Traits, context_digest
-from chunk_cache.victims import AGEING
+from chunk_cache.index.victims import AGEING
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger, Traits, context_digest
 
 FIRST, SECOND = "0" * 16, "1" * 16
 A, B, C, D, E = (EntryId(key, FIRST) for key in (b"a", b"b", b"c", b"d", b"e"))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from chunk_cache.config import parse_config
 from chunk_cache.errors import ChunkCacheConfigError
-from chunk_cache.tier_config import DiskConfig, RemoteConfig, ThrottleConfig, TierConfig, parse_bytes, parse_tiers
+from chunk_cache.options.config import parse_config
+from chunk_cache.options.tier_config import (
+    DiskConfig,
+    RemoteConfig,
+    ThrottleConfig,
+    TierConfig,
+    parse_bytes,
+    parse_tiers,
+)
 
 
 def test_everything_can_be_given():

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chunk_cache.tier_ledger import COUNTERS, REFUSALS, EntryId, TierLedger
-from chunk_cache.victims import EVICTIONS
+from chunk_cache.index.victims import EVICTIONS
+from chunk_cache.tiers.tier_ledger import COUNTERS, REFUSALS, EntryId, TierLedger
 from unit.scheduler.mirror import Mirror
 
 IDS = tuple(EntryId(key, name) for key in (b"a", b"b", b"c") for name in ("0" * 16, "1" * 16))

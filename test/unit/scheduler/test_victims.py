@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from chunk_cache.variant import NodeHome, Variant
-from chunk_cache.victims import VictimOrder, victim_order
+from chunk_cache.index.variant import NodeHome, Variant
+from chunk_cache.index.victims import VictimOrder, victim_order
 
 
 def used(variant_id: int, frequency: float) -> Variant:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.methods.grouping import group_rows
-from sglang_chunk_cache.kv.choose import block_means, chunk_of, group_mask, keep_best, keep_where
-from sglang_chunk_cache.selection.tables import Tables
+from sglang_chunk_cache.forward.row_choice import block_means, chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.forward.selection.tables import Tables
 
 # Few values, so that ties are common; +inf marks rows that must stay.
 SCORES = st.sampled_from((0.0, -0.0, 0.5, 1.0, 7.0, math.inf)) | st.floats(-10, 10, width=32)

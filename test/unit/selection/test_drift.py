@@ -9,9 +9,9 @@ import torch
 
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq, rotate, rotation_table
+from sglang_chunk_cache.forward.selection.drift import PRIOR, DriftCorrection
+from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.kv.layer_kv import LayerKV
-from sglang_chunk_cache.selection.base import RowsAtLayer
-from sglang_chunk_cache.selection.drift import PRIOR, DriftCorrection
 
 HEADS, DIM, NUM_SLOTS = 2, 16, 64
 SPEC = RotarySpec(12, True, default_inv_freq(10000.0, 12))  # the last four dimensions are not rotated

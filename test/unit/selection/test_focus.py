@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunk_cache.selection.focus import FocusTracker, focused_chunks
+from sglang_chunk_cache.forward.selection.focus import FocusTracker, focused_chunks
 
 # Small integers: many ties among the masses, their differences and their entropies.
 FEW = st.lists(st.integers(0, 6), min_size=1, max_size=8).map(lambda values: [float(v) for v in values])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from chunk_cache.kept_tokens import KeptTokens
-from sglang_chunk_cache.kv import kept_chooser as module
+from chunk_cache.options.kept_tokens import KeptTokens
+from sglang_chunk_cache.forward import kept_chooser as module
+from sglang_chunk_cache.forward.kept_chooser import KeptChooser, choose_kept
 from sglang_chunk_cache.kv import packer
 from sglang_chunk_cache.kv.assembler import KVAssembler
-from sglang_chunk_cache.kv.kept_chooser import KeptChooser, choose_kept
 
 NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 8
 PROMPT_LEN, WINDOW = 90, 32

@@ -11,9 +11,9 @@ from chunk_cache.methods import METHODS, Stage
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer, scorer_of
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
-from sglang_chunk_cache.selection.base import RowsAtLayer, scorer_of
 
 KV_LEN, NUM_SLOTS = 40, 64
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 16
@@ -81,7 +81,7 @@ def test_methods_that_score_have_a_scorer_and_the_others_none(name: str) -> None
             scorer_of(name)
         return
     scorer = scorer_of(name)
-    assert scorer.__module__ == f"sglang_chunk_cache.selection.{name.replace('-', '_')}"
+    assert scorer.__module__ == f"sglang_chunk_cache.forward.selection.{name.replace('-', '_')}"
     assert scorer.__doc__
 
 

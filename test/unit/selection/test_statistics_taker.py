@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
-from sglang_chunk_cache.kv import statistics_taker as module
-from sglang_chunk_cache.kv.statistics_taker import ChunkSums, StatisticsTaker, observed_heads
+from sglang_chunk_cache.forward import statistics_taker as module
+from sglang_chunk_cache.forward.statistics_taker import ChunkSums, StatisticsTaker, observed_heads
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 16
 SPANS = ((2, 8), (9, 15), (15, 21))

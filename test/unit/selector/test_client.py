@@ -23,15 +23,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunk_cache.keys import Partition
-from chunk_cache.request_options import RequestOptions
-from chunk_cache.selector_answer import SelectorAnswer
-from chunk_cache.selector_config import SelectorConfig
-from sglang_chunk_cache.admin import messages
-from sglang_chunk_cache.admin.body import parse_evict
-from sglang_chunk_cache.admin.client import Admin
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.options.selector_config import SelectorConfig
+from chunk_cache.plan.selector_answer import SelectorAnswer
+from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin.admin_bodies import parse_evict
+from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
-from sglang_chunk_cache.selector.client import SelectorClient, SelectorStartError
-from sglang_chunk_cache.selector.scorer import ChunkScorer
+from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer
+from sglang_chunk_cache.selector.selector_client import SelectorClient, SelectorStartError
 from unit.selector.conftest import TEXT
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
+from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer
 from sglang_chunk_cache.selector.desk import QuestionDesk
-from sglang_chunk_cache.selector.messages import IDS, SCORES, Question, Scores, Text
-from sglang_chunk_cache.selector.scorer import ChunkScorer
+from sglang_chunk_cache.selector.selector_messages import IDS, SCORES, Question, Scores, Text
 from unit.selector.conftest import TEXT
 
 

@@ -10,7 +10,7 @@ from benchmark.gate.offline import compare
 from benchmark.gate.questions import make_prompts
 from benchmark.gate.report import over_time
 
-from chunk_cache.gate.ledger import MEASURES, Histogram
+from chunk_cache.gate.verification_ledger import MEASURES, Histogram
 
 
 def test_histograms_are_those_of_the_gate() -> None:

@@ -12,7 +12,7 @@ from benchmark.simulate.settings import Settings
 from benchmark.simulate.simulate import main
 from benchmark.simulate.trace import Request, Trace
 
-from chunk_cache.reusability import prefix_overlap
+from chunk_cache.index.reusability import prefix_overlap
 
 ROOMY = Settings(10**6)
 

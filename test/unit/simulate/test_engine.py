@@ -13,8 +13,8 @@ from benchmark.simulate.store import POLICIES
 from benchmark.simulate.tally import FIELDS
 from benchmark.simulate.trace import Request, Trace, TraceSpec, generate
 
+from chunk_cache.index.reusability import share_to_fix, unit_cfo
 from chunk_cache.methods import num_rows_at
-from chunk_cache.reusability import share_to_fix, unit_cfo
 
 SMALL = TraceSpec(num_requests=150, num_chunks=60, chunk_len=40, topic_share=0.2, seed=3)
 ROOMY = Settings(10**6)

@@ -16,7 +16,7 @@ from benchmark.simulate.settings import Settings
 from benchmark.simulate.simulate import main
 from benchmark.simulate.trace import Request, Trace
 
-from chunk_cache.config import Config
+from chunk_cache.options.config import Config
 from pulse_files import write_pulse
 
 ROOMY = Settings(10**6, alpha=None)

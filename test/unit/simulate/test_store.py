@@ -8,7 +8,7 @@ from array import array
 import pytest
 from benchmark.simulate.store import POLICIES, SYSTEM, Node, Pool
 
-from chunk_cache.variant import NodeHome, Variant
+from chunk_cache.index.variant import NodeHome, Variant
 
 
 def filled(policy: str, num: int = 3, length: int = 10) -> tuple[Pool, list[Node]]:

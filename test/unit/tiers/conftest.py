@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sglang_chunk_cache.tiers import base
-from sglang_chunk_cache.tiers.base import TierError
+from sglang_chunk_cache.kv.stored_variant import TierError
+from sglang_chunk_cache.tiers import medium as base
 from unit.tiers.mounting import mount, unmount
 
 settings.register_profile("chunk_cache", deadline=None, suppress_health_check=[HealthCheck.too_slow])

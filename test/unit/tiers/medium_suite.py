@@ -23,9 +23,11 @@ import numpy as np
 import pytest
 import torch
 
-from chunk_cache.chunk_statistics import ChunkStatistics
-from chunk_cache.system_prompt import num_pieces
-from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, TierError, VariantInfo
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.system_prompt import num_pieces
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.tiers.medium import Medium
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(100, 116))
 FINGERPRINT = Fingerprint(

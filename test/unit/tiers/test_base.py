@@ -22,13 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.lora.lora_registry import LoRARef
 
-from chunk_cache.index import ChunkIndex
-from chunk_cache.need import Need
-from chunk_cache.reusability import share_to_fix, use_weight
-from chunk_cache.variant import NodeHome
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.need import Need
+from chunk_cache.index.reusability import share_to_fix, use_weight
+from chunk_cache.index.variant import NodeHome
 from sgl_kernel_ext.rotary import RotarySpec
-from sglang_chunk_cache.tiers.base import TIER_REASONS, TierError
-from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, adapter_settings, rotary_digest, weights_digest
+from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, adapter_settings, rotary_digest, weights_digest
+from sglang_chunk_cache.kv.stored_variant import TIER_REASONS, TierError
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.record import ALIGNMENT, MAGIC, PREFIX, decode, encode
 from sglang_chunk_cache.tiers.throttled import Throttled

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_chunk_cache.tiers import base
-from sglang_chunk_cache.tiers.base import Medium, StoredVariant, TierError
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
+from sglang_chunk_cache.tiers import medium as base
 from sglang_chunk_cache.tiers.disk import DiskMedium
+from sglang_chunk_cache.tiers.medium import Medium
 from unit.tiers.medium_suite import (
     FINGERPRINT,
     KEY,

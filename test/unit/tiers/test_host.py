@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_chunk_cache.tiers.base import TierError
+from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.tiers.host import HostMedium
 from unit.tiers.medium_suite import FINGERPRINT, MediumSuite, OpenMedium, make_stored
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-from chunk_cache.index import ChunkIndex
-from chunk_cache.prefetch import Votes
-from chunk_cache.tier_ledger import TierLedger
-from chunk_cache.variant import NodeHome, Variant
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.variant import NodeHome, Variant
+from chunk_cache.tiers.prefetch import Votes
+from chunk_cache.tiers.tier_ledger import TierLedger
 from sgl_kernel_ext.rotary import spec_from_sglang_rope
 from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
+from sglang_chunk_cache.kv.partial_load import LayerCopy, LayerFailed, LayerLoads, PartialLoad, PartialLoads
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.landing import Landing, Landings, LayerCopy, LayerFailed, LayerLoads
 from sglang_chunk_cache.tiers.search import TierSearch
-from sglang_chunk_cache.tiers.stream import LayerStream, run_all
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT
@@ -61,7 +61,7 @@ class Server:
         self.locked: set[int] = set()
         store = SimpleNamespace(lock=self._lock, unlock=self.locked.remove)
         assembler = KVAssembler(runner, pool, [spec_from_sglang_rope(runner.model.rotary)] * LAYERS, "torch")
-        self.landings = Landings(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
+        self.landings = PartialLoads(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
         self._num_slots = 0
 
     def _lock(self, one: Variant) -> int:
@@ -74,7 +74,7 @@ class Server:
         self._num_slots += LENGTH
         return torch.arange(self._num_slots - LENGTH, self._num_slots)
 
-    def land(self, stream: LayerStream) -> Landing:
+    def land(self, stream: LayerStream) -> PartialLoad:
         """As `ChunkRadixCache.bring_in`."""
         info, slots = stream.stored.info, self.take()
         one = self.index.add(
@@ -91,7 +91,7 @@ class Server:
         assert landing is not None
         return landing
 
-    def loads(self, *landings: Landing) -> LayerLoads:
+    def loads(self, *landings: PartialLoad) -> LayerLoads:
         """Of a forward that reads these chunks where they were computed."""
         return self.landings.loads([LayerCopy(one, one.slots, self.take(), 0) for one in landings])
 
@@ -103,7 +103,7 @@ class Server:
         for part in (*self.k, *self.v):
             part[slots] = 7.0
 
-    def is_gone(self, landing: Landing) -> bool:
+    def is_gone(self, landing: PartialLoad) -> bool:
         """Neither found nor kept."""
         one = landing.variant
         return self.index.get(one.variant_id) is None and self.landings.of(one) is None and not self.locked

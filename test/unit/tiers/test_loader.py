@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.need import Need
+from chunk_cache.index.need import Need
 from sglang_chunk_cache.host.scheduler import merge
-from sglang_chunk_cache.tiers import fingerprint as fingerprint_module
+from sglang_chunk_cache.kv import fingerprint as fingerprint_module
+from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, Fingerprint
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.fingerprint import FORMAT_VERSION, Fingerprint
 from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount

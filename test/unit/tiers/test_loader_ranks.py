@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.chunk_statistics import ChunkStatistics
+from chunk_cache.index.chunk_statistics import ChunkStatistics
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import (

@@ -15,14 +15,14 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-from chunk_cache.config import parse_config
-from chunk_cache.cost import PrefillCost
+from chunk_cache.options.config import parse_config
+from chunk_cache.tiers.cost import PrefillCost
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
+from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_chunk_cache.tiers.search import TierSearch
-from sglang_chunk_cache.tiers.stream import LayerStream
 from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, Ranks, stored, variant, wanted

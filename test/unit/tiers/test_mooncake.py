@@ -15,8 +15,9 @@ from unit.tiers.mooncake_master import MooncakeMaster, is_there, library_env
 if not is_there():
     pytest.skip("no Mooncake here (make mooncake)", allow_module_level=True)
 
+from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.tiers import mooncake
-from sglang_chunk_cache.tiers.base import Medium, TierError
+from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.mooncake import NUM_SLOTS, MooncakeMedium
 from unit.tiers import mooncake_writer
 from unit.tiers.medium_suite import FINGERPRINT, KEY, MediumSuite, OpenMedium, assert_same, assert_sound, make_stored

@@ -12,8 +12,9 @@ import pytest
 
 redis = pytest.importorskip("redis", reason="the Redis client is not installed (extra `remote`)")
 
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError  # noqa: E402
 from sglang_chunk_cache.tiers import redis_medium  # noqa: E402
-from sglang_chunk_cache.tiers.base import Medium, StoredVariant, TierError  # noqa: E402
+from sglang_chunk_cache.tiers.medium import Medium  # noqa: E402
 from sglang_chunk_cache.tiers.redis_medium import UNNAMED_S, RedisMedium  # noqa: E402
 from unit.tiers.medium_suite import (  # noqa: E402
     FINGERPRINT,

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from chunk_cache.cost import PrefillCost
+from chunk_cache.index.quota import Shares
+from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.keys import Partition, partition_key
-from chunk_cache.quota import Shares
-from chunk_cache.tier_ledger import EntryId
-from chunk_cache.variant import PathTokens, Variant
+from chunk_cache.tiers.cost import PrefillCost
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers import writer as writer_module
-from sglang_chunk_cache.tiers.base import StoredVariant, TierError
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers
-from sglang_chunk_cache.tiers.metrics import TierMetrics
 from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.tier_harness import LENGTH, SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted

@@ -19,19 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunk_cache.cost import PrefillCost
+from chunk_cache.index.need import Need
+from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.need import Need
-from chunk_cache.prefetch import Votes
-from chunk_cache.tier_config import TierConfig
-from chunk_cache.tier_ledger import TierLedger
-from chunk_cache.variant import PathTokens, Variant
+from chunk_cache.options.tier_config import TierConfig
+from chunk_cache.tiers.cost import PrefillCost
+from chunk_cache.tiers.prefetch import Votes
+from chunk_cache.tiers.tier_ledger import TierLedger
 from sglang_chunk_cache.kv.assembler import HostKV
-from sglang_chunk_cache.tiers.base import Fingerprint, Medium, StoredVariant, VariantInfo
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import StoredVariant, VariantInfo
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.loader import TierLoader
-from sglang_chunk_cache.tiers.metrics import TierMetrics
+from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.search import Found, Wanted
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import Tier

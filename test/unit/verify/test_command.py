@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chunk_cache.config import parse_config
-from sglang_chunk_cache.verify.__main__ import conditions_of, main, parse_args
-from sglang_chunk_cache.verify.conditions import Condition, MethodSpec, parse_method
-from sglang_chunk_cache.verify.fit import Check
-from sglang_chunk_cache.verify.plot import draw
-from sglang_chunk_cache.verify.recommend import Measured, judge, recommend
-from sglang_chunk_cache.verify.results import Findings, config_of, flags_of, request_of, sentences, write_results
+from chunk_cache.options.config import parse_config
+from chunk_cache_tools.verify.conditions import Condition, MethodSpec, parse_method
+from chunk_cache_tools.verify.fit import Check
+from chunk_cache_tools.verify.plot import draw
+from chunk_cache_tools.verify.recommend import Measured, judge, recommend
+from chunk_cache_tools.verify.results import Findings, config_of, flags_of, request_of, sentences, write_results
+from chunk_cache_tools.verify.verify_command import conditions_of, main, parse_args
 
 FITS = [Check("ratio 1.0 equals a full prefill", True, "log-probabilities differ by at most 1e-6")]
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from chunk_cache.gate.controller import Decision, TargetController
-from chunk_cache.gate.ledger import QualityLedger
-from chunk_cache.gate.selection import Candidate
 from chunk_cache.gate.target import Step, Target
+from chunk_cache.gate.verification_ledger import QualityLedger
+from chunk_cache.gate.verification_queue import Candidate
 from chunk_cache.keys import Partition
-from chunk_cache.request_options import RequestOptions
-from sglang_chunk_cache.gate.gate import MAX_NATS, Gate
-from sglang_chunk_cache.gate.measure import ExactAnswer, measure
-from sglang_chunk_cache.gate.metrics import GateMetrics
-from sglang_chunk_cache.gate.state_file import StateFile
+from chunk_cache.options.request_options import RequestOptions
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.verification.gate import MAX_NATS, Gate
+from sglang_chunk_cache.verification.measure import ExactAnswer, measure
+from sglang_chunk_cache.verification.state_file import StateFile
 
 VOCAB_SIZE = 50
 TARGET = Target(0.1, 95.0, (Step("epic", 0.15), Step("epic", 0.5)))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_chunk_cache.verify.conditions import Condition, MethodSpec, parse_method
-from sglang_chunk_cache.verify.recommend import (
+from chunk_cache_tools.verify.conditions import Condition, MethodSpec, parse_method
+from chunk_cache_tools.verify.recommend import (
     MIN_PROMPTS,
     Floats,
     Measured,
@@ -72,7 +72,7 @@ def test_the_upper_bound_decides_and_not_the_mean() -> None:
 def test_a_smaller_ratio_that_holds_by_luck_is_passed_over() -> None:
     points = [measured(0.15, losses_of(0.01)), measured(0.3, losses_of(0.2)), measured(0.5, losses_of(0.01))]
     judged = judge(points, TARGET)
-    assert [(one.holds, one.is_lucky) for one in judged] == [(False, True), (False, False), (True, False)]
+    assert [(one.holds, one.holds_only_alone) for one in judged] == [(False, True), (False, False), (True, False)]
     chosen = recommend(judged, TARGET).chosen
     assert chosen is not None
     assert chosen.measured is points[2]

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_chunk_cache.verify.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
-from sglang_chunk_cache.verify.measure import rows_of
-from sglang_chunk_cache.verify.reply_log import Reply
-from sglang_chunk_cache.verify.session import ALONE, SHUFFLED, Asking, Session, SetupError
-from sglang_chunk_cache.verify.token_prompt import TokenPrompt
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
+from chunk_cache_tools.verify.measure import rows_of
+from chunk_cache_tools.verify.reply_log import Reply
+from chunk_cache_tools.verify.session import ALONE, SHUFFLED, Asking, Session, SetupError
+from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
 PROMPT = TokenPrompt((9, 1, 2, 3, 4, 8), ((1, 3), (3, 5)))
 CRAFT = Condition(MethodSpec("cache-craft", (("alpha", 1.0),)))

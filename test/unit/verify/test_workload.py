@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_chunk_cache.verify.jsonl import DataError
-from sglang_chunk_cache.verify.reply_log import Reply
-from sglang_chunk_cache.verify.token_prompt import TokenPrompt
-from sglang_chunk_cache.verify.workload import Workload, generate_prompts, pick, read_prompts
+from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.verify.reply_log import Reply
+from chunk_cache_tools.verify.token_prompt import TokenPrompt
+from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
 from tiny_models import make_tokenizer
 
 SEPARATOR = "<|chunk|>"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunk_cache.index import ChunkIndex
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.manager import Keep
-from chunk_cache.variant import NodeHome, Variant
+from sglang_chunk_cache.forward.statistics_taker import ChunkSums
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
-from sglang_chunk_cache.kv.statistics_taker import ChunkSums
 from unit.tiers.tier_harness import Ranks
 
 LENGTH = 4

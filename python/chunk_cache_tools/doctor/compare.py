@@ -1,0 +1,174 @@
+"""Why a request reuses nothing of earlier ones: `compare` gives a check for its head and for each of its chunks.
+
+Promise: what cannot be known from the prompts and from what the server has now is said to be unknown, not guessed. A
+request that has run has stored its chunks, so what the server has now is what the *next* request will find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+
+from chunk_cache.advice import ADVICE, Level
+from chunk_cache.keys import Partition
+from chunk_cache_tools.doctor.checks import Check
+from chunk_cache_tools.doctor.request_checks import Piece, Request
+from chunk_cache_tools.doctor.server_checks import Stored
+from chunk_cache_tools.explain.shown_prompt import visible
+
+SHOWN_CHARS = 12
+
+
+class Cause(StrEnum):
+    """Why a chunk is not reused."""
+
+    MODE = "mode"
+    UNMARKED = "not marked"
+    SYSTEM_PROMPT = "other system prompt"
+    PARTITION = "other partition"
+    TOO_SHORT = "too short"
+    WHITE_SPACE = "other white space"
+    TOKENIZATION = "other tokenization"
+    BOUNDARIES = "other boundaries"
+    OTHER_TEXT = "other text"
+    EVICTED = "evicted"
+    NOT_STORED = "not stored"
+
+
+REMEDIES = {
+    Cause.MODE: 'leave out "mode", or ask for "auto"',
+    Cause.UNMARKED: "mark the passage in every prompt; docs/api.md shows how",
+    Cause.SYSTEM_PROMPT: "no reason for chunks, which are reused behind any text; only the text in front is computed",
+    Cause.PARTITION: "send the same extra_key, cache_salt and adapter, if these clients may share",
+    Cause.TOO_SHORT: ADVICE["too_short"][1],
+    Cause.WHITE_SPACE: "write the chunk the same way every time, with the separators at the same side of white space",
+    Cause.TOKENIZATION: "tokenize each chunk by itself, or send text and let the server do it",
+    Cause.BOUNDARIES: "cut the passage at the same places every time",
+    Cause.OTHER_TEXT: "nothing: a chunk is reused from its second time on",
+    Cause.EVICTED: ADVICE["evicted"][1],
+    Cause.NOT_STORED: "send it once, or warm it",
+}
+
+
+def compare(
+    earlier: Sequence[Request],
+    later: Request,
+    stored: Callable[[Sequence[int], Partition], Stored],
+    *,
+    min_reuse_len: int,
+    page_size: int,
+) -> Iterator[Check]:
+    """What stands between `later` and what `earlier` requests left.
+
+    Args:
+        stored: what the server has now of a chunk, by its ids and its partition.
+        min_reuse_len, page_size: the server's.
+    """
+    if not later.chunks:
+        found = f"{later.where} marks no chunk, so only an exact prefix of it is reused"
+        yield _warning("prompt", Cause.UNMARKED, found)
+        return
+    if later.mode in ("off", "exact"):
+        yield _warning("prompt", Cause.MODE, f"{later.where} asks for mode {later.mode}")
+    if earlier:
+        yield _head(earlier[-1], later)
+    for index, chunk in enumerate(later.chunks):
+        name = f"chunk {index}"
+        least = 1 if later.names_method else min_reuse_len
+        if len(chunk.ids) < least:
+            found = f"{len(chunk.ids)} tokens, and min_reuse_len is {least}"
+            yield _warning(name, Cause.TOO_SHORT, found)
+            continue
+        difference = _difference(earlier, later, chunk)
+        if difference is not None:
+            yield _warning(name, *difference)
+        yield _store(name, later, chunk, stored, page_size)
+
+
+def _warning(name: str, cause: Cause, found: str) -> Check:
+    return Check(name, Level.WARNING, found, REMEDIES[cause], cause)
+
+
+def _head(earlier: Request, later: Request) -> Check:
+    a, b = earlier.head, later.head
+    if a.ids == b.ids:
+        return Check("text in front", Level.OK, f"the same {len(b.ids)} tokens in both prompts")
+    same = next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y), min(len(a.ids), len(b.ids)))
+    found = f"as in {earlier.where} up to token {same}, where the exact prefix ends"
+    found += f" ({_first_difference(a.text, b.text)})"
+    return Check("text in front", Level.OK, found, REMEDIES[Cause.SYSTEM_PROMPT], Cause.SYSTEM_PROMPT)
+
+
+def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tuple[Cause, str] | None:
+    """What keeps a chunk apart from the most similar one of the earlier requests; None where nothing does."""
+    if not earlier:
+        return None
+    same_ids = [request for request in earlier for one in request.chunks if one.ids == chunk.ids]
+    sharing = [request for request in same_ids if _share(request, later)]
+    if any(request.mode != "off" for request in sharing):
+        return None
+    if sharing:
+        return Cause.MODE, f"{sharing[-1].where} asks for mode off, so nothing of it was remembered"
+    if same_ids:
+        other = same_ids[-1]
+        return Cause.PARTITION, f"{_partition(other)} in {other.where}, {_partition(later)} in {later.where}"
+    every = [(request, one) for request in reversed(earlier) for one in request.chunks]
+    for request, one in every:
+        if one.text == chunk.text:
+            found = f"{len(one.ids)} tokens in {request.where}, {len(chunk.ids)} here, for the same text"
+            return Cause.TOKENIZATION, found
+    for request, one in every:
+        if one.text.split() == chunk.text.split():
+            return Cause.WHITE_SPACE, f"{_first_difference(one.text, chunk.text)}, in {request.where} and here"
+    core = chunk.text.strip()
+    for request, one in every:
+        if core in one.text or one.text.strip() in chunk.text:
+            lengths = f"{len(one.ids)} tokens in {request.where}, {len(chunk.ids)} here"
+            return Cause.BOUNDARIES, f"one chunk is a part of the other ({lengths})"
+    for request in reversed(earlier):
+        if core in request.text:
+            return Cause.UNMARKED, f"the text stands in {request.where} outside of its chunks"
+    return Cause.OTHER_TEXT, "no earlier prompt has this text"
+
+
+def _share(one: Request, other: Request) -> bool:
+    return (one.partition, one.adapter) == (other.partition, other.adapter)
+
+
+def _partition(request: Request) -> str:
+    fields = (request.partition.extra_key, request.partition.cache_salt, request.adapter)
+    named = zip(("extra_key", "cache_salt", "adapter"), fields, strict=True)
+    return ", ".join(f"{name} {value!r}" for name, value in named if value is not None) or "no partition"
+
+
+def _first_difference(a: str, b: str) -> str:
+    """`'one.' and 'one.\\n' at character 17`."""
+    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, place - SHOWN_CHARS // 2)
+    shown = (f"'{visible(text[start : place + SHOWN_CHARS])}'" for text in (a, b))
+    return f"{' and '.join(shown)} at character {place}"
+
+
+def _store(
+    name: str,
+    later: Request,
+    chunk: Piece,
+    stored: Callable[[Sequence[int], Partition], Stored],
+    page_size: int,
+) -> Check:
+    """What the next request with this very chunk will find."""
+    if later.adapter is not None:
+        return Check(name, Level.OK, "whether it is stored is unknown: chunks of an adapter cannot be asked for")
+    found = stored(chunk.ids, later.partition)
+    if found.tokens:
+        words = f"{found.tokens} of {len(chunk.ids)} tokens are stored now, for the next request with it"
+        if len(chunk.ids) < page_size:
+            words += f"; shorter than a page of {page_size}, it is reused only together with chunks behind it"
+            return _warning(name, Cause.TOO_SHORT, words)
+        return Check(name, Level.OK, words)
+    if found.below:
+        return Check(name, Level.OK, "stored in a tier below the KV pool now, for the next request with it")
+    if found.evicted:
+        return _warning(name, Cause.EVICTED, "it was stored, and has left the KV pool")
+    words = f"never computed with {_partition(later)} since the start or a flush"
+    return _warning(name, Cause.NOT_STORED, f"{words}, or evicted so long ago that it is forgotten")

@@ -1,0 +1,178 @@
+"""Checks of a running server: `server_checks`; `DoctorClient` asks it, and changes nothing of it.
+
+Verbs of the client: `info`, `stats`, `chunk_counts` (marked chunks by status and reason), `stored` (what it has of one
+chunk).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from chunk_cache.advice import ADVICE, Level
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.types import REASONS
+from chunk_cache_tools.doctor.checks import Check
+from chunk_cache_tools.doctor.machine_checks import pinned
+from chunk_cache_tools.server_client import ServerClient
+
+REUSED = ("hit", "prefix")
+Counts = Counter[tuple[str, str]]
+"""Chunks by (status, reason); the reason is `none` where there is none."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a server has of one chunk.
+
+    Attributes:
+        tokens: leading ones that are in the KV pool.
+        below: it is in a tier below the pool.
+        evicted: it was there, and has left the store.
+    """
+
+    tokens: int = 0
+    below: bool = False
+    evicted: bool = False
+
+
+class DoctorClient(ServerClient):
+    """See the head of this file; its verbs raise as `ServerClient.send`."""
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """SGLang's own options and version."""
+        return self.ask("GET", "/server_info")
+
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """See docs/admin.md."""
+        return self.ask("GET", "/chunk_cache/stats")
+
+    def chunk_counts(self) -> Counts | None:
+        """Since the server was started; None where it does not count."""
+        response = self._look("/metrics")
+        return None if response.status_code == HTTPStatus.NOT_FOUND else count_chunks(response.text)
+
+    def stored(self, ids: Sequence[int], partition: Partition) -> Stored:
+        """What it has of a chunk."""
+        response = self._look(f"/chunk_cache/variants?key={chunk_key(partition, ids).hex()}")
+        if response.status_code == HTTPStatus.NOT_FOUND:
+            tokens, evicted = 0, response.json()["error"]["evicted"]
+        else:
+            tokens = max(variant["stored_tokens"] for variant in response.json()["variants"])
+            evicted = not tokens
+        return Stored(tokens, not tokens and self._is_below(ids, partition), evicted)
+
+    def _look(self, path: str) -> httpx.Response:
+        """A good answer, or a 404."""
+        with self._told():
+            response = self.http.get(path, follow_redirects=True)
+        if response.status_code != HTTPStatus.NOT_FOUND:
+            self._check(response)
+        return response
+
+    def _is_below(self, ids: Sequence[int], partition: Partition) -> bool:
+        if self.stats["ranks"][0]["tiers"].keys() <= {"pool"}:
+            return False
+        body = {"input_ids": [list(ids)], "dry_run": True}
+        body |= {"extra_key": partition.extra_key, "cache_salt": partition.cache_salt}
+        return bool(self.ask("POST", "/chunk_cache/warm", body)["already"])
+
+
+def count_chunks(text: str) -> Counts:
+    """The counter of chunks in the text of `/metrics`, of all its processes."""
+    counts: Counts = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "sglang:chunk_cache_chunks_total":
+                counts[sample.labels["status"], sample.labels["reason"]] += int(sample.value)
+    return counts
+
+
+def server_checks(client: DoctorClient, counts: Counts | None) -> Iterator[Check]:
+    """Version, options, tiers and reuse.
+
+    Args:
+        counts: of the requests that are judged; None = the server does not count.
+    """
+    yield _version(client.info)
+    yield _options(client)
+    for rank in client.stats["ranks"]:
+        yield from tier_checks(rank)
+    yield from reuse_checks(counts, client.stats["config"]["separator"])
+
+
+def _version(info: Mapping[str, Any]) -> Check:
+    wanted, found = pinned("sglang"), str(info.get("version"))
+    if wanted.specifier.contains(found, prereleases=True):
+        return Check("SGLang", Level.OK, found)
+    return Check(
+        "SGLang", Level.WARNING, f"{found}, and this command is of {wanted}", "use the server's own environment"
+    )
+
+
+def _options(client: DoctorClient) -> Check:
+    config, pool = client.stats["config"], client.stats["ranks"][0]["tiers"]["pool"]
+    words = (
+        str(client.info.get("model_path")),
+        f"on {client.info.get('device')}",
+        f"{config['method']} at {config['ratio']}",
+        f"separator {config['separator']!r}",
+        f"min_reuse_len {config['min_reuse_len']}",
+        f"page size {client.info.get('page_size')}",
+        f"{pool['tokens']} tokens of chunks in a pool of {pool['capacity_tokens']}",
+    )
+    return Check("server", Level.OK, ", ".join(words))
+
+
+def tier_checks(rank: Mapping[str, Any]) -> Iterator[Check]:
+    """The tiers of one scheduler process."""
+    if rank.get("disabled"):
+        yield Check("tiers", Level.FAILURE, f"off because {rank['disabled']}", "start the server anew")
+    for name, tier in rank["tiers"].items():
+        if name == "pool":
+            continue
+        label = f"tier {name}" + (f" of rank {rank['tp_rank']}" if rank["tp_rank"] or rank["dp_rank"] else "")
+        found = f"{tier['entries']} entries, {tier['bytes'] / 1e6:.1f} MB, loaded {tier['hits']} times"
+        if tier["hits"]:
+            found += f", about {1e3 * tier['latency_s']:.1f} ms and {tier['bytes_per_s'] / 1e6:.0f} MB/s"
+        if tier["corrupt"]:
+            _, remedy = ADVICE["tier_corrupt"]
+            yield Check(label, Level.FAILURE, f"{found}; {tier['corrupt']} were damaged", remedy)
+        elif tier["failed_stores"]:
+            remedy = "look into the server's log for why, and check the room and the rights of the tier"
+            yield Check(label, Level.WARNING, f"{found}; {tier['failed_stores']} writes failed", remedy)
+        else:
+            yield Check(label, Level.OK, found)
+
+
+def reuse_checks(counts: Counts | None, separator: str) -> Iterator[Check]:
+    """How many chunks were reused, and for each reason that one was not, how often and what to do."""
+    if counts is None:
+        yield Check("reuse", Level.WARNING, "the server does not count", "start it with --enable-metrics")
+        return
+    total = counts.total()
+    reused = sum(num for (status, _), num in counts.items() if status in REUSED)
+    if not total:
+        remedy = f"put {separator!r} before, between and after the passages; docs/clients.md has other marks"
+        yield Check("reuse", Level.WARNING, "no request had a marked chunk", remedy)
+        return
+    found = f"{reused} of {total} marked chunks were reused or in an exact prefix"
+    remedy = "" if reused else "see the reasons, and compare two prompts with --prompt FILE --prompt FILE"
+    yield Check("reuse", Level.OK if reused else Level.WARNING, found, remedy)
+    by_reason: Counter[str] = Counter()
+    for (_, reason), num in counts.items():
+        if reason != "none":
+            by_reason[reason] += num
+    for reason, num in by_reason.most_common():
+        if num:
+            level, remedy = ADVICE[reason]
+            yield Check("reuse", level, f"{num} of {total}; {REASONS[reason].rstrip('.')}", remedy, cause=reason)

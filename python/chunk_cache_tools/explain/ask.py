@@ -1,0 +1,67 @@
+"""ExplainClient: the requests that an explanation needs, sent to a running server.
+
+Verbs: `tokenizer_path` (of the server's model), `prime` (each chunk behind the text before the first one, so that it
+is in the store), `explain` (the whole prompt under one method).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunk_cache.errors import user_error
+from chunk_cache.prompt.marks import MarkedText
+from chunk_cache_tools.explain.specs import MethodSpec
+from chunk_cache_tools.server_client import START, ServerClient, ServerRefused
+
+_KEY = "chunk_cache"
+
+
+class ExplainClient(ServerClient):
+    """See the head of this file. All its verbs raise as `ServerClient.send`.
+
+    Args:
+        separator: that marks chunks on this server.
+        extra_key: partition of the cache for all requests; None = that of requests without one.
+    """
+
+    def __init__(self, url: str, api_key: str | None, separator: str, extra_key: str | None) -> None:
+        super().__init__(url, api_key)
+        self._separator = separator
+        self._extra_key = extra_key
+
+    def tokenizer_path(self) -> str:
+        """Where the server has its tokenizer from: a folder on its machine, or a name."""
+        info = self.ask("GET", "/model_info")
+        path = info.get("tokenizer_path") or info.get("model_path")
+        if not path:
+            raise self.refused("the server does not name its tokenizer", "name it with --model-path")
+        return str(path)
+
+    def prime(self, marked: MarkedText) -> None:
+        """Has every chunk computed, once each, behind the text before the first one."""
+        for chunk in dict.fromkeys(marked.chunks):
+            self._generate((marked.pieces[0], chunk, ""), {"mode": "auto"}, 0)
+
+    def explain(self, marked: MarkedText, spec: MethodSpec, max_new_tokens: int) -> dict[str, Any]:
+        """The reply of `/generate` to the whole prompt."""
+        return self._generate(marked.pieces, spec.params(), max_new_tokens)
+
+    def _generate(self, pieces: tuple[str, ...], params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "text": self._separator.join(pieces),
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "custom_params": {_KEY: params},
+            },
+        }
+        if self._extra_key is not None:
+            body["extra_key"] = self._extra_key
+        reply = self.ask("POST", "/generate", body)
+        found = reply.get("meta_info", {}).get(_KEY)
+        if found is None:
+            raise self.refused("the server runs without --chunk-cache", START)
+        if len(found["chunks"]) != len(pieces) - 2:
+            problem = f"the server found {len(found['chunks'])} chunks instead of {len(pieces) - 2}"
+            raise user_error(ServerRefused, "--separator", problem, "name the server's --chunk-cache-separator")
+        return reply

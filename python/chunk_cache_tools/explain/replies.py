@@ -1,0 +1,116 @@
+"""Saved replies: one JSON object per line, so that a picture can be drawn again without a server.
+
+Verbs: `save` writes `{"label", "tokens", "reply"}` lines; `load` reads them back, and bare replies of `/generate` too,
+as a program of one's own may have kept them; those need their prompt and a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.errors import request_error
+from chunk_cache_tools.explain.shown_prompt import PromptTokens
+from chunk_cache_tools.explain.states import Explanation, explain
+
+_KEY = "chunk_cache"
+
+
+def explain_reply(label: str, reply: Mapping[str, Any], tokens: PromptTokens, path: str) -> Explanation:
+    """The explanation in a reply of `/generate`, checked against the prompt's tokens.
+
+    Args:
+        label: empty = the reply's own method and ratio.
+        path: where the reply came from, for messages.
+
+    Raises:
+        ChunkCacheRequestError: it explains nothing, or speaks of another prompt.
+    """
+    meta_info = reply.get("meta_info")
+    one = explain(label, str(reply.get("text", "")), meta_info and meta_info.get(_KEY), path)
+    if not label:
+        one = Explanation(_own_label(one.reply), one.reply, one.answer, one.states)
+    if len(one.states) != len(tokens.texts) or one.spans != tokens.spans:
+        problem = f"the reply speaks of {len(one.states)} tokens, the prompt has {len(tokens.texts)}"
+        if len(one.states) == len(tokens.texts):
+            problem = f"the reply has its chunks at {list(one.spans)}, the prompt at {list(tokens.spans)}"
+        remedy = "give the prompt of the reply, and the tokenizer of its server by --model-path"
+        raise request_error(path, problem, remedy)
+    return one
+
+
+def save(path: str | Path, labelled: Sequence[tuple[str, Mapping[str, Any]]], tokens: PromptTokens) -> None:
+    """Writes one line per (label, reply of `/generate`)."""
+    lines = [
+        json.dumps({"label": label, "tokens": tokens.texts, "reply": reply}, ensure_ascii=False)
+        for label, reply in labelled
+    ]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[PromptTokens, list[Explanation]]:
+    """The explanations in a file, all of one prompt.
+
+    Args:
+        read_tokens: gives the prompt's tokens where the lines have none.
+
+    Raises:
+        ChunkCacheRequestError: the file cannot be read, a line is no reply, or the lines speak of different prompts.
+    """
+    tokens: PromptTokens | None = None
+    explanations = []
+    for number, value in _read_lines(path):
+        where = f"--json {path}:{number}"
+        reply = value.get("reply", value)
+        if not isinstance(reply, Mapping):
+            raise request_error(where, "not a reply", "save replies of /generate, one per line")
+        if "tokens" in value:
+            texts = tuple(map(str, value["tokens"]))
+            if tokens is not None and texts != tokens.texts:
+                remedy = "give the replies of each prompt in a file of its own"
+                raise request_error(where, "another prompt than the line before", remedy)
+            tokens = tokens or PromptTokens(texts, _spans(reply, where))
+        elif tokens is None:
+            if read_tokens is None:
+                remedy = "give --prompt and --model-path too"
+                raise request_error(where, "the reply does not hold the prompt's tokens", remedy)
+            tokens = read_tokens()
+        explanations.append(explain_reply(str(value.get("label", "")), reply, tokens, where))
+    if tokens is None:
+        raise request_error(f"--json {path}", "no replies", "save some with --save FILE")
+    return tokens, explanations
+
+
+def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
+    where = f"--json {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # the texts may hold other line ends
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise request_error(where, problem, "give a file written with --save") from None
+    except UnicodeDecodeError:
+        raise request_error(where, "is not UTF-8", "give a file written with --save") from None
+    values = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            problem = f"not JSON ({error.msg})"
+            raise request_error(f"{where}:{number}", problem, "put one object on each line") from None
+        if not isinstance(value, dict):
+            raise request_error(f"{where}:{number}", "not an object", "put one on each line")
+        values.append((number, value))
+    return values
+
+
+def _spans(reply: Mapping[str, Any], path: str) -> tuple[tuple[int, int], ...]:
+    meta_info = reply.get("meta_info")
+    return explain("", "", meta_info and meta_info.get(_KEY), path).spans
+
+
+def _own_label(reply: Mapping[str, Any]) -> str:
+    return f"{reply['method']} {reply['ratio']:g}"

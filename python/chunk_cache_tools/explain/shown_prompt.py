@@ -1,0 +1,125 @@
+"""Prompt: a marked text, its token ids and its tokens as people read them.
+
+Verbs: `read_prompt` (from a file), `load_tokenizer`, `tokenize`, `token_texts` and `visible` (readable tokens).
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.errors import request_error
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import MarkedText, split_marked
+from chunk_cache.types import Span
+
+CONTINUED = "\u22ef"
+"""Stands for a token that is a further part of the character before it."""
+
+_BAD_CHAR = "\ufffd"
+_MAX_CHAR_TOKENS = 4  # a character is at most four bytes of UTF-8
+_SPACE_MARK = "\u2581"  # SentencePiece writes a space like this
+_VISIBLE = {"\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d", "\u00a0": " "}
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A prompt as the model is given it.
+
+    Attributes:
+        texts: one readable text per token.
+        spans: `(start, end)` of each chunk.
+    """
+
+    texts: tuple[str, ...]
+    spans: tuple[Span, ...]
+
+
+def read_prompt(path: str, separator: str) -> MarkedText:
+    """The text of a file, or of the standard input for `-`; one line break at its end is left out, as editors add it.
+
+    Raises:
+        ChunkCacheRequestError: it cannot be read, or marks no chunk.
+    """
+    where = f"--prompt {path}"
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise request_error(where, problem, "give the path of a text file, or -") from None
+    except UnicodeDecodeError:
+        raise request_error(where, "is not UTF-8", "give the path of a text file") from None
+    marked = split_marked(text.removesuffix("\n"), separator, where)
+    if marked is None:
+        problem = f"no chunk is marked with {separator!r}"
+        remedy = "put one before and one after each chunk, or name the server's separator by --separator"
+        raise request_error(where, problem, remedy)
+    return marked
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a model folder or name.
+
+    Raises:
+        ChunkCacheRequestError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        problem = f"no tokenizer in {path!r} ({' '.join(str(error).split())[:120]})"
+        remedy = "name a folder with the tokenizer of the server's model"
+        raise request_error("--model-path", problem, remedy) from None
+
+
+def tokenize(tokenizer: Any, marked: MarkedText) -> PromptTokens:
+    """The tokens that the server makes of a marked text.
+
+    Raises:
+        ChunkCacheRequestError: a chunk has no tokens.
+    """
+    marked_ids = encode_marked(tokenizer, marked)
+    return PromptTokens(tuple(token_texts(tokenizer, marked_ids.ids)), marked_ids.spans)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """One text per id. Where several make one character, the first has it and the others are `CONTINUED`."""
+    texts: list[str] = []
+    while len(texts) < len(ids):
+        begin = len(texts)
+        text, num = _token_text(tokenizer, ids[begin]), 1
+        while _BAD_CHAR in text and num < min(_MAX_CHAR_TOKENS, len(ids) - begin):
+            num += 1
+            text = tokenizer.decode(ids[begin : begin + num], clean_up_tokenization_spaces=False)
+        if _BAD_CHAR in text:
+            text, num = tokenizer.convert_ids_to_tokens(ids[begin]), 1
+        texts += [text, *[CONTINUED] * (num - 1)]
+    return texts
+
+
+def _token_text(tokenizer: Any, token_id: int) -> str:
+    raw = tokenizer.convert_ids_to_tokens(token_id)
+    text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    if not text:
+        return str(raw).replace(_SPACE_MARK, " ")
+    # A decoder that joins words drops the space of the first one.
+    return f" {text}" if raw.startswith(_SPACE_MARK) and not text.startswith(" ") else text
+
+
+def visible(text: str) -> str:
+    """The text with its line breaks as signs and its other control characters as escapes; spaces stay."""
+    return "".join(_visible_char(char) for char in text)
+
+
+def _visible_char(char: str) -> str:
+    if char in _VISIBLE:
+        return _VISIBLE[char]
+    # Formatting characters turn the writing direction or join signs; in a single token they only confuse.
+    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return char.encode("unicode_escape").decode("ascii")
+    return char

@@ -1,0 +1,290 @@
+"""Holders: who holds which chunks, for clients and routers of several replicas.
+
+Verbs: `who_holds`, `wait` (until replicas are known), `close`. It follows the events that servers with `events` in
+`--chunk-cache-config` publish, in a thread of its own. Needs neither torch nor SGLang.
+
+Promises: a replica that is not known, since it does not answer, is not among those that hold anything. At the start and
+after a gap in the numbers what is missing is asked for; what is lost for good, or came from a server that was started
+anew meanwhile, is forgotten. A text is found by those alone who have the salt.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+import zmq
+
+from chunk_cache.events.event_keys import EventKeys
+from chunk_cache.events.event_messages import END_SEQ, MEDIA, AllBlocksCleared, Batch, BlockStored, read_batch
+from chunk_cache.keys import Partition, chunk_key, partition_key
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+"""Of a replica that was silent so long it is asked whether anything was missed."""
+
+LOST_S = 5.0
+"""A replica that did not answer so long is not known any more."""
+
+MAX_AHEAD = 10_000
+"""Batches behind a gap that are kept until it is closed; a replica has no more to send again."""
+
+_PLACES = list(MEDIA.values())
+
+Chunk: TypeAlias = str | bytes | Sequence[int]
+"""Text, `chunk_key` or token ids."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a replica publishes: `endpoint` and `replay_endpoint` of its `events`, as a client reaches them."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class Holders:
+    """See the head of this file.
+
+    Args:
+        replicas: sources by name, such as the addresses by which a gateway knows them.
+        salt: that of the servers.
+        encode: makes token ids of a text, without special tokens; None = chunks are asked for by key or token ids.
+        topic: that of the servers.
+
+    Example:
+        >>> source = Source("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
+        >>> with Holders({"http://10.0.0.1:30000": source}, salt="secret") as holders:
+        ...     holders.who_holds([b"0123456789abcdef"])
+        {}
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Source],
+        salt: str,
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
+        topic: str = "chunks",
+    ) -> None:
+        self._keys = EventKeys(salt)
+        self._encode = encode
+        self._changed = threading.Condition()  # of what followers know
+        self._is_closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._followers = {name: _Follower(self._context, source, topic) for name, source in replicas.items()}
+        self._thread = threading.Thread(target=self._follow, name="chunk-holders", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Holders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def who_holds(
+        self,
+        chunks: Iterable[Chunk],
+        partition: Partition = Partition(),  # noqa: B008  # frozen
+        tiers: Iterable[str] = tuple(MEDIA),
+    ) -> dict[str, int]:
+        """Tokens of these chunks that each replica holds, 0 where it holds none; without those that are not known.
+
+        Args:
+            chunks: one that is named twice counts once.
+            partition: of the request: its `extra_key` and `cache_salt`.
+            tiers: that count, of `pool`, `host`, `disk`, `remote`.
+        """
+        tenant = partition_key(partition)
+        hashes = {self._keys.chunk(tenant, self._key(chunk, partition)) for chunk in chunks}
+        places = frozenset(_PLACES.index(MEDIA[tier]) for tier in tiers)
+        with self._changed:
+            return {
+                name: sum(one.held.num_tokens(chunk, places) for chunk in hashes)
+                for name, one in self._followers.items()
+                if one.is_known
+            }
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all replicas are known, after so long at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(one.is_known for one in self._followers.values()), timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread and the connections."""
+        self._is_closed = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _key(self, chunk: Chunk, partition: Partition) -> bytes:
+        if isinstance(chunk, bytes):
+            return chunk
+        if isinstance(chunk, str):
+            if self._encode is None:
+                raise ValueError("chunks: a text, and Holders has no encode; give it one, or keys or token ids here")
+            chunk = self._encode(chunk)
+        return chunk_key(partition, chunk)
+
+    def _follow(self) -> None:
+        poller = zmq.Poller()
+        for one in self._followers.values():
+            poller.register(one.live, zmq.POLLIN)
+            poller.register(one.replay, zmq.POLLIN)
+        while not self._is_closed:
+            poller.poll(timeout=100)
+            for one in self._followers.values():
+                with self._changed:
+                    one.read(time.monotonic())
+                    self._changed.notify_all()
+
+
+class _Held:
+    """What one replica holds: by chunk its number of tokens, then a number for each variant and tier."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, tuple[int, ...]] = {}
+
+    def num_tokens(self, chunk: int, places: frozenset[int]) -> int:
+        found = self._chunks.get(chunk)
+        return found[0] if found and any(one % len(_PLACES) in places for one in found[1:]) else 0
+
+    def apply(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear(event.medium)
+                continue
+            place = event.variant * len(_PLACES) + _PLACES.index(event.medium)
+            for chunk in event.block_hashes:
+                known = tuple(one for one in self._chunks.pop(chunk, ())[1:] if one != place)
+                if isinstance(event, BlockStored):
+                    known += (place,)
+                if known:
+                    self._chunks[chunk] = (event.block_size, *known)
+
+    def clear(self, medium: str | None = None) -> None:
+        """In one tier, or all."""
+        gone = range(len(_PLACES)) if medium is None else (_PLACES.index(medium),)
+        left = {
+            chunk: (num_tokens, *known)
+            for chunk, (num_tokens, *places) in self._chunks.items()
+            if (known := [one for one in places if one % len(_PLACES) not in gone])
+        }
+        self._chunks = left
+
+
+class _Follower:
+    """One replica, as its events tell it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source, topic: str) -> None:
+        self.held = _Held()
+        self.is_known = False
+        self.live = context.socket(zmq.SUB)
+        self.live.connect(source.endpoint)
+        self.live.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.replay = context.socket(zmq.DEALER)
+        self.replay.setsockopt(zmq.IMMEDIATE, 1)  # no question waits for a replica that is not there
+        self.replay.connect(source.replay_endpoint)
+        self._endpoint = source.endpoint
+        self._instance: str | None = None
+        """Of the server whose numbers these are; None = nothing was taken yet."""
+        self._next = 0
+        self._ahead: dict[int, Batch] = {}
+        """Live ones behind a gap."""
+        self._heard_at = time.monotonic()
+        self._asked_at: float | None = None
+        """Or when the last part of the answer came; None = nothing is asked."""
+        self._asked_from = 0
+        self._is_answered = False
+
+    def read(self, now: float) -> None:
+        """Takes what has arrived, and asks for what is missing."""
+        for seq, payload in _arrived(self.replay):
+            self._heard_at = now
+            if seq == END_SEQ:
+                self._end()
+            elif (batch := self._batch(payload)) is not None:
+                self._asked_at = now
+                self._take_replayed(int.from_bytes(seq, "big"), batch)
+        for seq, payload in _arrived(self.live):
+            self._heard_at = now
+            if (batch := self._batch(payload)) is not None:
+                self._take_live(int.from_bytes(seq, "big"), batch)
+        if self.is_known and now - self._heard_at > LOST_S:
+            logger.warning("Chunk holders: %s does not answer", self._endpoint)
+            self._forget()
+        is_due = not self.is_known or self._ahead or now - self._heard_at > CHECK_S
+        if is_due and (self._asked_at is None or now - self._asked_at > LOST_S):
+            self._ask(now)
+
+    def _batch(self, payload: bytes) -> Batch | None:
+        try:
+            return read_batch(payload)
+        except msgspec.DecodeError as error:
+            logger.warning("Chunk holders: %s sends what is not of ours: %s", self._endpoint, error)
+            return None
+
+    def _take_live(self, seq: int, batch: Batch) -> None:
+        if self._instance not in (None, batch.instance):
+            self._forget()
+        if self._instance is None and seq == 0:
+            self._instance = batch.instance
+        if seq == self._next and batch.instance == self._instance:
+            self._apply(batch)
+        elif seq >= self._next and len(self._ahead) < MAX_AHEAD:
+            self._ahead[seq] = batch
+
+    def _take_replayed(self, seq: int, batch: Batch) -> None:
+        self._is_answered = True
+        if self._instance not in (None, batch.instance):
+            self._forget()
+        if self._asked_from > self._next:
+            return  # of a server that was there before
+        if self._instance is None or seq > self._next:  # what was before is lost for good
+            self.held.clear()
+            self._instance, self._next = batch.instance, seq
+        if seq == self._next:
+            self._apply(batch)
+
+    def _apply(self, batch: Batch) -> None:
+        following: Batch | None = batch
+        while following is not None and following.instance == self._instance:
+            self.held.apply(following)
+            self._next += 1
+            following = self._ahead.pop(self._next, None)
+
+    def _end(self) -> None:
+        """All that was asked for has come."""
+        self._asked_at = None
+        self._ahead = {seq: batch for seq, batch in self._ahead.items() if seq > self._next}
+        if self._asked_from < self._next and not self._is_answered:
+            self._forget()  # it has not what it has sent: it was started anew
+        elif self._asked_from <= self._next:
+            self.is_known = True
+
+    def _forget(self) -> None:
+        self.held.clear()
+        self.is_known = False
+        self._instance, self._next = None, 0
+        self._ahead.clear()
+
+    def _ask(self, now: float) -> None:
+        """For what comes from the last batch on, which tells whether it is still the same server."""
+        asked_from = max(0, self._next - 1)
+        with suppress(zmq.Again):  # it is not there
+            self.replay.send_multipart((b"", asked_from.to_bytes(8, "big")), zmq.NOBLOCK)
+            self._asked_at, self._asked_from, self._is_answered = now, asked_from, False
+
+
+def _arrived(socket: zmq.Socket[bytes], at_most: int = 1000) -> Iterator[tuple[bytes, bytes]]:
+    """Sequence numbers and payloads that are there."""
+    with suppress(zmq.Again):
+        for _ in range(at_most):
+            *_, seq, payload = socket.recv_multipart(zmq.NOBLOCK)
+            yield seq, payload

@@ -1,0 +1,195 @@
+"""OwnServer: a real SGLang server that a command starts for itself, waits for, and stops with all its processes.
+
+- `OwnServer(model_dir, *flags)` is a context manager; a start takes 20-80 s on two cores, most of it imports.
+- `client` asks it, `flush` empties its caches; `log` is what it has written so far.
+- `offline_env` keeps it from looking for anything on the network; `leave_on_sigterm` makes sure that it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import httpx
+
+from chunk_cache_tools.server_client import ServerClient
+
+START_DEADLINE_S = 420.0
+STOP_DEADLINE_S = 10.0
+LOG_TAIL_LINES = 40
+
+
+class ServerError(RuntimeError):
+    """The server ended or was not ready in time; the message ends with the tail of its log."""
+
+
+def offline_env() -> dict[str, str]:
+    """Variables with which the Hugging Face libraries stay away from the network."""
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def leave_on_sigterm() -> None:
+    """From now on SIGTERM ends this process like `sys.exit`: `finally` runs, and servers are stopped."""
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+class OwnServer:
+    """One server process group. Ready when the context is entered, gone with all children when it is left."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+        request_timeout_s: float = 300.0,
+    ) -> None:
+        """Nothing starts before the context is entered.
+
+        Args:
+            flags: of `launch_server`, after the model, host and port.
+            env: variables on top of this process's own.
+            log_path: where the server writes; a new temporary file by default.
+        """
+        self.model_dir = Path(model_dir)
+        self.flags = tuple(flags)
+        self.port = free_port()
+        self.start_s = 0.0  # measured: seconds from launch to ready
+        self._env = {**os.environ, **(env or {})}
+        self._start_deadline_s = start_deadline_s
+        self.log_path = Path(log_path) if log_path else Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
+        self.client = ServerClient(self.url, timeout_s=request_timeout_s)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Launches and waits until a health check has generated a token."""
+        began = time.monotonic()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(began + self._start_deadline_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - began
+
+    def command(self) -> list[str]:
+        """The command line, as a user would type it."""
+        return [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(self.model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
+            *self.flags,
+        ]
+
+    def stop(self) -> None:
+        """Ends every process of the group; returns when none of them is left."""
+        process, self._process = self._process, None
+        self.client.http.close()
+        if process is None:
+            return
+        signal_group(process.pid, signal.SIGCONT)
+        # First the leader alone: it ends the others, and takes a child's sudden end for a crash to be diagnosed.
+        process.terminate()
+        if not _wait_for_group(process, STOP_DEADLINE_S):
+            signal_group(process.pid, signal.SIGKILL)
+            _wait_for_group(process, STOP_DEADLINE_S)
+        process.wait()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """Everything the server has written, standard error included."""
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the main process; the others are its children."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether the main process runs; it ends when one of the others dies."""
+        return self._process is not None and self._process.poll() is None
+
+    def flush(self) -> None:
+        """Empties the caches, as `ServerClient.flush`."""
+        self.client.flush()
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if not self.alive():
+                assert self._process is not None
+                raise ServerError(self._death_note(f"ended with code {self._process.returncode}"))
+            try:
+                if self.client.http.get("/health_generate", timeout=20).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            time.sleep(0.3)
+        raise ServerError(self._death_note(f"was not ready within {self._start_deadline_s:.0f} s"))
+
+    def _death_note(self, what: str) -> str:
+        tail = "\n".join(self.log.splitlines()[-LOG_TAIL_LINES:])
+        return f"The server {what}. The end of its log, {self.log_path}:\n{tail}\nIt was: {' '.join(self.command())}"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now. SGLang takes further ports above it and looks for free ones itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def signal_group(pid: int, number: int) -> bool:
+    """Sends a signal to a process group; whether there was one."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_for_group(process: subprocess.Popen[bytes], deadline_s: float) -> bool:
+    """True once no process of the group is left. Polls, because only the leader is our child."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        process.poll()
+        if not signal_group(process.pid, 0):
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,111 @@
+"""Fit: does the implementation fit this model on this machine? Asked before anything is said about quality.
+
+layer 0     are reused keys where they belong? The deviation of layer 0, which depends on token and position only,
+            must be rounding: it is compared with the deviation of keys that were not shifted.
+ratio 1     does recomputing everything give what a full prefill gives?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.verify.session import Body, SetupError, content_of, custom_params
+from chunk_cache_tools.verify.token_prompt import TokenPrompt
+
+TOP = 20  # tokens of the full prefill's distribution that are compared
+MAX_LAYER0 = 1e-3  # part of the deviation of unshifted keys; rounding in bf16 leaves about 1e-5
+TOLERANCE_FP32 = 1e-3
+TOLERANCE_16_BIT = 0.25  # other kernels round differently; the deviation of layer 0 is the sharper check there
+_SHARE = 0.5  # of the tokens; any ratio in (0, 1) shows the deviation of all
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement, whether it holds, and the numbers."""
+
+    statement: str
+    holds: bool
+    numbers: str
+
+
+def check_fit(client: ServerClient, prompts: Sequence[TokenPrompt], salt: str, tolerance: float) -> list[Check]:
+    """Both checks, by the first token of some prompts; nothing is flushed.
+
+    Args:
+        salt: partitions of the cache that nobody else uses begin with it.
+        tolerance: of log-probabilities at ratio 1.0.
+
+    Raises:
+        SetupError: the server did not do what was asked.
+    """
+    asked = _Asked(client, salt)
+    bodies = [prompt.body for prompt in prompts]
+    full = asked.generate(bodies, {"mode": "off"}, "full", top_logprobs_num=TOP)
+    tops = [{i: p for p, i, *_ in out["meta_info"]["output_top_logprobs"][0]} for out in full]
+    page_size = int(client.ask("GET", "/server_info")["page_size"])
+    asked.generate([body for prompt in prompts for body in prompt.priming(page_size)], {}, "reuse")
+    scores = {}
+    for shift in (0, 1):
+        options = {"check_layer": 0, "shift": shift}
+        request = {"method": "cacheblend", "ratio": _SHARE, "explain": True, "options": options}
+        outs = asked.generate(bodies, request, "reuse")
+        scores[shift] = [_reply(out)["selection"]["scores"] for out in outs]
+    unshifted = sum(score["mean"] for score in scores[0]) / len(prompts)
+    if unshifted == 0.0:
+        raise SetupError("No chunk of these prompts stands at another position than it was computed at; use others.")
+    layer0 = max(score["max"] for score in scores[1]) / unshifted
+    ids = [list(top) for top in tops]
+    outs = asked.generate(bodies, {"ratio": 1.0}, "reuse", token_ids_logprob=ids)
+    off = 0.0
+    for out, top in zip(outs, tops, strict=True):
+        _reply(out)
+        found = {i: p for p, i, *_ in out["meta_info"]["output_token_ids_logprobs"][0]}
+        off = max(off, *(abs(top[i] - found[i]) for i in top))
+    return [
+        Check(
+            "layer 0 of reused chunks is right after the position shift",
+            layer0 <= MAX_LAYER0,
+            f"deviation {layer0:.1e} of that without a shift, at most {MAX_LAYER0:.0e}",
+        ),
+        Check(
+            "ratio 1.0 equals a full prefill",
+            off <= tolerance,
+            f"log-probabilities differ by at most {off:.1e}, tolerance {tolerance:g}",
+        ),
+    ]
+
+
+def tolerance_of(client: ServerClient) -> float:
+    """Of log-probabilities, by the number format that the server computes in."""
+    dtype = str(client.ask("GET", "/server_info").get("dtype", "auto"))
+    return TOLERANCE_FP32 if dtype in ("float32", "float") else TOLERANCE_16_BIT
+
+
+@dataclass(frozen=True)
+class _Asked:
+    client: ServerClient
+    salt: str
+
+    def generate(self, bodies: Sequence[Body], request: dict[str, Any], partition: str, **fields: Any) -> list[Any]:
+        """One token for each prompt, as one batch."""
+        params = [{"max_new_tokens": 1, "temperature": 0.0, **custom_params(request, body)} for body in bodies]
+        body = {
+            **content_of(bodies),
+            "extra_key": [f"{self.salt}fit/{partition}"] * len(bodies),
+            "sampling_params": params,
+            "return_logprob": True,
+            **fields,
+        }
+        found: list[Any] = self.client.send("POST", "/generate", body).json()
+        return found
+
+
+def _reply(out: dict[str, Any]) -> dict[str, Any]:
+    reply: dict[str, Any] = out["meta_info"]["chunk_cache"]
+    statuses = [chunk["status"] for chunk in reply["chunks"]]
+    if not reply["reused_tokens"] or set(statuses) - {"hit", "prefix"}:
+        raise SetupError(f"Chunks that were just computed are not reused: {reply}; raise --max-total-tokens.")
+    return reply

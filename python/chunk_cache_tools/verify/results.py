@@ -1,0 +1,257 @@
+"""Results: what was measured and what to do about it, as lines for a terminal, a page and a CSV.
+
+- `Findings` holds all of it; `sentences` says the verdict, `flags_of` and `request_of` what to serve and send it with.
+- `write_results` writes `verify.md`, `verify.csv`, the plot and the flags.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chunk_cache.methods.method_options import ALPHA
+from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.verify.fit import Check
+from chunk_cache_tools.verify.recommend import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
+
+NAME = "verify"
+HEADER = (
+    "method",
+    "budget",
+    "rows, %",
+    "fewer rows",
+    "KL mean",
+    "KL p95",
+    "same first, %",
+    "nats lost",
+    "surely between",
+    "holds",
+)
+GOLD = "of right answers"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was found.
+
+    Attributes:
+        about: name -> text: model, prompts, how chunks were stored, versions.
+        target: nats per token.
+    """
+
+    about: dict[str, str]
+    checks: Sequence[Check]
+    target: float
+    judged: Sequence[Judged]
+    verdict: Verdict
+
+
+def budget_of(condition: Condition) -> str:
+    """`ratio 0.3` or `alpha 1.5`."""
+    assert condition.method is not None
+    alpha = condition.method.alpha
+    return f"ratio {condition.ratio:g}" if alpha is None else f"alpha {alpha:g}"
+
+
+def name_of(condition: Condition) -> str:
+    """The method with its options; without alpha, which is a budget."""
+    assert condition.method is not None
+    if condition.method.alpha is None:
+        return condition.label
+    others = [(name, value) for name, value in condition.method.options if name != ALPHA.name]
+    return type(condition.method)(condition.method.method, tuple(others)).label
+
+
+def title_of(one: Judged) -> str:
+    return f"{name_of(one.measured.condition)} at {budget_of(one.measured.condition)}"
+
+
+def rows_of_table(findings: Findings) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows."""
+    has_gold = any(len(one.measured.gold_losses) for one in findings.judged)
+    rows = []
+    for one in findings.judged:
+        m = one.measured
+        gold = (_nats(float(m.gold_losses.mean())),) if len(m.gold_losses) else ("",)
+        rows.append(
+            (
+                name_of(m.condition),
+                budget_of(m.condition),
+                f"{100 * m.rows:.0f}",
+                f"{1 / m.rows:.1f}x",
+                f"{float(m.kls.mean()):.2g}",
+                f"{float(np.quantile(m.kls, 0.95)):.2g}",
+                f"{100 * m.same_first:.0f}",
+                _nats(one.loss),
+                f"{_nats(one.low)} to {_nats(one.high)}",
+                *(gold if has_gold else ()),
+                "yes *" if one is findings.verdict.chosen else "yes" if one.holds else "no",
+            )
+        )
+    header = (*HEADER[:-1], *((GOLD,) if has_gold else ()), HEADER[-1])
+    return header, rows
+
+
+def sentences(findings: Findings) -> list[str]:
+    """The verdict in words."""
+    verdict, target = findings.verdict, findings.target
+    num = len(findings.judged[0].measured.losses)
+    lines = []
+    if verdict.outcome is Outcome.REUSE:
+        assert verdict.chosen is not None
+        one = verdict.chosen
+        lines.append(
+            f"Reuse: {title_of(one)}. It computes {100 * one.measured.rows:.0f} % of the rows of a full prefill "
+            f"({1 / one.measured.rows:.1f}x fewer) and costs {_nats(one.loss)} nats per token of full prefill's own "
+            f"answers, surely at most {_nats(one.high)}; the target is {target:g}."
+        )
+        lines.append(
+            f"{num} prompts were asked. A kind of prompt that is none of them was not judged: of {num} alike, "
+            f"{300 / num:.0f} % may still be of a kind that was never seen."
+        )
+    elif verdict.outcome is Outcome.MORE_PROMPTS:
+        assert verdict.closest is not None
+        one = verdict.closest
+        lines.append(
+            f"Not decided: {num} prompts are too few. {title_of(one)} costs {_nats(one.loss)} nats per token, but that "
+            f"may be as much as {_nats(one.high)}; the target is {target:g}. About {verdict.num_more} more prompts "
+            "like these would decide."
+        )
+    else:
+        assert verdict.closest is not None
+        one = verdict.closest
+        if one.measured.rows > MAX_ROWS:
+            reason = (
+                f"even {title_of(one)} computes {100 * one.measured.rows:.0f} % of the rows and saves next to nothing"
+            )
+        else:
+            reason = (
+                f"nothing that was tried costs less than {target:g} nats per token of full prefill's own answers. The "
+                f"closest, {title_of(one)}, costs {_nats(one.loss)} ({_nats(one.low)} to {_nats(one.high)})"
+            )
+        lines.append(f"Do not reuse here: {reason}.")
+        lines.append(
+            "Serve these prompts without marks, or with mode exact; a larger --target, larger --ratios or other "
+            "--methods can be tried with the same replies."
+        )
+    lucky = [one for one in findings.judged if one.holds_only_alone]
+    if lucky:
+        lines.append(
+            f"Passed over: {', '.join(map(title_of, lucky))} would hold alone, but the same method fails where it "
+            "computes more, so that is taken for luck."
+        )
+    return lines
+
+
+def config_of(condition: Condition) -> dict[str, Any]:
+    """The object of `--chunk-cache-config` that serves a condition."""
+    assert condition.method is not None
+    return {} if condition.method.alpha is None else {ALPHA.name: condition.method.alpha}
+
+
+def flags_of(condition: Condition) -> str:
+    """The flags of `launch_server` that serve a condition, quoted for a shell."""
+    assert condition.method is not None
+    flags = ["--chunk-cache", "--chunk-cache-method", condition.method.method]
+    if condition.ratio is not None:
+        flags += ["--chunk-cache-ratio", f"{condition.ratio:g}"]
+    config = config_of(condition)
+    return shlex.join([*flags, *(("--chunk-cache-config", json.dumps(config)) if config else ())])
+
+
+def request_of(condition: Condition) -> dict[str, Any] | None:
+    """What each request must carry beside those flags: options of a method are no flags. None where it is nothing."""
+    assert condition.method is not None
+    options = {name: value for name, value in condition.method.options if name != ALPHA.name}
+    return condition.request if options else None
+
+
+def served_with(condition: Condition) -> list[str]:
+    """Lines that say how to serve a condition."""
+    lines = [f"Serve with: {flags_of(condition)}"]
+    request = request_of(condition)
+    if request is not None:
+        lines.append(f"and send with each request: custom_params.chunk_cache = {json.dumps(request)}")
+    return lines
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines for a terminal; the first two columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(placed).rstrip()
+
+    return [line(header), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, rows)]
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    return [f"{'ok  ' if check.holds else 'FAIL'}  {check.statement}: {check.numbers}" for check in checks]
+
+
+def write_results(folder: Path, findings: Findings) -> list[Path]:
+    """Writes page, CSV and, where something is recommended, `flags.txt` and `chunk_cache.json`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header, rows = rows_of_table(findings)
+    page, table = folder / f"{NAME}.md", folder / f"{NAME}.csv"
+    lines = [f"# Reuse of chunks: {findings.verdict.outcome}", "", *sentences(findings), ""]
+    flags, config = folder / "flags.txt", folder / "chunk_cache.json"
+    for old in (flags, config):  # of an earlier run
+        old.unlink(missing_ok=True)
+    written = [page, table]
+    if findings.verdict.chosen is not None:
+        condition = findings.verdict.chosen.measured.condition
+        lines += ["```", *served_with(condition), "```", ""]
+        flags.write_text(flags_of(condition) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(config_of(condition)) + "\n", encoding="utf-8")
+        written += [flags, config]
+    lines += [f"- {name}: {text}" for name, text in findings.about.items()]
+    lines += [f"- {check.statement}: {check.numbers}" for check in findings.checks]
+    lines += ["", f"![nats lost over rows computed]({NAME}.png)", ""]
+    lines += [f"| {' | '.join(header)} |", f"| --- | --- |{' ---: |' * (len(header) - 2)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += [
+        "",
+        "`*`: recommended. *Nats lost* per token of full prefill's own answer; *surely between*: the upper bounds "
+        f"all hold together with {CONFIDENCE:.0%}.",
+        "How to read this stands in docs/verify.md.",
+    ]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _write_csv(table, findings)
+    return written
+
+
+def _write_csv(path: Path, findings: Findings) -> None:
+    names = ("method", "ratio", "alpha", "num_prompts", "rows", "kl_mean", "kl_p95", "same_first")
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow((*names, "own_loss", "own_loss_low", "own_loss_high", "gold_loss", "holds", "chosen"))
+        for one in findings.judged:
+            m, spec = one.measured, one.measured.condition.method
+            gold = float(m.gold_losses.mean()) if len(m.gold_losses) else None
+            numbers = (m.rows, float(m.kls.mean()), float(np.quantile(m.kls, 0.95)), m.same_first)
+            cells = [_cell(number) for number in (*numbers, one.loss, one.low, one.high, gold)]
+            budget = [_cell(m.condition.ratio), _cell(None if spec is None else spec.alpha)]
+            answers = ["yes" if yes else "no" for yes in (one.holds, one is findings.verdict.chosen)]
+            writer.writerow((name_of(m.condition), *budget, len(m.losses), *cells, *answers))
+
+
+def _cell(number: float | None) -> str:
+    return "" if number is None else f"{number:.6g}"
+
+
+def _nats(value: float) -> str:
+    if math.isinf(value):
+        return "?"
+    if abs(value) < 5e-5:
+        return "0"
+    return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.2f}"

@@ -1,0 +1,330 @@
+"""Says on a model and your own prompts which method and ratio can be trusted, or that none can.
+
+    chunk-cache verify MODEL PROMPTS.jsonl [options] [-- flags of launch_server]
+    chunk-cache verify http://127.0.0.1:30000 PROMPTS.jsonl [options]
+    chunk-cache verify MODEL            # only whether the implementation fits the model
+
+Every prompt is computed in full by stock SGLang, and then with reused chunks under every method and ratio; what is
+measured is how much less likely full prefill's own answer becomes. No right answers are needed. The same command goes
+on where it was ended. Exit code 0: there is a recommendation; 1: do not reuse here, or too few prompts to decide; 2:
+the call is wrong, or a server failed. docs/verify.md says how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.methods.method_options import ALPHA
+from chunk_cache.options.defaults import DEFAULT_SEPARATOR
+from chunk_cache_tools.explain.shown_prompt import load_tokenizer
+from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
+from chunk_cache_tools.server_client import KEY_ENV, ServerClient, ServerGone
+from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
+from chunk_cache_tools.verify.fit import Check, check_fit, tolerance_of
+from chunk_cache_tools.verify.jsonl import read_jsonl
+from chunk_cache_tools.verify.measure import measure
+from chunk_cache_tools.verify.recommend import Outcome, judge, recommend
+from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache_tools.verify.results import (
+    Findings,
+    check_lines,
+    rows_of_table,
+    sentences,
+    served_with,
+    text_table,
+    write_results,
+)
+from chunk_cache_tools.verify.session import ALONE, SHUFFLED, STORED, Asking, Session, SetupError
+from chunk_cache_tools.verify.token_prompt import TokenPrompt
+from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
+
+PROG = "chunk-cache verify"
+METHODS = ("full-reuse", "epic", "cacheblend", "fusionrag", "question-drift")
+RATIOS = (0.05, 0.15, 0.3, 0.5)
+TARGET = 0.05
+NUM_FIT = 8  # prompts that the implementation is checked with
+PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
+TOLERATED = ("too_short", "prompt_end")  # such chunks are computed for every user, too
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL_OR_URL", help="Hugging Face folder or name, or the URL of a server with --chunk-cache")
+    add("prompts", nargs="?", metavar="PROMPTS.jsonl", help="your prompts, or a log of requests")
+    add("--target", type=float, default=TARGET, metavar="NATS", help="lost per token, at most (default: %(default)s)")
+    add("--methods", nargs="+", default=METHODS, metavar="NAME[:OPTION=VALUE,...]", help=f"default: {_words(METHODS)}")
+    add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help=f"default: {_words(RATIOS)}")
+    add("--alphas", nargs="+", type=float, default=(), metavar="A", help="also cache-craft by these alphas")
+    add(
+        "--stored",
+        choices=STORED,
+        help="how chunks are computed first: alone behind the system prompt, or with the prompt's other chunks in "
+        f"another order (default: {ALONE}, with --alphas {SHUFFLED})",
+    )
+    add("--num", type=int, default=100, help="prompts, at most, spread over the file (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=32, metavar="NUM", help="of full prefill's answer (default: %(default)s)")
+    add("--chat", action="store_true", help="put lines with chunks and a question through the model's chat template")
+    add("--separator", default=DEFAULT_SEPARATOR, metavar="TEXT", help="in the prompts (default: %(default)s)")
+    add("--tokenizer", metavar="DIR", help="of the server's model, where its own path is not known here")
+    key = os.environ.get(KEY_ENV)
+    add("--api-key", default=key, metavar="KEY", help=f"of the server at a URL (default: ${KEY_ENV})")
+    add("--tolerance", type=float, help="of log-probabilities at ratio 1.0 (default: by number format)")
+    add("--out", type=Path, default=Path("chunk-cache-verify"), metavar="DIR", help="default: %(default)s")
+    add("--fresh", action="store_true", help="forget the replies that an earlier run has left in --out")
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and what stands behind `--`: flags of the server."""
+    parser = _parser()
+    given = list(argv)
+    cut = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:cut])
+    for name in ("num", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: at least 1")
+    if not 0 < args.target < math.inf:
+        parser.error(f"--target: {args.target:g} is not above 0; 0.05 is the default")
+    if bad := [ratio for ratio in args.ratios if not 0 <= ratio <= 1]:
+        parser.error(f"--ratios: {bad[0]:g} is not in [0, 1]")
+    if bad := [alpha for alpha in args.alphas if not 0 < alpha <= ALPHA.maximum]:
+        parser.error(f"--alphas: {bad[0]:g} is not above 0 and at most {ALPHA.maximum:g}")
+    args.is_url = args.model.startswith(("http://", "https://"))
+    flags = given[cut + 1 :]
+    if args.is_url and flags:
+        parser.error(f"-- {flags[0]}: a running server has its flags; leave them out, or name the model")
+    args.stored = args.stored or (SHUFFLED if args.alphas else ALONE)
+    return args, flags
+
+
+def conditions_of(args: argparse.Namespace) -> list[Condition]:
+    """The grid: ratio 0 is asked once, for without recomputation all methods are one."""
+    specs = [parse_method(text) for text in args.methods]
+    check_likelihood(specs)
+    craft = [MethodSpec("cache-craft", ((ALPHA.name, float(alpha)),)) for alpha in sorted(set(args.alphas))]
+    ratios = sorted(set(args.ratios))
+    found = grid([*specs, *craft], ratios)
+    if any(c.method == MethodSpec("full-reuse") for c in found):
+        found = [c for c in found if c.ratio != 0 or c.method == MethodSpec("full-reuse")]
+    return found
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is verified, as it can be reached from here."""
+
+    path: str
+    name: str
+    num_layers: int
+    tokenizer: Any
+
+
+def load_model(path: str, name: str) -> Model:
+    """Tokenizer and number of layers.
+
+    Raises:
+        ChunkCacheRequestError: they are not there.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        problem = f"no model in {path!r} ({' '.join(str(error).split())[:120]})"
+        raise request_error("MODEL", problem, "name a Hugging Face folder, or with --tokenizer where it lies") from None
+    return Model(path, name, config.get_text_config().num_hidden_layers, load_tokenizer(path))
+
+
+@contextmanager
+def reached(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[ServerClient]:
+    """The server at the URL, or one of our own, started here.
+
+    Raises:
+        ServerError, ChunkCacheRequestError, ServerGone: there is none, or it does not start.
+    """
+    if args.is_url:
+        with ServerClient(args.model, args.api_key, PATIENCE_S) as client:
+            yield client
+        return
+    print("starting a server; its log: " + str(args.out / "server.log"), file=sys.stderr)
+    env = offline_env() if Path(args.model).is_dir() else {}
+    patience = {"start_deadline_s": PATIENCE_S, "request_timeout_s": PATIENCE_S}
+    log_path = args.out / "server.log"
+    with OwnServer(args.model, "--chunk-cache", *flags, env=env, log_path=log_path, **patience) as server:
+        yield server.client
+
+
+def all_flags(given: Sequence[str]) -> tuple[str, ...]:
+    """Flags of an own server. A CPU computes in fp32, also where the weights are stored in fewer bits."""
+    import torch
+
+    keep = torch.cuda.is_available() or any(flag.partition("=")[0] == "--dtype" for flag in given)
+    return (*(() if keep else ("--dtype", "float32")), *given)
+
+
+def run(args: argparse.Namespace, given: Sequence[str]) -> int:
+    """Everything; the exit code."""
+    flags = () if args.is_url else all_flags(given)
+    conditions = conditions_of(args)
+    if args.prompts is not None:
+        list(read_jsonl(args.prompts))  # a file that is broken is told before seconds of imports
+    path = args.tokenizer or (_path_of_server(args) if args.is_url else args.model)
+    model = load_model(path, f"{args.model} {path}" if args.is_url else fingerprint(args.model))
+    workload = None
+    if args.prompts is not None:
+        workload = read_prompts(args.prompts, model.tokenizer, args.separator, chat=args.chat)
+    prompts = [] if workload is None else pick(workload.prompts, args.num)
+    for line in _told(workload, prompts, conditions):
+        print(line)
+    args.out.mkdir(parents=True, exist_ok=True)
+    asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
+    settings = {
+        "model": model.name,
+        "server flags": list(flags),
+        "--max-new-tokens": args.max_new_tokens,
+        "--stored": args.stored,
+    }
+    log_path = args.out / "replies.jsonl"
+    with ReplyLog(log_path, settings, resume=not args.fresh, anew="add --fresh, or name another --out") as log:
+        asked = [(p, c) for c in (REFERENCE, *conditions) for p in prompts if log.find(p.key, c) is None]
+        checks: Sequence[Check] = []
+        if asked or not prompts:
+            salt = uuid.uuid4().hex[:8]  # a running server has others to serve, so it is not flushed
+            with reached(args, flags) as client:
+                checks = _check(args, client, model, prompts, salt)
+                if all(check.holds for check in checks) and prompts:
+                    _ask(Session(client, asking, args.stored, salt if args.is_url else ""), prompts, conditions, log)
+        if not all(check.holds for check in checks):
+            print("Do not use this model: the implementation does not fit it, whatever the ratio; please report it.")
+            return 1
+        if not prompts:
+            print("The implementation fits the model. Give prompts of yours to learn which method and ratio to use.")
+            return 0
+        return _report(args, model, prompts, conditions, log, checks)
+
+
+def _check(
+    args: argparse.Namespace, client: ServerClient, model: Model, prompts: Sequence[TokenPrompt], salt: str
+) -> Sequence[Check]:
+    own = [prompt for prompt in prompts if len(prompt.spans) > 1][:NUM_FIT]
+    tolerance = tolerance_of(client) if args.tolerance is None else args.tolerance
+    used = own or generate_prompts(NUM_FIT, len(model.tokenizer))
+    checks = check_fit(client, used, salt, tolerance)
+    print("\n".join(check_lines(checks)), flush=True)
+    return checks
+
+
+def _ask(session: Session, prompts: Sequence[TokenPrompt], conditions: Sequence[Condition], log: ReplyLog) -> None:
+    """Asks what the log lacks, the references first."""
+    references = [prompt for prompt in prompts if log.find(prompt.key, REFERENCE) is None]
+    missing = [(p, c) for c in conditions for p in prompts if log.find(p.key, c) is None]
+    with tqdm(total=len(references) + len(missing), unit="replies", dynamic_ncols=True, smoothing=0.1) as bar:
+        bar.set_description("full prefill")
+        for replies in session.ask_reference(references) if references else ():
+            log.append(replies)
+            bar.update(len(replies))
+        known = {p.key: reply for p in prompts if (reply := log.find(p.key, REFERENCE)) is not None}
+        bar.set_description("reuse")
+        for block in session.blocks(prompts, {key: reply.prompt_len for key, reply in known.items()}):
+            asks = [(p, c) for c in conditions for p in block if log.find(p.key, c) is None]
+            if asks:
+                session.prime(block)
+                for replies in session.ask(asks, known):
+                    log.append(replies)
+                    bar.update(len(replies))
+
+
+def _report(
+    args: argparse.Namespace,
+    model: Model,
+    prompts: Sequence[TokenPrompt],
+    conditions: Sequence[Condition],
+    log: ReplyLog,
+    checks: Sequence[Check],
+) -> int:
+    measured = [measure(condition, prompts, log, model.num_layers) for condition in conditions]
+    judged = judge(measured, args.target)
+    verdict = recommend(judged, args.target)
+    about = {
+        "model": f"{Path(args.model).name if not args.is_url else 'a running server'} ({model.num_layers} layers)",
+        "prompts": f"{len(prompts)} of {Path(args.prompts).name}, {_mean_len(prompts):.0f} tokens on average",
+        "chunks stored": args.stored,
+        "target": f"{args.target:g} nats per token of full prefill's own answer",
+        "answers": f"of at most {args.max_new_tokens} tokens",
+    }
+    findings = Findings(about, checks, args.target, judged, verdict)
+    print("\n" + "\n".join([*text_table(*rows_of_table(findings)), "", *sentences(findings)]))
+    if verdict.chosen is not None:
+        print("\n".join(served_with(verdict.chosen.measured.condition)))
+    written = write_results(args.out, findings)
+    if importlib.util.find_spec("matplotlib") is None:
+        print('No plot: matplotlib is not installed; run `pip install "sglang-chunk-cache[bench]"`.', file=sys.stderr)
+    else:
+        from chunk_cache_tools.verify.plot import draw
+
+        plot = args.out / "verify.png"
+        draw(plot, findings)
+        written.append(plot)
+    print("written: " + ", ".join(map(str, written)))
+    return 0 if verdict.outcome is Outcome.REUSE else 1
+
+
+def _told(workload: Workload | None, prompts: Sequence[TokenPrompt], conditions: Sequence[Condition]) -> Iterator[str]:
+    if workload is None:
+        yield "No prompts are given: only whether the implementation fits the model is checked."
+        return
+    yield f"{len(prompts)} of {len(workload.prompts)} prompts under {len(conditions)} conditions and in full"
+    if workload.num_unmarked:
+        yield f"passed over: {workload.num_unmarked} prompts without marks"
+    if workload.num_again:
+        yield f"passed over: {workload.num_again} prompts that came before"
+
+
+def _path_of_server(args: argparse.Namespace) -> str:
+    with ServerClient(args.model, args.api_key) as client:
+        info = client.ask("GET", "/model_info")
+        return str(info.get("tokenizer_path") or info.get("model_path"))
+
+
+def _mean_len(prompts: Sequence[TokenPrompt]) -> float:
+    return sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+
+
+def _words(values: Sequence[object]) -> str:
+    return " ".join(map(str, values))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, flags = parse_args(sys.argv[1:] if argv is None else argv)
+    leave_on_sigterm()
+    try:
+        return run(args, flags)
+    except (ChunkCacheRequestError, SetupError, ServerError, ServerGone) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""WarmServer: a server with the chunk cache, as the command sees it.
+
+Verbs: `epoch` (which server, in which life), `warm` (some chunks, streamed), `estimate` (what that would take). All
+raise as `ServerClient.send`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from chunk_cache_tools.server_client import ServerClient, ServerGone
+
+
+class WarmServer(ServerClient):
+    """See the head of this file."""
+
+    def epoch(self) -> str:
+        """Changes when the server was restarted or its cache was flushed: what was stored is gone."""
+        stats = self.ask("GET", "/chunk_cache/stats")
+        flushes = "-".join(str(rank["num_flushes"]) for rank in stats["ranks"])
+        return f"{stats['instance']}/{flushes}"
+
+    def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The lines of progress, without the summary."""
+        for line in self._progress(body):
+            if line.get("summary"):
+                return
+            yield line
+
+    def estimate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The summary of a dry run."""
+        return next(self._progress({**body, "dry_run": True}))
+
+    def _progress(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for text in self.lines("/chunk_cache/warm", body):
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                break
+            if "error" in line:
+                raise self.refused(line["error"]["message"], "change what the message names")
+            yield line
+        raise ServerGone("the answer ended before its summary", "look into the server's log")

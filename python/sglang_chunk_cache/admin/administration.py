@@ -1,0 +1,375 @@
+"""Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
+
+Verbs: `stats`, `requests`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a
+selection becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
+
+Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
+also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import psutil
+from fastapi.encoders import jsonable_encoder
+
+from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.options.config import describe
+from chunk_cache.options.warming_limits import MAX_BATCH
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import Mark, MarkedText
+from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin import warming
+from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection, Warm
+from sglang_chunk_cache.admin.journal import merge
+from sglang_chunk_cache.api.prepare import check_vocabulary
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
+
+ASK_AGAIN_S = 0.01
+"""Seconds until schedulers are asked again whether a store has answered."""
+
+
+class AdminRefused(ChunkCacheRequestError):
+    """A legal request that cannot be served now, with the HTTP status that says so."""
+
+    def __init__(self, message: str, status: HTTPStatus, details: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.details = details or {}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of a selection.
+
+    Attributes:
+        ids: its tokens; None where it was named by its key.
+    """
+
+    key: bytes
+    ids: tuple[int, ...] | None
+
+
+class Admin:
+    """See the head of this file.
+
+    Args:
+        manager: our tokenizer manager.
+        communicator: asks all schedulers and returns their replies.
+    """
+
+    def __init__(self, manager: Any, communicator: Any) -> None:
+        self.manager = manager
+        self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
+        self._communicator = communicator
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def args(self) -> ChunkCacheArgs:
+        """The options of the server."""
+        args = attached(self.manager.server_args)
+        assert args is not None, "the routes exist only where the chunk cache is on"
+        return args
+
+    async def stats(self) -> dict[str, Any]:
+        """Options, and the numbers of every scheduler process."""
+        memory = psutil.virtual_memory()
+        replies = await self._ask(messages.ChunkCacheStatsReq())
+        args = self.args
+        return {
+            "instance": instance_of(self.manager.server_args),
+            "config": {
+                "method": args.method,
+                "ratio": args.ratio,
+                "separator": args.separator,
+                "target": args.target,
+                **jsonable_encoder(describe(args.parsed_config)),
+            },
+            "host": {
+                "total_bytes": memory.total,
+                "available_bytes": memory.available,
+                "pid": os.getpid(),
+                "rss_bytes": psutil.Process().memory_info().rss,
+            },
+            "ranks": sorted(
+                (rank for reply in replies for rank in reply.ranks), key=lambda rank: (rank["dp_rank"], rank["tp_rank"])
+            ),
+        }
+
+    async def requests(self) -> dict[str, Any]:
+        """What became of the latest requests of all replicas, and sums of each minute; see `Journal.contents`."""
+        replies = await self._ask(messages.ChunkCacheRequestsReq())
+        return merge(reply.ranks[0] for reply in replies)
+
+    async def variants(self, listing: Listing) -> dict[str, Any]:
+        """One page of the variants of each replica.
+
+        Raises:
+            AdminRefused: the key is not known.
+        """
+        replies = await self._ask(
+            messages.ChunkCacheVariantsReq(
+                key=listing.key, limit=listing.limit, offset=listing.offset, by_uses=listing.order == "uses"
+            )
+        )
+        total = sum(reply.ranks[0]["total"] for reply in replies)
+        if listing.key is not None and not total:
+            evicted = any(reply.ranks[0]["evicted"] for reply in replies)
+            raise _unknown("key", [listing.key], {"evicted": evicted})
+        variants = [{**one, "dp_rank": reply.dp_rank} for reply in replies for one in reply.ranks[0]["variants"]]
+        if listing.order == "uses":
+            variants.sort(key=lambda one: -one["num_uses"])
+        return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset}
+
+    async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
+        """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
+        replies = await self._ask_stores(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
+        of_all = [reply.ranks[0]["stored"] for reply in replies]
+        return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
+
+    async def prepared(self, neighbours: Mapping[bytes, Sequence[bytes]]) -> set[bytes]:
+        """The chunks that are stored as computed behind these neighbours, on all replicas of the server."""
+        behind = [list(keys) for keys in neighbours.values()]
+        replies = await self._ask_stores(messages.ChunkCachePreparedReq(keys=list(neighbours), neighbours=behind))
+        return set.intersection(*({bytes.fromhex(key) for key in reply.ranks[0]["prepared"]} for reply in replies))
+
+    async def _ask_stores(self, request: Any) -> list[Any]:
+        """The replies once the stores that the schedulers ask have answered, or cannot be asked."""
+        replies = await self._ask(request)
+        while any(reply.ranks[0].get("is_asking") for reply in replies):
+            await asyncio.sleep(ASK_AGAIN_S)
+            replies = await self._ask(msgspec.structs.replace(request, is_again=True))
+        return replies
+
+    async def pin(self, pin: Pin) -> dict[str, Any]:
+        """Keeps chunks from eviction for a while.
+
+        Raises:
+            AdminRefused: more tokens would be pinned than may be, or none of the keys is known.
+        """
+        chunks = self.chunks_of(pin.selection)
+        until = time.time() + pin.ttl_s
+        replies = await self._ask(messages.ChunkCachePinReq(keys=_unique(c.key for c in chunks), until=until))
+        results = [reply.ranks[0] for reply in replies]
+        refused = [result for result in results if result["is_refused"]]
+        if len(refused) < len(results):
+            self._later(pin.ttl_s, messages.ChunkCacheUnpinReq(until=until))
+        if refused:
+            numbers = {name: refused[0][name] for name in ("pinned_tokens", "max_pinned_tokens")}
+            raise AdminRefused(
+                f"{_name(pin.selection)}: with these chunks {numbers['pinned_tokens']} tokens would be pinned, and "
+                f"{numbers['max_pinned_tokens']} is the limit; name fewer chunks, or unpin others",
+                HTTPStatus.CONFLICT,
+                numbers,
+            )
+        pinned, missing = _split(chunks, _merged((result["pinned"] for result in results), max), "tokens")
+        _check_known(pin.selection, chunks, pinned)
+        return {
+            "pinned": pinned,
+            "not_stored": missing,
+            "until": until,
+            "pinned_tokens": max(result["pinned_tokens"] for result in results),
+            "max_pinned_tokens": results[0]["max_pinned_tokens"],
+        }
+
+    async def unpin(self, selection: Selection | None) -> dict[str, Any]:
+        """Ends pins early, of these chunks or of all.
+
+        Raises:
+            AdminRefused: none of the keys is pinned.
+        """
+        chunks = None if selection is None else self.chunks_of(selection)
+        keys = None if chunks is None else _unique(c.key for c in chunks)
+        replies = await self._ask(messages.ChunkCacheUnpinReq(keys=keys))
+        done = {key: 1 for reply in replies for key in reply.ranks[0]["unpinned"]}
+        pinned_tokens = max(reply.ranks[0]["pinned_tokens"] for reply in replies)
+        if chunks is None or selection is None:
+            return {"unpinned": [{"key": key} for key in done], "not_pinned": [], "pinned_tokens": pinned_tokens}
+        unpinned, others = _split(chunks, done)
+        _check_known(selection, chunks, unpinned)
+        return {"unpinned": unpinned, "not_pinned": others, "pinned_tokens": pinned_tokens}
+
+    async def evict(self, eviction: Eviction) -> dict[str, Any]:
+        """Forgets chunks; nodes of their own give their slots back, or all that no request reads.
+
+        Raises:
+            AdminRefused: none of the keys is known; not where everything is looked through, which needs no key.
+        """
+        chunks = self.chunks_of(eviction.selection)
+        request = messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks), is_everywhere=eviction.everywhere)
+        replies = await self._ask(request)
+        evicted, missing = _split(chunks, _merged((reply.ranks[0]["evicted"] for reply in replies), _added))
+        reply = {"evicted": evicted, "not_stored": missing}
+        if not eviction.everywhere:
+            _check_known(eviction.selection, chunks, evicted)
+            return reply
+        if self.manager.chunk_cache_selector is not None:
+            self.manager.chunk_cache_selector.forget()
+        more = [one.ranks[0] for one in replies]
+        sums = {name: sum(one[name] for one in more) for name in ("emptied_tokens", "in_use_tokens")}
+        behind = {name: sum(one["behind"][name] for one in more) for name in ("variants", "freed_tokens")}
+        return reply | {"behind": behind} | sums
+
+    async def flush(self, timeout_s: float) -> dict[str, Any]:
+        """Empties index and KV pool where the server is idle.
+
+        Raises:
+            AdminRefused: it is not.
+        """
+        result = await self._shielded(self.manager.flush_cache(timeout_s=timeout_s))
+        if not result.success:
+            why = result.message or "requests are running or waiting"
+            message = f"body: not flushed, {why.rstrip('.')}; send it again when the server is idle, or give timeout_s"
+            raise AdminRefused(message, HTTPStatus.CONFLICT)
+        return {"flushed": True}
+
+    async def warm(self, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """Computes chunks that are not stored; yields progress, and a summary at the end.
+
+        Args:
+            request: of the client; where it has gone the work stops.
+
+        Raises:
+            ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
+        """
+        work = warming.Warming(self, body, request)
+        await work.find_neighbours()
+        return work.run()
+
+    def chunks_of(self, selection: Selection) -> list[Chunk]:
+        """The chunks of a selection, in its order.
+
+        Raises:
+            ChunkCacheRequestError: a text has no tokens or a separator, an id is not in the vocabulary, or texts were
+                sent to a server that has no tokenizer.
+        """
+        if selection.keys is not None:
+            return [Chunk(key, None) for key in selection.keys]
+        ids = selection.input_ids
+        if ids is not None:
+            for i, one in enumerate(ids):
+                check_vocabulary(one, self.manager, f"input_ids[{i}]")
+        else:
+            assert selection.texts is not None
+            ids = tuple(self.encode_chunk(text, f"texts[{i}]") for i, text in enumerate(selection.texts))
+        partition = Partition(selection.extra_key, selection.cache_salt)
+        return [Chunk(chunk_key(partition, one), one) for one in ids]
+
+    def encode_chunk(self, text: str, path: str) -> tuple[int, ...]:
+        """The token ids that a chunk has in every prompt.
+
+        Raises:
+            ChunkCacheRequestError: the text cannot be a chunk.
+        """
+        self.check_text(text, path)
+        if not text.strip():
+            raise request_error(path, "the chunk is empty", "give it text, or remove it")
+        marked = encode_marked(self.manager.tokenizer, MarkedText((text,), (Mark(path, text),)))
+        ((start, end),) = marked.spans
+        return tuple(marked.ids[start:end])
+
+    def check_text(self, text: str, path: str) -> None:
+        """Checks that this server can tokenize a text and that it has no separator.
+
+        Raises:
+            ChunkCacheRequestError: it cannot, or it has.
+        """
+        if self.manager.tokenizer is None:
+            problem = "the server runs with --skip-tokenizer-init"
+            raise request_error(path, problem, "send input_ids, or keys")
+        if self.args.separator in text:
+            problem = f"has a separator {self.args.separator!r}"
+            raise request_error(path, problem, "send each chunk as a text of its own")
+
+    async def _ask(self, request: Any) -> list[messages.ChunkCacheAdminReply]:
+        self.manager.auto_create_handle_loop()
+        replies: list[messages.ChunkCacheAdminReply] = await self._shielded(self._communicator(request))
+        if not all(reply.agree for reply in replies):
+            raise AdminRefused(
+                f"body: the tensor-parallel ranks gave different answers to {type(request).__name__}; flush the cache",
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+            )
+        return sorted(replies, key=lambda reply: reply.dp_rank)
+
+    async def _shielded(self, coroutine: Any) -> Any:
+        """Runs to its end also where the client goes: SGLang would give its replies to the next caller."""
+        return await asyncio.shield(self._keep(coroutine))
+
+    def _keep(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _later(self, delay_s: float, request: Any) -> None:
+        async def send() -> None:
+            await asyncio.sleep(delay_s)
+            await self._communicator(request)
+
+        self._keep(send())
+
+
+def _unique(keys: Any) -> list[bytes]:
+    return list(dict.fromkeys(keys))
+
+
+def _merged(results: Iterable[Mapping[str, Any]], both: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """By chunk, of several replicas, each of which has chunks of its own."""
+    found: dict[str, Any] = {}
+    for result in results:
+        for key, value in result.items():
+            found[key] = both(found[key], value) if key in found else value
+    return found
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What was evicted of a chunk on two replicas; of a tier, which they may share, what either knew of."""
+    return {
+        "variants": one["variants"] + other["variants"],
+        "freed_tokens": one["freed_tokens"] + other["freed_tokens"],
+        "tiers": _merged((one["tiers"], other["tiers"]), max),
+    }
+
+
+def _split(
+    chunks: Sequence[Chunk], done: dict[str, Any], name: str | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Entries of the reply for the chunks with which something was done, and for the others."""
+    hits, others = [], []
+    for index, chunk in enumerate(chunks):
+        key = chunk.key.hex()
+        entry: dict[str, Any] = {"index": index, "key": key}
+        if key not in done:
+            others.append(entry)
+            continue
+        value = done[key]
+        if name is not None:
+            entry[name] = value
+        elif isinstance(value, dict):
+            entry.update(value)
+        hits.append(entry)
+    return hits, others
+
+
+def _name(selection: Selection) -> str:
+    return next(way for way in ("texts", "input_ids", "keys") if getattr(selection, way) is not None)
+
+
+def _check_known(selection: Selection, chunks: Sequence[Chunk], hits: Sequence[object]) -> None:
+    if selection.keys is not None and not hits:
+        raise _unknown("keys", [chunk.key for chunk in chunks])
+
+
+def _unknown(path: str, keys: Sequence[bytes], details: dict[str, Any] | None = None) -> AdminRefused:
+    shown = ", ".join(key.hex() for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
+    message = f"{path}: {shown} not known; GET /chunk_cache/variants lists what is"
+    return AdminRefused(message, HTTPStatus.NOT_FOUND, details)

@@ -1,0 +1,132 @@
+"""Journal: what became of the latest requests with marks or options, and sums of each minute; what the page shows.
+
+Verbs: `note` (a request has ended), `contents` (all that is known), `merge` (of several replicas).
+
+Promises: bounded, and looked at by people only: nothing is decided by it, so ranks may differ. It holds numbers, ids of
+requests, keys of chunks and reasons of the fixed list, never a text or a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
+from sglang_chunk_cache.request.reply import reply_of
+
+NUM_REQUESTS = 50
+NUM_MINUTES = 120
+NUM_COLUMNS = 160
+KINDS = ("prefix", "reused", "recomputed", "computed")
+"""What becomes of a token; `recomputed` is not in `reused` here."""
+
+Contents: TypeAlias = dict[str, Any]
+
+
+class Journal:
+    """See the head of this file.
+
+    Args:
+        now: seconds since 1970.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._since = now()
+        self._totals = _Sums()
+        self._minutes: deque[tuple[int, _Sums]] = deque(maxlen=NUM_MINUTES)
+        self._requests: deque[Contents] = deque(maxlen=NUM_REQUESTS)
+
+    def note(self, rid: str, partition: str, state: ChunkRequest, saved_s: float) -> None:
+        """One request that was admitted, and has ended.
+
+        Args:
+            partition: its name, which tells nothing of a client's salt.
+            saved_s: seconds of prefill that reuse was estimated to spare it.
+        """
+        plan, reply = state.reported, reply_of(state)
+        assert plan is not None
+        assert reply is not None
+        at = self._now()
+        minute = int(at // 60) * 60
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append((minute, _Sums()))
+        for sums in (self._totals, self._minutes[-1][1]):
+            sums.add(plan, saved_s)
+        for chunk, key in zip(reply["chunks"], state.keys, strict=True):
+            chunk["key"] = key.hex()
+        self._requests.append(
+            {"at": at, "id": rid, "partition": partition, "saved_s": saved_s, **reply, "picture": picture_of(plan)}
+        )
+
+    def contents(self) -> Contents:
+        """Plain JSON values: `totals` since `since`, `minutes` from old to new, `requests` from new to old."""
+        return {
+            "since": self._since,
+            "totals": vars(self._totals),
+            "minutes": [{"at": at, **vars(sums)} for at, sums in self._minutes],
+            "requests": list(reversed(self._requests)),
+        }
+
+
+class _Sums:
+    """Of requests: their number, their tokens by kind, and seconds of prefill that were spared."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prefix = self.reused = self.recomputed = self.computed = 0
+        self.saved_s = 0.0
+
+    def add(self, plan: RecomputePlan, saved_s: float) -> None:
+        self.requests += 1
+        self.prefix += plan.prefix_len
+        self.reused += plan.num_reused - plan.num_recomputed
+        self.recomputed += plan.num_recomputed
+        self.computed += plan.num_computed
+        self.saved_s += saved_s
+
+
+def picture_of(plan: RecomputePlan) -> list[list[int]]:
+    """The prompt in at most `NUM_COLUMNS` slices, in order: the tokens of each, by `KINDS`.
+
+    Tokens that a method chose during the forward are `reused` here: where they stand is told by `explain` alone.
+    """
+    kinds = np.full(plan.prompt_len, KINDS.index("computed"), dtype=np.int8)
+    kinds[: plan.prefix_len] = KINDS.index("prefix")
+    for chunk in plan.chunks:
+        if chunk.num_reused:
+            kinds[chunk.dst_start : chunk.dst_end] = KINDS.index("reused")
+            kinds[plan.recomputed_in(chunk)] = KINDS.index("recomputed")
+    num_columns = min(NUM_COLUMNS, plan.prompt_len)
+    starts = np.arange(num_columns) * plan.prompt_len // num_columns
+    of_kind = [np.add.reduceat(kinds == kind, starts, dtype=np.int64) for kind in range(len(KINDS))]
+    return np.stack(of_kind, axis=1).tolist()
+
+
+def merge(journals: Iterable[Contents]) -> Contents:
+    """The contents of the journals of several replicas, as if there were one."""
+    journals = list(journals)
+    minutes: dict[float, Contents] = {}
+    for journal in journals:
+        for minute in journal["minutes"]:
+            known = minutes.get(minute["at"])
+            minutes[minute["at"]] = minute if known is None else {**_added(known, minute), "at": minute["at"]}
+    totals = journals[0]["totals"]
+    for journal in journals[1:]:
+        totals = _added(totals, journal["totals"])
+    requests = sorted((one for journal in journals for one in journal["requests"]), key=lambda one: -one["at"])
+    return {
+        "since": min(journal["since"] for journal in journals),
+        "totals": totals,
+        "minutes": [minutes[at] for at in sorted(minutes)][-NUM_MINUTES:],
+        "requests": requests[:NUM_REQUESTS],
+    }
+
+
+def _added(one: Contents, other: Contents) -> Contents:
+    return {name: number + other[name] for name, number in one.items()}

@@ -1,0 +1,203 @@
+"""ChunkCacheFields: the `chunk_cache` object of a request on the OpenAI and Anthropic routes.
+
+Verb: `read_asked`. Beside the options of every request (`chunk_cache.options.request_options`) it may hold
+what only these routes read: `chunks` and the `template` that writes them into the prompt, `marks` and `parts`.
+`write_passage` writes one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.errors import is_unicode, request_error, show
+from chunk_cache.options.request_options import KEYS, MAX_CHUNKS
+
+KEY = "chunk_cache"
+ROUTE_KEYS = ("chunks", "template", "marks", "parts")
+_CHUNK_KEYS = ("id", "text")
+_TEMPLATE, _TITLED_TEMPLATE = "{text}\n\n", "{title}\n{text}\n\n"
+_PLACEHOLDER = re.compile(r"\{(id|title|text)\}")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage that stands beside the messages, or the prompt, of a request.
+
+    Attributes:
+        text: what it says.
+        path: where the client gave it.
+        id, title: empty = none.
+    """
+
+    text: str
+    path: str
+    id: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class ChunkCacheFields:
+    """What a request asks for.
+
+    Attributes:
+        options: the object without the keys of these routes, not yet checked; None = there is no object.
+        path: where it stands.
+        marks, parts: whether marks of other services, and parts of messages, are chunks; None = as the server says.
+        passages: `chunks`.
+        template: how they are written; None = the default.
+    """
+
+    options: Mapping[str, Any] | None = None
+    path: str = f"custom_params.{KEY}"
+    marks: bool | None = None
+    parts: bool | None = None
+    passages: tuple[Passage, ...] = ()
+    template: str | None = None
+
+
+def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:
+    """Reads the object at the top of a body, or in its `custom_params`.
+
+    Args:
+        keys: those that the route reads beside the options of every request.
+
+    Raises:
+        ChunkCacheRequestError: there are two, or one breaks the contract; the options of every request are not checked.
+    """
+    custom_params = body.get("custom_params")
+    inner = custom_params if isinstance(custom_params, Mapping) else {}
+    found = [(path, holder[KEY]) for path, holder in ((KEY, body), (ChunkCacheFields.path, inner)) if KEY in holder]
+    if not found:
+        return ChunkCacheFields()
+    if len(found) > 1:
+        raise request_error(KEY, f"given in {ChunkCacheFields.path} too", "give one of the two")
+    ((path, value),) = found
+    if not isinstance(value, Mapping):
+        raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"mode": "exact"}')
+    _check_keys(value, (*KEYS, *keys), path)
+    asked = ChunkCacheFields(
+        options={key: one for key, one in value.items() if key in KEYS},
+        path=path,
+        marks=_read_bool(value, "marks", path),
+        parts=_read_bool(value, "parts", path),
+        passages=_read_passages(value.get("chunks", []), f"{path}.chunks", separator),
+        template=_read_template(value.get("template"), f"{path}.template", separator),
+    )
+    if asked.template is not None and "chunks" not in value and not body.get("documents"):
+        raise request_error(f"{path}.template", "there are no passages to write", f"give {path}.chunks too")
+    return asked
+
+
+def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, Any], ...]:
+    """The `documents` of a chat: strings, or objects with a text, as vLLM and Hugging Face take them.
+
+    Returns:
+        objects, each with a `text`; what else they hold is for the model's own template.
+
+    Raises:
+        ChunkCacheRequestError: it is no such list, or a document has no text.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise request_error(path, f"{show(value)} is not a list", "give a list of strings, or of objects with a text")
+    _check_number(value, path)
+    documents = []
+    for index, one in enumerate(value):
+        document = {"text": one} if isinstance(one, str) else one
+        where = f"{path}[{index}]"
+        if not isinstance(document, Mapping):
+            raise request_error(where, f"{show(one)} is no document", 'give a string, or {"title": ..., "text": ...}')
+        check_passage(document.get("text"), f"{where}.text" if document is one else where, separator)
+        if document.get("title") is not None:
+            _check_text(document["title"], f"{where}.title", separator)
+        documents.append(dict(document))
+    return tuple(documents)
+
+
+def as_passages(documents: Sequence[Mapping[str, Any]], path: str) -> tuple[Passage, ...]:
+    """Documents for which the model's own template has no place."""
+    return tuple(
+        Passage(document["text"], f"{path}[{index}]", str(document.get("id") or ""), document.get("title") or "")
+        for index, document in enumerate(documents)
+    )
+
+
+def write_passage(passage: Passage, template: str | None) -> str:
+    """A passage as it stands in the prompt."""
+    if template is None:
+        template = _TITLED_TEMPLATE if passage.title else _TEMPLATE
+    return _PLACEHOLDER.sub(lambda name: str(getattr(passage, name[1])), template)
+
+
+def check_passage(text: object, path: str, separator: str) -> str:
+    """Checks the text of a passage that a client marked as a whole.
+
+    Raises:
+        ChunkCacheRequestError: it is no text, empty, or has a separator.
+    """
+    checked = _check_text(text, path, separator)
+    if not checked.strip():
+        raise request_error(path, "the passage is empty", "give it text, or leave it out")
+    return checked
+
+
+def _check_text(text: object, path: str, separator: str) -> str:
+    if not isinstance(text, str):
+        raise request_error(path, "no text" if text is None else f"{show(text)} is not a string", "give it text")
+    if separator in text:
+        problem = f"the separator {separator!r} stands inside of a passage"
+        raise request_error(path, problem, "remove it, or start the server with another --chunk-cache-separator")
+    if not is_unicode(text):
+        raise request_error(path, "half of a character stands in it, which cannot be tokenized", "send whole ones")
+    return text
+
+
+def _check_keys(value: Mapping[str, object], known: Sequence[str], path: str) -> None:
+    for key in value:
+        if key not in known:
+            raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(known)}")
+
+
+def _check_number(value: Sequence[object], path: str) -> None:
+    if len(value) > MAX_CHUNKS:
+        raise request_error(path, f"{len(value)} passages, and {MAX_CHUNKS} is the limit", "send fewer, longer ones")
+
+
+def _read_bool(value: Mapping[str, Any], key: str, path: str) -> bool | None:
+    found = value.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise request_error(f"{path}.{key}", f"{show(found)} is not a boolean", "give true or false")
+    return found
+
+
+def _read_passages(value: object, path: str, separator: str) -> tuple[Passage, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise request_error(path, f"{show(value)} is not a list", 'give a list such as [{"id": "a", "text": "..."}]')
+    _check_number(value, path)
+    passages, texts = [], dict[str, str]()
+    for index, one in enumerate(value):
+        where = f"{path}[{index}]"
+        if not isinstance(one, Mapping):
+            raise request_error(where, f"{show(one)} is no chunk", 'give an object such as {"id": "a", "text": "..."}')
+        _check_keys(one, _CHUNK_KEYS, where)
+        text = check_passage(one.get("text"), f"{where}.text", separator)
+        name = _check_text(one.get("id", ""), f"{where}.id", separator)
+        if name and texts.setdefault(name, text) != text:
+            problem = f"{show(name)} is the id of another text too"
+            raise request_error(f"{where}.id", problem, "give each text an id of its own")
+        passages.append(Passage(text, where, name))
+    return tuple(passages)
+
+
+def _read_template(value: object, path: str, separator: str) -> str | None:
+    if value is None:
+        return None
+    template = _check_text(value, path, separator)
+    if [name[1] for name in _PLACEHOLDER.finditer(template)].count("text") != 1:
+        problem = "{text} does not stand in it once"
+        raise request_error(path, problem, 'give one such as "[{id}] {text}\\n"; {id} and {title} may stand in it')
+    return template

@@ -1,0 +1,8 @@
+"""The older way to call `chunk-cache doctor`: `python -m sglang_chunk_cache.doctor`."""
+
+import sys
+
+from chunk_cache_tools.doctor.doctor_command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

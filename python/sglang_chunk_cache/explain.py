@@ -1,0 +1,8 @@
+"""The older way to call `chunk-cache explain`: `python -m sglang_chunk_cache.explain`."""
+
+import sys
+
+from chunk_cache_tools.explain.explain_command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a server was started with, in every one of its processes."""

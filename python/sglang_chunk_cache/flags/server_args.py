@@ -1,0 +1,392 @@
+"""ChunkCacheArgs: the options that a server was started with, the same in every process.
+
+Verbs: `add_flags` (command line), `from_flags` (parsed values -> `ChunkCacheArgs` or None), `attach` / `attached`
+(on a `ServerArgs` record, which SGLang pickles to its children), `instance_of` (that server), `exported` (to the
+environment while children are started), `inherit` (in such a child), `set_args` / `get_args` (this process).
+
+Promises: off means None everywhere; a bad option is one sentence and a non-zero exit code, before anything starts;
+what a child inherits is exactly what the launching process checked. The environment variable is there only while
+children are being started, and a process that was not started as such a child ignores it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO, DEFAULT_SEPARATOR
+
+if TYPE_CHECKING:
+    import argparse
+
+    from chunk_cache.gate.target import Target
+    from chunk_cache.options.config import Config
+
+ENV_NAME = "SGLANG_CHUNK_CACHE"
+REFUSAL_ENV_NAME = "SGLANG_CHUNK_CACHE_REFUSAL"
+"""Launching process, and the file in which a child of it says why it refuses to start."""
+RADIX_CACHE_BACKEND = "chunk_cache"
+
+_ATTACHED = "_chunk_cache"
+_INSTANCE = "_chunk_cache_instance"
+_FLAGS = ("method", "ratio", "separator", "marks", "parts", "discover", "selector", "config", "target")
+
+
+class StartRefused(SystemExit):
+    """The server cannot start with these options; one sentence, exit code 1, no traceback.
+
+    A `SystemExit` because SGLang logs and ignores an ordinary exception of a plugin.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"chunk cache: {sentence}")
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Stops the start with `sentence`; in a child, the process that launched it is told."""
+    launcher, _, file = os.environ.get(REFUSAL_ENV_NAME, "").partition(" ")
+    if file:
+        Path(file).write_text(sentence, encoding="utf-8")
+        parent = multiprocessing.parent_process()
+        parent_pid = parent.pid if parent is not None and parent.is_alive() else None
+        if parent_pid is not None and int(launcher) not in (parent_pid, os.getpid()):
+            os.kill(parent_pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
+    raise StartRefused(sentence)
+
+
+@dataclass(frozen=True)
+class ChunkCacheArgs:
+    """Options of one server.
+
+    Attributes:
+        method: the default method of a request, one of `chunk_cache.methods.METHODS`.
+        ratio: the default recompute ratio, in [0, 1].
+        separator: the string that marks chunks in text prompts; never empty.
+        config: the object of `--chunk-cache-config`, checked by `chunk_cache.options.config.parse_config`.
+        selector: Hugging Face folder or name of the auxiliary model that selects; None = there is none.
+        target: that of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = there is none.
+        marks: whether texts that clients mark for the prefix cache of another service are chunks.
+        parts: whether the text parts of a message with several parts are chunks.
+        discover: whether passages that were there before are chunks in prompts without marks.
+    """
+
+    method: str = DEFAULT_METHOD
+    ratio: float = DEFAULT_RATIO
+    separator: str = DEFAULT_SEPARATOR
+    config: Mapping[str, Any] = field(default_factory=dict)
+    selector: str | None = None
+    target: Mapping[str, Any] | None = None
+    marks: bool = False
+    parts: bool = False
+    discover: bool = False
+
+    def __post_init__(self) -> None:
+        _check_method(self.method)
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0.0 <= self.ratio <= 1.0:
+            refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {self.ratio!r}.")
+        if not isinstance(self.separator, str) or not self.separator.strip():
+            refuse("--chunk-cache-separator must be a string with at least one visible character.")
+        _check_config(self.config)
+        _check_selector(self)
+        _check_target(self)
+
+    @functools.cached_property
+    def parsed_config(self) -> Config:
+        """`config` with its defaults."""
+        from chunk_cache.options.config import parse_config
+
+        return parse_config(dict(self.config))
+
+    @functools.cached_property
+    def parsed_target(self) -> Target | None:
+        """`target` with its defaults."""
+        from chunk_cache.gate.target import parse_target
+
+        return None if self.target is None else parse_target(self.target, method=self.method, ratio=self.ratio)
+
+    def dumps(self) -> str:
+        """These options as one line of JSON."""
+        return json.dumps(asdict(self), ensure_ascii=True)
+
+    @classmethod
+    def loads(cls, text: str) -> ChunkCacheArgs:
+        """The inverse of `dumps`."""
+        return cls(**json.loads(text))
+
+
+def _check_method(method: object) -> None:
+    from chunk_cache.methods import METHODS
+
+    if method not in METHODS:
+        refuse(f"--chunk-cache-method {method!r} is not known; choose one of {', '.join(METHODS)}.")
+
+
+def _check_selector(args: ChunkCacheArgs) -> None:
+    from chunk_cache.methods import METHODS
+
+    if args.selector is None:
+        if METHODS[args.method].asks_selector:
+            refuse(f"--chunk-cache-method {args.method} needs a small model that selects; add --chunk-cache-selector.")
+        if "selector" in args.config:
+            refuse("--chunk-cache-config: selector is given without a model; add --chunk-cache-selector.")
+    elif not isinstance(args.selector, str) or not args.selector.strip():
+        refuse(f"--chunk-cache-selector must be a Hugging Face folder or name, not {args.selector!r}.")
+
+
+def _check_config(config: object) -> None:
+    from chunk_cache.options.config import parse_config
+
+    if not isinstance(config, Mapping):
+        refuse("--chunk-cache-config must be a JSON object.")
+    try:
+        parse_config(dict(config))
+    except ValueError as error:
+        refuse(f"{_one_line(error)}.")  # the message begins with the name of the flag
+
+
+def _check_target(args: ChunkCacheArgs) -> None:
+    try:
+        target, config = args.parsed_target, args.parsed_config
+    except ValueError as error:
+        refuse(f"{_one_line(error)}.")
+    if target is None:
+        return
+    if not config.verify_share:
+        refuse('--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: what is it to go by?')
+    _check_steps(target, args)
+    budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
+    for name in (name for name, value in budgets.items() if value):
+        refuse(f'--chunk-cache-target moves ratios, and "{name}" in --chunk-cache-config replaces them; drop one.')
+
+
+def _check_steps(target: Target, args: ChunkCacheArgs) -> None:
+    """Whether to ask the selector is decided where prompts are tokenized, by the server's own method."""
+    from chunk_cache.methods import METHODS
+    from chunk_cache.options.request_options import RequestOptions
+    from chunk_cache.plan.selector_answer import asks_selector
+
+    if asks_selector(RequestOptions(spans=((0, 1),)), args.method, args.ratio):
+        return
+    for i, step in enumerate(target.steps):
+        if METHODS[step.method].asks_selector and step.ratio < 1.0:
+            refuse(
+                f"--chunk-cache-target: steps[{i}][0]: nobody would ask the selector for {step.method!r}, which is not "
+                f"the server's method below ratio 1; add --chunk-cache-method {step.method}, or choose another step."
+            )
+
+
+# The command line.
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags, in a group of their own.
+
+    No flag has a default here: a value that was not given is None, so that a flag given without `--chunk-cache` is
+    noticed. Values are checked in `from_flags`, which answers with one sentence instead of argparse's page of usage.
+    """
+    from chunk_cache.methods import METHODS
+
+    group = parser.add_argument_group(
+        "chunk cache", "Reuse the KV cache of text chunks wherever they stand in a prompt."
+    )
+    group.add_argument("--chunk-cache", action="store_true", default=False, help="Turn the chunk cache on.")
+    group.add_argument(
+        "--chunk-cache-method",
+        default=None,
+        metavar="METHOD",
+        help=f"Default method of a request: {', '.join(METHODS)} (default: {DEFAULT_METHOD}).",
+    )
+    group.add_argument(
+        "--chunk-cache-ratio",
+        default=None,
+        metavar="RATIO",
+        help=f"Default share of the reused tokens that is recomputed, 0 to 1 (default: {DEFAULT_RATIO}).",
+    )
+    group.add_argument(
+        "--chunk-cache-separator",
+        default=None,
+        metavar="TEXT",
+        help=f"String that marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
+    )
+    group.add_argument(
+        "--chunk-cache-marks",
+        action="store_true",
+        default=None,
+        help="Texts that clients mark by prompt_cache_breakpoint or cache_control are chunks (default: off).",
+    )
+    group.add_argument(
+        "--chunk-cache-parts",
+        action="store_true",
+        default=None,
+        help="Every text part of a message with several parts is a chunk (default: off).",
+    )
+    group.add_argument(
+        "--chunk-cache-discover",
+        action="store_true",
+        default=None,
+        help="Passages that were there before are chunks in prompts without marks too (default: off).",
+    )
+    group.add_argument(
+        "--chunk-cache-selector",
+        default=None,
+        metavar="MODEL",
+        help="Hugging Face folder or name of a small model that selects for the method cacheclip, on the CPU.",
+    )
+    group.add_argument(
+        "--chunk-cache-config",
+        default=None,
+        metavar="JSON",
+        help="All other options, as a JSON object or as @FILE with one.",
+    )
+    group.add_argument(
+        "--chunk-cache-target",
+        default=None,
+        metavar="JSON",
+        help='How far answers may be from exact ones, such as {"kl": 0.1}, as a JSON object or as @FILE with one.',
+    )
+
+
+def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
+    """The options that the parsed command line asks for, or None where `--chunk-cache` is not given.
+
+    Raises:
+        StartRefused: a bad value, or a flag of the group without `--chunk-cache`.
+    """
+    given: dict[str, Any] = {name: getattr(namespace, f"chunk_cache_{name}", None) for name in _FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not getattr(namespace, "chunk_cache", False):
+        if given:
+            refuse(f"--chunk-cache-{next(iter(given))} is given without --chunk-cache; add --chunk-cache or drop it.")
+        return None
+    if "ratio" in given:
+        given["ratio"] = _parse_ratio(given["ratio"])
+    if "config" in given:
+        given["config"] = _parse_object("config", given["config"])
+    if "target" in given:
+        given["target"] = _parse_object("target", given["target"])
+    return ChunkCacheArgs(**given)
+
+
+def _parse_ratio(value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {value!r}.")
+
+
+def _parse_object(name: str, value: object) -> object:
+    if not isinstance(value, str):  # a YAML file of --config may hold the object itself
+        return value
+    try:
+        text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
+        return json.loads(text)
+    except OSError as error:
+        refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {error.strerror}.")
+    except ValueError as error:
+        refuse(f"--chunk-cache-{name} is not valid JSON: {_one_line(error)}.")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+# From process to process.
+
+
+def attach(server_args: Any, args: ChunkCacheArgs) -> None:
+    """Notes on a `ServerArgs` record that the chunk cache is on, with `args`; it survives pickling."""
+    setattr(server_args, _ATTACHED, args.dumps())
+    setattr(server_args, _INSTANCE, uuid.uuid4().hex)
+
+
+def attached(server_args: Any) -> ChunkCacheArgs | None:
+    """What `attach` noted, or None: this server runs without the chunk cache."""
+    text = getattr(server_args, _ATTACHED, None)
+    return None if text is None else _loads_once(text)
+
+
+def instance_of(server_args: Any) -> str:
+    """Name of the server of a record that `attach` was given: one in all its processes, another at every start."""
+    return str(getattr(server_args, _INSTANCE))
+
+
+@functools.cache
+def _loads_once(text: str) -> ChunkCacheArgs:
+    return ChunkCacheArgs.loads(text)
+
+
+@contextmanager
+def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
+    """Children that are started inside inherit `args`; with None they inherit nothing.
+
+    Raises:
+        StartRefused: one of them refused to start, for which SGLang gives up with an error of its own.
+    """
+    before = os.environ.pop(ENV_NAME, None)
+    try:
+        if args is None:
+            yield
+        else:
+            with _refusals_told():
+                os.environ[ENV_NAME] = args.dumps()
+                yield
+    finally:
+        os.environ.pop(ENV_NAME, None)
+        if before is not None:
+            os.environ[ENV_NAME] = before
+
+
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Inside, what a child says of why it refuses to start takes the place of SGLang's error, that it died."""
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        os.environ[REFUSAL_ENV_NAME] = f"{os.getpid()} {file.name}"
+        try:
+            yield
+        except RuntimeError:
+            sentence = file.read()
+            if not sentence:
+                raise
+            raise StartRefused(sentence) from None
+        finally:
+            del os.environ[REFUSAL_ENV_NAME]
+
+
+def inherit() -> ChunkCacheArgs | None:
+    """In a child that was started inside `exported`: the options, which also become those of this process.
+
+    A process that somebody starts by hand is no such child; it drops the variable.
+    """
+    text = os.environ.get(ENV_NAME)
+    if text is None:
+        return None
+    if multiprocessing.parent_process() is None:
+        del os.environ[ENV_NAME]
+        return None
+    args = ChunkCacheArgs.loads(text)
+    set_args(args)
+    return args
+
+
+_current: ChunkCacheArgs | None = None
+
+
+def set_args(args: ChunkCacheArgs | None) -> None:
+    """Sets the options of this process."""
+    global _current
+    _current = args
+
+
+def get_args() -> ChunkCacheArgs | None:
+    """The options of this process; None where the chunk cache is off."""
+    return _current

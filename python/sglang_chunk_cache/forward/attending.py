@@ -1,0 +1,135 @@
+"""SGLang's attention backend for the time of one forward, in which something else attends in its place or looks on.
+
+Verbs: `attending` (scope of a forward), `attending_now` (what attends and looks on inside of it).
+
+Promise: outside of the scope the backend is SGLang's own; within it, it is still the same object, of the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sglang_chunk_cache.forward.rows import whole_rows
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_chunk_cache.kv.partial_load import LayerLoads
+
+
+_SCOPE = "chunk_cache_scope"
+"""Attribute of the backend within the scope: what attends and what looks on."""
+
+
+class Attention(Protocol):
+    """What attends in a fused forward: `BackendRuns`, `FusedRows`, or a forward in which rows leave."""
+
+    @property
+    def row_positions(self) -> torch.Tensor: ...
+
+    @property
+    def row_lens(self) -> list[int]: ...
+
+    @property
+    def is_scoring_pass(self) -> bool:
+        """Whether this pass only scores: what it computes is computed again."""
+
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
+        """The batch that the backend's own metadata are made for; None: the backend does not attend, so none are."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        **parts: Any,
+    ) -> torch.Tensor: ...
+
+
+class Observer(Protocol):
+    """What looks on in a forward, without a trace in its result."""
+
+    def observes(self, layer_id: int) -> bool:
+        """Whether it looks at this layer."""
+
+    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+        """One layer, whose K is in its slots.
+
+        Args:
+            q: `[num_rows, num_q_heads * head_dim]` of the batch.
+            positions: `[num_rows]` int64.
+            row_lens: rows of each request.
+        """
+
+    def finish(self) -> None:
+        """The forward has ended."""
+
+
+@contextlib.contextmanager
+def attending(
+    backend: AttentionBackend,
+    attention: Attention | None,
+    observers: Sequence[Observer] = (),
+    loads: LayerLoads | None = None,
+) -> Iterator[None]:
+    """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
+
+    Args:
+        backend: the one that the forwards call.
+        loads: KV that must be in place before a layer attends.
+    """
+    assert "forward" not in vars(backend), "forwards do not nest"
+    stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if loads is not None:
+            loads.arrive(layer.layer_id)
+        if attention is None:
+            positions, row_lens = forward_batch.positions[: len(q)], forward_batch.extend_seq_lens_cpu
+            is_final = True
+            out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        else:
+            positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_scoring_pass
+            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
+        looking = [one for one in observers if is_final and one.observes(layer.layer_id)]
+        if looking:
+            whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
+            for one in looking:
+                one.observe(layer, whole_q, positions, row_lens)
+        return out
+
+    def init_forward_metadata(forward_batch: ForwardBatch) -> None:
+        batch = forward_batch if attention is None else attention.for_metadata(forward_batch)
+        if batch is not None:
+            stock_metadata(batch)
+
+    backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
+    setattr(backend, _SCOPE, (attention, observers))
+    try:
+        yield
+    finally:
+        del backend.forward, backend.init_forward_metadata
+        delattr(backend, _SCOPE)
+
+
+def attending_now(backend: AttentionBackend) -> tuple[Attention | None, Sequence[Observer]]:
+    """What attends in the place of `backend` (None: it does itself), and what looks on."""
+    scope: tuple[Attention | None, Sequence[Observer]] = getattr(backend, _SCOPE, (None, ()))
+    return scope

@@ -1,0 +1,111 @@
+"""KeptChooser: which tokens of prompts decoding keeps, by the attention of each prompt's last tokens (SnapKV).
+
+Verbs: `plan` (the prompts whose last tokens a forward computes), `observe` (one layer), `finish` (a prompt that has
+ended gets its choice), `choose_kept` (of scores).
+
+Promises: the forward's result is untouched. A row sees only keys in front of it, so a window that chunked prefill cuts
+is scored where its rows are computed. Scores live until the prompt ends, the choice until the request is packed; K is
+gathered one layer and one KV head at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunk_cache.options.kept_tokens import POOLING_LEN, WINDOW_LEN, KeptTokens
+from sgl_kernel_ext.attention_mass import attention_mass
+from sglang_chunk_cache.kv.layer_kv import LayerKV
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows of one prompt's window, the last `num_rows` of request `request`, that see all keys in `slots`."""
+
+    state: ChunkRequest
+    kept: KeptTokens
+    request: int
+    num_rows: int
+    slots: torch.Tensor
+    is_last: bool
+
+
+class KeptChooser:
+    """See the head of this file."""
+
+    def __init__(self, jobs: list[_Job], kv_pool: Any, kernel: str, num_layers: int) -> None:
+        self._jobs = jobs
+        self._kv_pool = kv_pool
+        self._kernel = kernel
+        self._num_layers = num_layers
+
+    @classmethod
+    def plan(cls, batch: ScheduleBatch, kv_pool: Any, kernel: str, num_layers: int) -> KeptChooser | None:
+        """None where no row of a window is computed in this forward of `batch`."""
+        jobs = []
+        pool_rows = batch.req_pool_indices_cpu.tolist()
+        for i, req in enumerate(batch.reqs):
+            state = state_of(req)
+            if state is None or state.kept is None:
+                continue
+            end = batch.prefix_lens[i] + batch.extend_lens[i]
+            prompt_len = len(req.full_untruncated_fill_ids)
+            num_rows = end - max(batch.prefix_lens[i], prompt_len - WINDOW_LEN)
+            if num_rows > 0:
+                slots = batch.req_to_token_pool.req_to_token[pool_rows[i], :end].to(torch.int64)
+                jobs.append(_Job(state, state.kept, i, num_rows, slots, end == prompt_len))
+        return cls(jobs, kv_pool, kernel, num_layers) if jobs else None
+
+    def observes(self, layer_id: int) -> bool:
+        """Every layer keeps tokens of its own."""
+        return True
+
+    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+        """Adds one layer; arguments as of `StatisticsTaker.observe`."""
+        num_kv_heads = layer.tp_k_head_num
+        q = q.view(-1, num_kv_heads, layer.tp_q_head_num // num_kv_heads, layer.qk_head_dim)
+        stored = LayerKV.of(self._kv_pool, layer)
+        for job in self._jobs:
+            begin, end = job.kept.begin, job.kept.end
+            if job.state.kept_scores is None:
+                shape = self._num_layers, num_kv_heads, end - begin
+                job.state.kept_scores = torch.zeros(shape, device=q.device)
+            last = sum(row_lens[: job.request + 1])  # the rows of an extend never leave, and are a request's last
+            rows = slice(last - job.num_rows, last)
+            for head, scores in enumerate(job.state.kept_scores[layer.layer_id]):
+                received, _ = attention_mass(
+                    q[rows, head],
+                    stored.k[job.slots, head : head + 1],
+                    positions[rows],
+                    sm_scale=layer.scaling,
+                    logit_cap=layer.logit_cap,
+                    k_scale=stored.k_scale,
+                    backend=self._kernel,
+                )
+                scores += received[begin:end]
+
+    def finish(self) -> None:
+        """Chooses for the prompts that have ended."""
+        for job in self._jobs:
+            if job.is_last and job.state.kept_scores is not None:
+                job.state.chosen = choose_kept(job.state.kept_scores, job.kept.room) + job.kept.begin
+                job.state.kept_scores = None
+
+
+def choose_kept(scores: torch.Tensor, room: int) -> torch.Tensor:
+    """`[..., room]` int64 the best of `scores` `[..., n]` in each row, ascending; of equal scores the earlier.
+
+    A token has the highest score among itself and its neighbours (max-pooling).
+    """
+    flat = scores.reshape(-1, 1, scores.shape[-1])
+    pooled = torch.nn.functional.max_pool1d(flat, POOLING_LEN, stride=1, padding=POOLING_LEN // 2)
+    order = pooled.view_as(scores).sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :room].sort(dim=-1).values

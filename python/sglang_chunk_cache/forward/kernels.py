@@ -1,0 +1,104 @@
+"""Which of our kernels serve: those that agree with their definitions on the device at hand.
+
+Verb: `choose_kernel` (at the start of a server; on a GPU everything that serving can need is compiled by it).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_kernel_ext.backend import FP8, resolve_backend
+from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
+from sgl_kernel_ext.sparse_extend import flashinfer
+from sglang_chunk_cache.flags.server_args import refuse
+from sglang_chunk_cache.forward.statistics_taker import observed_heads
+from sglang_chunk_cache.kv.layer_kv import is_latent
+from sglang_chunk_cache.kv.model_layers import ModelLayers
+
+logger = logging.getLogger(__name__)
+
+
+def choose_kernel(
+    asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str = "sampled"
+) -> str:
+    """The backend of our operations.
+
+    Args:
+        asked, statistics_heads: `kernel` and `statistics_heads` of `--chunk-cache-config`.
+
+    Raises:
+        StartRefused: the one that was asked for by name does not agree with its definition, or reads no FP8.
+    """
+    if asked == "flashinfer" and kv_pool.dtype in FP8:
+        refuse('--chunk-cache-config: kernel: "flashinfer" does not read a KV cache in FP8; use "auto" or "triton".')
+    device = torch.device(model_runner.device)
+    first = resolve_backend(asked, device, has_flashinfer=True)
+    if device.type == "cpu":
+        return first
+    shape = _shape_of(model_runner, kv_pool, layers, statistics_heads)
+    candidates = [first] if asked != "auto" else _by_itself(first, shape, model_runner.prefill_attention_backend_str)
+    for kernel in candidates:
+        failed = _failures(kernel, shape, device)
+        if failed:
+            continue
+        if asked == "auto" and kernel == "flashinfer" and flashinfer.variant() == "mask":
+            logger.error("Chunk cache: not used: FlashInfer's kernel, whose variant could not be built")
+            continue
+        break
+    else:
+        remedy = "" if asked == "auto" else '; use "auto" or "torch"'
+        refuse(f'--chunk-cache-config: kernel: "{asked}": on this device {_told(failed[0])}{remedy}.')
+    return kernel
+
+
+def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]:
+    """What "auto" tries, in this order: FlashInfer's kernel beside FlashInfer's backend, where it fits the model."""
+    kernels = [*dict.fromkeys((first, "torch"))]
+    if prefill_backend != "flashinfer":
+        return kernels
+    problem = flashinfer.unserved(shape.dtype, shape.head_dim, shape.v_head_dim, shape.kv_dtype)
+    if problem is not None:
+        logger.info("Chunk cache: not used: FlashInfer's kernel: %s", problem)
+        return kernels
+    return ["flashinfer", *kernels]
+
+
+def _failures(kernel: str, shape: ModelShape, device: torch.device) -> list[Result]:
+    """What does not hold; the log says so."""
+    # FlashInfer's is one operation; the others are Triton's beside it.
+    results = check_kernels(shape, device, ("flashinfer", "triton") if kernel == "flashinfer" else (kernel,))
+    seconds = sum(result.seconds for result in results)
+    logger.info("Chunk cache: %s kernels, %d cases compiled and checked in %.1f s", kernel, len(results), seconds)
+    failed = [result for result in results if not result.holds]
+    for result in failed:
+        logger.error("Chunk cache: not used: %s", _told(result))
+    return failed
+
+
+def _told(result: Result) -> str:
+    what = f"{result.kernel} ({result.case}) by {result.implementation}"
+    return f"{what} {result.failure or f'is wrong by {result.error:.1f} times what is allowed'}"
+
+
+def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str) -> ModelShape:
+    layer, rotary = layers.attentions[0], layers.rotary
+    return ModelShape(
+        dtype=model_runner.dtype,
+        kv_dtype=kv_pool.dtype,
+        num_q_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        rotary_dim=rotary.rotary_dim,
+        is_neox=rotary.is_neox,
+        logit_cap=layer.logit_cap,
+        q_stride=(layer.tp_q_head_num + layer.tp_k_head_num) * layer.qk_head_dim
+        + layer.tp_v_head_num * layer.v_head_dim,
+        window=max(layers.windows),
+        latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
+        has_unrotated=any(one is None for one in layers.rotaries),
+        sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
+    )

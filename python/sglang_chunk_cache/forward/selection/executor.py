@@ -1,0 +1,355 @@
+"""LayerwiseForward: one forward in which rows leave between layers, or are found by a pass of the question first.
+
+Verbs: `attend` (called by every attention layer), `run` (scope of the forward, in which the decoder carries hooks).
+
+How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those
+that are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works
+on what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the
+layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions. A pass of the
+question runs the decoder once more, before the pass that computes the answer, and writes only K and V of rows that the
+second pass computes again.
+
+Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
+what grouping or focus has decided at the layer before (see `progress`), and for what SGLang's backend waits for where
+it plans to serve requests beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.forward.rows import AttentionNotServed, FusedRows, whole_rows
+from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
+from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
+from sglang_chunk_cache.kv.model_layers import ModelLayers, cut_residual, cut_rows
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True)
+class LateRows:
+    """What is needed to make rows of a request once the question has found them.
+
+    Attributes:
+        num_load_rows: rows in front of the ordinary extend.
+        prompt_ids: `[load_end]` token ids, on the device.
+    """
+
+    num_load_rows: int
+    prompt_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The rows that ask, of all requests whose question is asked first: what must be computed in any case.
+
+    Attributes:
+        row_lens: per request of the batch, 0 where nothing is asked.
+        positions, ids, slots: `[num_rows]` int64, on the device.
+    """
+
+    row_lens: list[int]
+    positions: torch.Tensor
+    ids: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _LateCut:
+    """Rows that have left within a layer that computes on with all it was given.
+
+    Attributes:
+        index: rows that are left, of the `num_rows` that the layer was given.
+        gone: rows that have left, per request.
+    """
+
+    batch: ForwardBatch
+    index: torch.Tensor
+    num_rows: int
+    gone: list[int]
+
+
+class LayerwiseForward:
+    """See the head of this file.
+
+    Args:
+        rows: of the pass that computes the answer, as it begins; positions of late rows are placeholders.
+        requests: one per request of the batch.
+        late: one per request; None where no question is asked first.
+        first: the pass of the question; None where no question is asked first.
+        layers: of the model.
+        tp_size: ranks among which the heads are divided.
+        lora_manager: SGLang's, whose segments are those of the rows that are left; None = without adapters.
+    """
+
+    def __init__(
+        self,
+        rows: FusedRows,
+        requests: Sequence[RequestProgress],
+        late: Sequence[LateRows | None],
+        first: FirstPass | None,
+        layers: ModelLayers,
+        tp_size: int,
+        lora_manager: LoRAManager | None,
+    ) -> None:
+        self._rows = rows
+        self._requests = requests
+        self._late = late
+        self._first = first
+        self._layers = layers
+        self._tp_size = tp_size
+        self._lora_manager = lora_manager
+        self.is_scoring_pass = False
+        self._num_given = len(rows.row_positions)
+        self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
+        self._cut_later: _LateCut | None = None
+
+    @property
+    def row_positions(self) -> torch.Tensor:
+        """`[num_rows]` int64 of the rows that are left."""
+        return self._rows.row_positions
+
+    @property
+    def row_lens(self) -> list[int]:
+        """Rows that are left of each request."""
+        return self._rows.row_lens
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Inside the scope the decoder of the model runs with this selection."""
+        handles = []
+        for layer in self._layers.modules:
+            handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._behind_layer))
+        if self._first is not None:
+            handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # The pass of the question.
+
+    def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = inspect.signature(decoder.forward).bind(*args, **kwargs)
+        input_ids, positions, batch = _given_to_decoder(call.arguments)
+        first = self._first
+        assert first is not None
+        asking = copy.copy(batch)
+        asking.input_ids, asking.positions = first.ids.to(input_ids.dtype), first.positions.to(positions.dtype)
+        asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
+        main = self._rows
+        self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
+        self._rows, self.is_scoring_pass = main.with_rows(first.positions, first.row_lens), True
+        call.arguments.update(zip(_GIVEN, (asking.input_ids, asking.positions, asking), strict=True))
+        try:
+            decoder.forward(*call.args, **call.kwargs)
+        finally:
+            self._rows, self.is_scoring_pass = main, False
+        divide_adapters(self._lora_manager, batch)
+        self._place_late_rows(input_ids, positions, batch)
+
+    def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
+        """Overwrites the placeholders; the tensors are those that the model was called with."""
+        begin = 0
+        for i, (request, late, length) in enumerate(zip(self._requests, self._late, self.row_lens, strict=True)):
+            if late is not None:
+                found = request.begin_main()
+                load = slice(begin, begin + late.num_load_rows)
+                at = found[: late.num_load_rows]
+                input_ids[load] = late.prompt_ids[at].to(input_ids.dtype)
+                positions[load] = at.to(positions.dtype)
+                batch.out_cache_loc[load] = self._rows.slots_of(i)[at].to(batch.out_cache_loc.dtype)
+            begin += length
+        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
+
+    # The layers.
+
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
+        """As that of the rows; the requests that SGLang's backend serves are the same in all passes."""
+        return self._rows.for_metadata(batch)
+
+    def _before_layer(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._left is None or self.is_scoring_pass:
+            return None
+        # Positions, and what a model makes of them once for all layers.
+        return cut_rows(args, self._left, self._num_given), cut_rows(kwargs, self._left, self._num_given)
+
+    def _behind_layer(self, layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cut, self._cut_later = self._cut_later, None
+        if cut is None:
+            return None
+        self._set_lengths(cut.batch, self.row_lens, cut=cut.gone)
+        return cut_rows(output, cut.index, cut.num_rows)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        **parts: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer over the rows that are left; `parts` as of `whole_rows`."""
+        q, k = whole_rows(q, k, layer, parts)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self.is_scoring_pass:
+            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+            for i, request in enumerate(self._requests):
+                if request.asks_first:
+                    request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer))
+            return out
+        layer_id = layer.layer_id
+        began = time.perf_counter()
+        q, k, v = self._cut(q, k, v, batch, [request.leave(layer_id) for request in self._requests])
+        chosen: list[torch.Tensor | None] = []
+        for i, request in enumerate(self._requests):
+            selects = request.selects_at(layer_id)
+            chosen.append(request.select(layer_id, self._rows_at(i, q, k, v, layer)) if selects else None)
+            if selects and request.writes_all and save_kv_cache:
+                rows = self._row_range(i)
+                write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
+        q, k, v = self._cut(q, k, v, batch, chosen)
+        for i, request in enumerate(self._requests):
+            if request.corrects:
+                request.correct(self._rows_at(i, q, k, v, layer))
+            if request.observes:
+                request.observe(layer_id, self._rows_at(i, q, k, v, layer))
+            request.finish_layer()
+        self._count_seconds(time.perf_counter() - began)
+        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+        cut = self._cut_later
+        return out if cut is None else out.new_zeros(cut.num_rows, out.shape[1]).index_copy_(0, cut.index, out)
+
+    def _count_seconds(self, seconds: float) -> None:
+        for request in self._requests:
+            if request.report is not None:
+                request.report.seconds += seconds
+
+    def _row_range(self, i: int) -> slice:
+        begin = sum(self.row_lens[:i])
+        return slice(begin, begin + self.row_lens[i])
+
+    def _rows_at(self, i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> RowsAtLayer:
+        rows, pool = self._row_range(i), self._rows.kv_pool
+        return RowsAtLayer(
+            q=q[rows],
+            k=k[rows],
+            v=v[rows],
+            positions=self.row_positions[rows],
+            num_question=self._requests[i].num_question,
+            num_answer=self._requests[i].num_answer,
+            kv_slots=self._rows.slots_of(i),
+            stored=LayerKV.of(pool, layer),
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            tp_size=self._tp_size,
+            are_written=self.is_scoring_pass,
+            rotary=self._layers.rotaries[layer.layer_id],
+            num_unrotated=layer.v_head_dim if is_latent(pool) else 0,
+            options=self._requests[i].options,
+            kernel=self._rows.kernel,
+        )
+
+    def _cut(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        left: Sequence[torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V of the rows that are left, the batch and the residual stream cut to them."""
+        if all(index is None for index in left):
+            return q, k, v
+        pieces, begin = [], 0
+        for length, index in zip(self.row_lens, left, strict=True):
+            pieces.append(torch.arange(begin, begin + length, device=q.device) if index is None else index + begin)
+            begin += length
+        index = torch.cat(pieces)
+        lens = [len(piece) for piece in pieces]
+        gone = [old - new for old, new in zip(self.row_lens, lens, strict=True)]
+        earlier = self._cut_later
+        if earlier is not None:  # rows left in this layer already
+            gone = [before + now for before, now in zip(earlier.gone, gone, strict=True)]
+            self._cut_later = _LateCut(batch, earlier.index[index], earlier.num_rows, gone)
+        elif cut_residual(batch, index):
+            self._set_lengths(batch, lens, cut=gone)
+        else:
+            self._cut_later = _LateCut(batch, index, len(q), gone)
+        batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
+        self._left = index if self._left is None else self._left[index]
+        self._rows = self._rows.with_rows(self.row_positions[index], lens)
+        batch.positions = self.row_positions.to(batch.positions.dtype)
+        return q[index], k[index], v[index]
+
+    def _set_lengths(self, batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+        _set_lengths(batch, row_lens, cut)
+        divide_adapters(self._lora_manager, batch)
+
+
+_GIVEN = ("input_ids", "positions", "forward_batch")
+
+
+def _given_to_decoder(arguments: Mapping[str, Any]) -> list[Any]:
+    """What SGLang's decoders are called with, in whatever order.
+
+    Raises:
+        AttentionNotServed: this one is not, or rows do not get their embeddings in it.
+    """
+    if any(name not in arguments for name in _GIVEN):
+        raise AttentionNotServed(f"its decoder is not called with {', '.join(_GIVEN)}")
+    if any(arguments.get(name) is not None for name in ("input_embeds", "inputs_embeds")):
+        raise AttentionNotServed("the embeddings of its tokens are made in front of the decoder")
+    return [arguments[name] for name in _GIVEN]
+
+
+def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> None:
+    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
+    if lora_manager is not None:
+        lora_manager.prepare_lora_batch(batch)
+
+
+def _set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+    """Makes all lengths of `batch` those of `row_lens`; `cut` rows are gone from the front of each request."""
+    num_rows = sum(row_lens)
+    batch.extend_seq_lens_cpu, batch.extend_num_tokens = row_lens, num_rows
+    if batch.extend_prefix_lens is not None:
+        batch.extend_prefix_lens_cpu = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, cut, strict=True)]
+    given = {
+        "extend_seq_lens": row_lens,
+        "extend_start_loc": np.cumsum([0, *row_lens[:-1]]),
+        "extend_prefix_lens": batch.extend_prefix_lens_cpu,
+    }
+    lengths = {name: np.array(lens, np.int32) for name, lens in given.items() if getattr(batch, name) is not None}
+    uploaded = upload(list(lengths.values()), batch.extend_seq_lens.device)
+    for name, tensor in zip(lengths, uploaded, strict=True):
+        setattr(batch, name, tensor.to(getattr(batch, name).dtype))
+    if batch.extend_logprob_start_lens_cpu is not None:
+        starts = zip(batch.extend_logprob_start_lens_cpu, cut, strict=True)
+        batch.extend_logprob_start_lens_cpu = [start - gone for start, gone in starts]
+    for name in ("num_token_non_padded", "global_num_token_non_padded"):
+        value = getattr(batch, name)
+        if value is not None:
+            setattr(batch, name, torch.full_like(value, num_rows))
+    if batch.global_num_token_non_padded_cpu is not None:
+        batch.global_num_token_non_padded_cpu = num_rows

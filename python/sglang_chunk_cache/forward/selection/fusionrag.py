@@ -1,0 +1,12 @@
+"""FusionRAG's scores: how much the question attends to a token over the reused cache (section 3.2)."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
+
+
+def score(rows: RowsAtLayer) -> torch.Tensor:
+    """`[kv_len]`: column sum of softmax(q_U k), mean over heads, of one scored layer."""
+    return rows.question_mass()

@@ -1,0 +1,322 @@
+"""RequestProgress: one request on its way through the layers of one forward.
+
+Verbs, in the order of a layer: `leave` (obey what was decided a layer ago), `select` (keep the best by score), both of
+which return the rows that are left, `correct` (reused K and V, by what recomputing changed) and `observe` (what this
+layer's attention says of chunks). A request whose
+question is asked first goes through `score_question` at each layer of that pass and `begin_main` behind it.
+
+Promises: rows of missing chunks and of the question never leave; how many rows are left is always known to the host.
+What only the device finds (windows that grouping discards, chunks that lose the focus) is copied to the host behind
+the layer that found it and obeyed at the next one, so the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from chunk_cache.methods import METHODS, Options, Stage
+from chunk_cache.methods.scored import LayerMethod, QuestionMethod
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from sgl_kernel_ext.transfer import Download
+from sglang_chunk_cache.forward.row_choice import block_means, group_mask, keep_best, keep_where
+from sglang_chunk_cache.forward.selection.drift import DriftCorrection
+from sglang_chunk_cache.forward.selection.focus import FocusTracker
+from sglang_chunk_cache.forward.selection.report import SelectionReport
+from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer, scorer_of
+from sglang_chunk_cache.forward.selection.tables import Tables
+from sglang_chunk_cache.kv.ranks import sum_over_ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows: `num_reused` of `num_rows` may leave; those of one `segment` share its budget."""
+
+    num_rows: int
+    num_reused: int = 0
+    segment: int | None = None
+
+    @property
+    def num_fixed(self) -> int:
+        return self.num_rows - self.num_reused
+
+    def with_reused(self, num_reused: int) -> Piece:
+        """The same piece once only so many of its reused rows are left."""
+        return replace(self, num_rows=self.num_fixed + num_reused, num_reused=num_reused)
+
+
+class Pending:
+    """A mask of the rows that stay, on its way to the host.
+
+    Args:
+        mask: bool `[num_rows]`.
+        pieces: of the rows.
+        settled: whether the focus has settled, bool scalar; None where it was not evaluated.
+    """
+
+    def __init__(self, mask: torch.Tensor, pieces: list[Piece], settled: torch.Tensor | None) -> None:
+        self.mask = mask
+        self._has_settled = settled is not None
+        self._download = Download(mask if settled is None else torch.cat([mask, settled[None]]))
+        self._starts = np.cumsum([0, *(piece.num_rows for piece in pieces[:-1])])
+
+    def read(self) -> tuple[bool, list[int]]:
+        """Whether the focus has settled, and how many rows of each piece stay.
+
+        The one wait of a fused batch, of methods with grouping or focus: how many rows the next layer has is what the
+        layer before it has found. It waits for that layer; the layer behind it is queued by then, so the device works.
+        """
+        values = self._download.read().numpy()
+        counts = np.add.reduceat(values[: len(self.mask)], self._starts, dtype=np.int64)
+        return self._has_settled and bool(values[-1]), counts.tolist()
+
+
+class RequestProgress:
+    """See the head of this file.
+
+    Args:
+        plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
+        tables: of the plan, on the device; None without one.
+        positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
+        num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
+        num_layers: of the model.
+        explain: keep a `SelectionReport`.
+    """
+
+    def __init__(
+        self,
+        plan: RecomputePlan | None,
+        tables: Tables | None,
+        positions: torch.Tensor,
+        *,
+        num_question: int,
+        num_answer: int,
+        num_layers: int,
+        tp_size: int,
+        explain: bool,
+    ) -> None:
+        self.positions = positions
+        self.num_question, self.num_answer = num_question, num_answer
+        self.report: SelectionReport | None = None
+        self._pieces = [Piece(len(positions))]
+        self._tp_size = tp_size
+        self._plan = plan
+        self._focus: FocusTracker | None = None
+        self._members: torch.Tensor | None = None  # [num_chunks, kv_len] fp32, 1 where a key is of the chunk
+        self._drift: DriftCorrection | None = None
+        self._pending: Pending | None = None
+        # What this layer decides: rows that stay, and whether the focus has settled.
+        self._stays: torch.Tensor | None = None
+        self._settled: torch.Tensor | None = None
+        self._is_selected = False
+        if plan is None:
+            return
+        assert plan.selection is not None
+        assert tables is not None
+        selection = self._selection = plan.selection
+        self._tables = tables
+        self._hits = [chunk for chunk in plan.chunks if chunk.num_reused]
+        if explain:
+            self.report = SelectionReport(plan, num_layers)
+        if selection.stage is not Stage.BEFORE:
+            self._scorer = scorer_of(selection.method)
+            self._counts = selection.layer_counts(num_layers)
+        if selection.stage is Stage.QUESTION:
+            method = METHODS[selection.method]
+            assert isinstance(method, QuestionMethod)
+            self._scored_layers = method.scored_layers(selection.options, num_layers)
+            self._question_scores: torch.Tensor | None = None
+        if selection.focus_window:
+            self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
+        if selection.drift:
+            reused = tables.reused
+            self._drift = DriftCorrection(reused, tables.chunk_at[reused], len(self._hits), selection.drift)
+        if not self.asks_first:
+            self._begin(positions)
+
+    @classmethod
+    def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
+        """A request whose rows all stay."""
+        return cls(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the question runs over the reused cache before the rows are known."""
+        return self._plan is not None and self._selection.stage is Stage.QUESTION
+
+    @property
+    def options(self) -> Options:
+        """Of its method, as far as they are given."""
+        return () if self._plan is None else self._selection.options
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether rows that leave by score leave their K and V of that layer behind."""
+        method = None if self._plan is None else METHODS[self._selection.method]
+        return isinstance(method, LayerMethod) and method.writes_all
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are left."""
+        return len(self.positions)
+
+    # The question first.
+
+    def score_question(self, layer_id: int, rows: RowsAtLayer) -> None:
+        """Adds the scores of one layer of the first pass; `rows` are those of missing chunks and of the question."""
+        if layer_id in self._scored_layers:
+            scores = self._scorer(rows)
+            self._question_scores = scores if self._question_scores is None else self._question_scores + scores
+
+    def begin_main(self) -> torch.Tensor:
+        """Chooses by the scores of the first pass; returns the positions of all rows, `[num_rows]`."""
+        assert self._plan is not None
+        assert self._question_scores is not None, "no layer of the first pass was scored"
+        reused = self._tables.reused
+        scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
+        found = keep_best(
+            self._by_block(scores, reused), list(zip(self._selection.segment_lens, self._counts[0], strict=True))
+        )
+        if self.report is not None:
+            is_late = torch.zeros_like(reused, dtype=torch.bool).index_fill_(0, found, True)
+            self.report.record_scores(scores, is_late, layer_id=None)
+        self._begin(torch.cat([self.positions, reused[found]]).sort().values)
+        self._after_selection()
+        self.finish_layer()
+        return self.positions
+
+    # The layers.
+
+    def leave(self, layer_id: int) -> torch.Tensor | None:
+        """Indices of the rows that are left by what was decided a layer ago; None where nothing changes."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        settled, counts = pending.read()
+        if settled:
+            self._focus = None
+            if self.report is not None:
+                self.report.record_settled(layer_id - 1)
+        if sum(counts) == self.num_rows:
+            return None
+        index = keep_where(pending.mask, sum(counts))
+        pairs = zip(self._pieces, counts, strict=True)
+        self._keep(layer_id, index, [piece.with_reused(count - piece.num_fixed) for piece, count in pairs])
+        return index
+
+    def select(self, layer_id: int, rows: RowsAtLayer) -> torch.Tensor | None:
+        """Indices of the rows that are left by their scores at this layer."""
+        scores = sum_over_ranks(self._scorer(rows), self._tp_size)
+        stays = self._chunk < 0
+        left = self._left_at(layer_id)
+        sizes = [(before.num_rows, after.num_rows) for before, after in zip(self._pieces, left, strict=True)]
+        index = keep_best(self._by_block(scores, self.positions).masked_fill(stays, float("inf")), sizes)
+        if self.report is not None and not self._is_selected:
+            is_left = torch.zeros_like(stays).index_fill_(0, index, True)
+            self.report.record_scores(scores, is_left, layer_id, ignore=stays)
+        self._keep(layer_id, index, left)
+        if not self._is_selected:
+            self._after_selection()
+        return index
+
+    def selects_at(self, layer_id: int) -> bool:
+        """Whether rows leave by score at this layer."""
+        if self._plan is None or self._selection.stage is not Stage.LAYER:
+            return False
+        return self._left_at(layer_id) != self._pieces
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` needs the rows of the layer."""
+        return self._focus is not None
+
+    def observe(self, layer_id: int, rows: RowsAtLayer) -> None:
+        """Adds what the question attends to at this layer."""
+        assert self._focus is not None
+        received = sum_over_ranks(rows.question_mass(), self._tp_size)
+        if self._members is None:
+            at, (starts, ends) = torch.arange(len(received), device=received.device), self._tables.bounds[..., None]
+            self._members = ((at >= starts) & (at < ends)).float()
+        # A product and not a running sum, whose order a GPU does not promise, so that all ranks agree.
+        found = self._focus.update(self._members @ received)
+        if found is None:
+            return
+        settled, is_focused = found
+        stays = (self._chunk < 0) | is_focused[self._tables.ordinals[self._chunk.clamp(min=0)]] | settled.logical_not()
+        self._settled = settled
+        self._stays = stays if self._stays is None else self._stays & stays
+        if self.report is not None:
+            self.report.record_focus(layer_id, is_focused)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct` is due at every layer."""
+        return self._drift is not None
+
+    def correct(self, rows: RowsAtLayer) -> None:
+        """Changes reused K and V of this layer by what its rows show (`drift`)."""
+        assert self._drift is not None
+        self._drift.apply(rows, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
+
+    def finish_layer(self) -> None:
+        """Sends what the layer decided to the host."""
+        if self._stays is not None:
+            self._pending = Pending(self._stays, self._pieces, self._settled)
+            self._stays = self._settled = None
+
+    # Bookkeeping.
+
+    def _by_block(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What rows at these positions are chosen by: their scores, or those of their blocks."""
+        if not self._selection.block_size:
+            return scores
+        return block_means(scores, positions, self._tables.block_at, self._tables.blocks)
+
+    def _begin(self, positions: torch.Tensor) -> None:
+        """From here on these are the rows."""
+        self.positions = positions
+        self._chunk = self._tables.chunk_at[positions]
+        self._pieces = self._initial_pieces(len(positions))
+        self._is_selected = self._selection.stage is Stage.BEFORE
+        if self.report is not None and self._is_selected:
+            self.report.record_selected(positions)
+        elif self.report is not None:
+            self.report.record_begun(positions)
+
+    def _initial_pieces(self, num_rows: int) -> list[Piece]:
+        assert self._plan is not None
+        if self._selection.stage is not Stage.LAYER:
+            return [Piece(num_rows, self._plan.num_recomputed)]
+        if len(self._selection.segment_lens) == 1:
+            return [Piece(num_rows, self._plan.num_reused, segment=0)]
+        pieces, at = [], self._plan.load_start
+        for segment, chunk in enumerate(self._hits):
+            pieces += [Piece(chunk.dst_start - at), Piece(chunk.num_reused, chunk.num_reused, segment)]
+            at = chunk.dst_end
+        pieces.append(Piece(num_rows - sum(piece.num_rows for piece in pieces)))
+        return [piece for piece in pieces if piece.num_rows]
+
+    def _left_at(self, layer_id: int) -> list[Piece]:
+        counts = self._counts[layer_id]
+        return [p if p.segment is None else p.with_reused(min(p.num_reused, counts[p.segment])) for p in self._pieces]
+
+    def _after_selection(self) -> None:
+        """The first choice is made: windows with too little of it are discarded."""
+        self._is_selected = True
+        if self.report is not None:
+            self.report.record_selected(self.positions)
+        if self._selection.group_size:
+            self._stays = group_mask(
+                self._tables.window_at[self.positions],
+                self._chunk < 0,
+                self._tables.window_lens,
+                size=self._selection.group_size,
+                threshold=self._selection.group_threshold,
+            )
+
+    def _keep(self, layer_id: int, index: torch.Tensor, pieces: list[Piece]) -> None:
+        self.positions, self._chunk, self._pieces = self.positions[index], self._chunk[index], pieces
+        if self.report is not None:
+            self.report.record_left(layer_id, self.positions)

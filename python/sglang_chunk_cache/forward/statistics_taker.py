@@ -1,0 +1,315 @@
+"""Statistics of chunks, taken while their KV is computed: `StatisticsTaker` per forward, `ChunkSums` per request.
+
+Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forward), `observe` (one layer), `finish`
+(sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
+
+Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
+that `statistics_layers` names, by a few of the model's query heads unless `statistics_heads` says all: attention that
+is written out costs several times that of a kernel that keeps it to itself, and a few heads tell nearly what all do
+(docs/variants.md has the numbers). A token whose KV was found and not computed has no statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.system_prompt import piece_starts
+from sgl_kernel_ext.attention_mass import attention_mass
+from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.transfer import Download, upload
+from sglang_chunk_cache.forward.row_choice import chunk_of, keep_where
+from sglang_chunk_cache.kv.layer_kv import LayerKV
+from sglang_chunk_cache.kv.ranks import sum_over_ranks
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+MAX_HEADS, NUM_HEADS = 4, 2
+"""Query heads that are `sampled`: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
+
+
+def observed_heads(num_heads: int, which: str = "sampled") -> list[int]:
+    """Which query heads of a model are looked at, ascending; `which` is one of `config.STATISTICS_HEADS`."""
+    count = num_heads if which == "all" or num_heads <= MAX_HEADS else NUM_HEADS
+    return [i * num_heads // count for i in range(count)]
+
+
+class _Part(NamedTuple):
+    """What one forward found of a chunk: rows [begin, end) of the prompt, sums from `at` on in what comes."""
+
+    begin: int
+    end: int
+    sums: Download
+    at: int
+
+
+class ChunkSums:
+    """Sums over layers for the chunks of one request, as far as they were computed; they come by and by."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
+        self._spans = spans
+        self._num_layers = num_layers
+        self._parts: dict[int, list[_Part]] = {}
+
+    def add(self, chunk: int, begin: int, end: int, sums: Download, at: int) -> None:
+        """What a forward found that computed the positions [begin, end) of the prompt.
+
+        Args:
+            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
+                context chunk, and on each piece of the system prompt.
+        """
+        self._parts.setdefault(chunk, []).append(_Part(begin, end, sums, at))
+
+    def has(self, chunk: int) -> bool:
+        """Whether anything of the chunk was computed."""
+        return chunk in self._parts
+
+    def is_there(self, chunk: int) -> bool:
+        """Whether `statistics` returns at once."""
+        return all(part.sums.is_there for part in self._parts[chunk])
+
+    def statistics(self, chunk: int) -> ChunkStatistics:
+        """Means over the layers."""
+        start, end = self._spans[chunk]
+        num_pieces = len(piece_starts(self._spans[0][0]))
+        outside, received, by_chunk, by_piece = (
+            torch.full((end - start,), float("nan")),
+            torch.zeros(end - start),
+            torch.zeros(chunk),
+            torch.zeros(num_pieces),
+        )
+        for part in self._parts[chunk]:
+            sizes = [part.end - part.begin, part.end - start, chunk, num_pieces]
+            own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
+            outside[part.begin - start : part.end - start] = own[0]
+            received[: part.end - start] += own[1]
+            by_chunk += own[2]
+            by_piece += own[3]
+        outside, received, by_chunk, by_piece = (
+            sums / self._num_layers for sums in (outside, received, by_chunk, by_piece)
+        )
+        return ChunkStatistics.taken(
+            outside.numpy(),
+            torch.where(outside.isnan(), outside, received).numpy(),
+            inter=by_chunk.numpy(),
+            intra=float(received.sum()),
+            context_lens=[end - start for start, end in self._spans[:chunk]],
+            system=by_piece.numpy(),
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows [begin, end) of one chunk, computed in this forward by request `request` of the batch."""
+
+    state: ChunkRequest
+    request: int
+    chunk: int
+    begin: int
+    end: int
+    slots: torch.Tensor
+    """`[end]` int64, the slots of all positions up to the end of the rows."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.state.options.spans[self.chunk]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Lengths of its sums: per row outside, per key of the chunk received, per context chunk, per piece of S."""
+        return self.end - self.begin, self.end - self.span[0], self.chunk, len(self.pieces)
+
+    @property
+    def pieces(self) -> list[int]:
+        """Where those of the system prompt begin."""
+        return piece_starts(self.state.options.spans[0][0])
+
+    @property
+    def segment_starts(self) -> list[int]:
+        """Keys in parts: pieces of the system prompt, then by turns a chunk and the text behind it, last this chunk."""
+        earlier = [bound for span in self.state.options.spans[: self.chunk] for bound in span]
+        return [*self.pieces, *earlier, self.span[0]]
+
+
+def _grouped(jobs: Sequence[_Job], implementation: str) -> list[list[_Job]]:
+    """Which jobs are one call: in torch all of a request, whose many small operations would cost most; else each."""
+    if implementation != "torch":
+        return [[job] for job in jobs]
+    return [list(group) for _, group in itertools.groupby(jobs, lambda job: job.request)]
+
+
+class _Rows(NamedTuple):
+    """Rows of a batch that one call is about, `[n]` int64 on the device."""
+
+    index: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor | None
+    """Where the chunk of each begins; None of one job."""
+
+
+def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[int]) -> _Rows:
+    """The rows of the jobs, all of one request, in order."""
+    first = sum(row_lens[: jobs[0].request])
+    own = positions[first : first + row_lens[jobs[0].request]]
+    num_rows = sum(job.end - job.begin for job in jobs)
+    if len(jobs) == 1:
+        index, starts = keep_where((own >= jobs[0].begin) & (own < jobs[0].end), num_rows), None
+    else:
+        bounds = zip(*((job.begin, job.end, job.span[0]) for job in jobs), strict=True)
+        begins, ends, chunk_starts = upload([np.array(one, dtype=np.int64) for one in bounds], own.device)
+        which = chunk_of(own, begins, ends)
+        index = keep_where(which >= 0, num_rows)
+        starts = chunk_starts[which[index]]
+    return _Rows(index + first, own[index], starts)
+
+
+class StatisticsTaker:
+    """See the head of this file."""
+
+    def __init__(
+        self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto", heads: str = "sampled"
+    ) -> None:
+        self._jobs = jobs
+        self._kernel = kernel
+        self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device)))
+        self._layers = frozenset(layers)
+        self._kv_pool = kv_pool
+        group = get_tp_group()
+        self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
+        self._which_heads = heads
+        self._num_observed = 1
+        self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._row_lens: list[int] = []
+        self._rows: list[_Rows] = []  # of each group, as long as the rows are the same
+        self._total = torch.zeros(sum(sum(job.sizes) for job in jobs), device=kv_pool.device)
+        self._sums = torch.split(self._total, [sum(job.sizes) for job in jobs])  # views
+        self._is_observed = False
+
+    @classmethod
+    def plan(
+        cls,
+        batch: ScheduleBatch,
+        layers: Sequence[int],
+        kv_pool: Any,
+        kernel: str,
+        heads: str,
+        computed: Sequence[tuple[int, int]],
+    ) -> StatisticsTaker | None:
+        """None where no chunk that will be remembered is computed in this forward of `batch`.
+
+        Args:
+            heads: one of `config.STATISTICS_HEADS`.
+            computed: per request, the positions within which this forward computes what is not reused.
+        """
+        if not layers:
+            return None
+        pool_indices = batch.req_pool_indices_cpu.tolist()
+        req_to_token = batch.req_to_token_pool.req_to_token
+        jobs: list[_Job] = []
+        for i, req in enumerate(batch.reqs):
+            state = state_of(req)
+            if state is None or state.unsupported or not state.options.remembers or not state.keys:
+                continue
+            ranges = _computed_ranges(state, *computed[i])
+            if not ranges:
+                continue
+            if state.sums is None:
+                state.sums = ChunkSums(state.options.spans, len(layers))
+            slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
+            jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
+        return cls(jobs, layers, kv_pool, kernel, heads) if jobs else None
+
+    def observes(self, layer_id: int) -> bool:
+        """Whether statistics are taken at this layer."""
+        return layer_id in self._layers
+
+    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+        """Adds one layer.
+
+        Args:
+            q: `[num_rows, num_q_heads * head_dim]` of the batch; K is in its slots.
+            positions: `[num_rows]` int64.
+            row_lens: rows of each request.
+        """
+        self._is_observed = True
+        heads, kv_heads = self._own_heads(layer)
+        if not len(heads):
+            return
+        if self._row_lens != list(row_lens):  # rows leave, but never without their number
+            self._row_lens = list(row_lens)
+            self._rows = [_rows_of(jobs, positions, row_lens) for jobs in self._groups]
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
+        stored = LayerKV.of(self._kv_pool, layer)
+        sums = iter(self._sums)
+        for jobs, rows in zip(self._groups, self._rows, strict=True):
+            last = jobs[-1]
+            received, by_segment = attention_mass(
+                q[rows.index],
+                stored.k[last.slots[:, None], kv_heads],
+                rows.positions,
+                sm_scale=layer.scaling,
+                logit_cap=layer.logit_cap,
+                k_scale=stored.k_scale,
+                segment_starts=last.segment_starts,
+                skip_self=True,
+                row_starts=rows.starts,
+                backend=self._kernel,
+            )
+            assert by_segment is not None
+            by_job = by_segment.split([job.end - job.begin for job in jobs])
+            for job, given in zip(jobs, by_job, strict=True):
+                first = len(job.pieces)
+                on_system, on_context = given[:, :first], given[:, first : first + 2 * job.chunk : 2]
+                outside = (on_context if job.chunk else on_system).sum(1)
+                own_received = received[job.span[0] : job.end]
+                found = torch.cat([outside, own_received, on_context.sum(0), on_system.sum(0)])
+                next(sums).add_(found, alpha=len(heads))
+
+    def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
+        if self._heads is None:
+            first = layer.tp_q_head_num * self._tp_rank
+            observed = observed_heads(layer.tp_q_head_num * self._tp_size, self._which_heads)
+            heads = [h - first for h in observed if 0 <= h - first < layer.tp_q_head_num]
+            group = layer.tp_q_head_num // layer.tp_k_head_num
+            both = np.array([heads, [h // group for h in heads]], dtype=np.int64)
+            q_heads, kv_heads = upload([both], self._kv_pool.device)[0]
+            self._num_observed, self._heads = len(observed), (q_heads, kv_heads)
+        return self._heads
+
+    def finish(self) -> None:
+        """Hands the sums to the requests, averaged over the observed heads of all ranks."""
+        if not self._is_observed:
+            return  # the forward did not run the layers (it was replayed from a graph)
+        sums = Download(sum_over_ranks(self._total / self._num_observed, self._tp_size))
+        begins = itertools.accumulate((sum(job.sizes) for job in self._jobs), initial=0)
+        for job, at in zip(self._jobs, begins, strict=False):
+            assert job.state.sums is not None
+            job.state.sums.add(job.chunk, job.begin, job.end, sums, at)
+
+
+def _computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
+
+    Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they
+    lie in the load.
+    """
+    ranges = []
+    for chunk, span in enumerate(state.options.spans):
+        if state.fused and (state.plan is None or not state.plan.chunks[chunk].is_to_remember):
+            continue
+        first, last = max(span[0], begin), min(span[1], end)
+        if first < last:
+            ranges.append((chunk, first, last))
+    return ranges

@@ -1,0 +1,209 @@
+"""Landings: chunks that are in the KV pool already as variants, although not all of their layers have arrived.
+
+Verbs: `open` (a node of the tree waits for its KV), `copy` (a request reads it: at once, or layer by layer), `poll`
+(those whose last layer has arrived, or that failed), `LayerLoads.arrive` (a forward has reached a layer).
+
+Promises: a node is locked in the tree until its KV is whole, so its slots belong to nobody else. A forward waits before
+each layer for the KV of that layer, and only where it reads such a node. Where a layer does not come, the forward is
+stopped on all ranks alike and nothing of the node is ever read again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sgl_kernel_ext.rotary import Turn
+from sgl_kernel_ext.transfer import upload
+
+if TYPE_CHECKING:
+    from chunk_cache.index.chunk_index import ChunkIndex
+    from chunk_cache.index.variant import Variant
+    from chunk_cache.tiers.prefetch import Votes
+    from sglang_chunk_cache.kv.assembler import KVAssembler
+    from sglang_chunk_cache.kv.layer_stream import LayerStream
+    from sglang_chunk_cache.kv.store import VariantStore
+
+
+_COMPLETE, _RUNNING, _FAILED = range(3)  # votes; the largest of all ranks counts
+
+
+def _vote(stream: LayerStream) -> int:
+    if stream.reason is not None:
+        return _FAILED
+    return _COMPLETE if stream.is_complete else _RUNNING
+
+
+class LayerFailed(Exception):
+    """A layer did not come; `reason` is one of the replies'."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a chunk was not loaded to its end: {reason}")
+        self.reason = reason
+
+
+@dataclass(eq=False)
+class PartialLoad:
+    """One node: its slots (`[length]` int64 on the device), and the lock that keeps it."""
+
+    variant: Variant
+    slots: torch.Tensor
+    stream: LayerStream
+    lock: Any
+    num_filled: int = 0
+    gave_way: bool = False
+    """It failed because the pool needed the room."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, one of the replies'."""
+        return "memory" if self.gave_way else f"tier_{self.stream.reason}"
+
+
+@dataclass(frozen=True)
+class LayerCopy:
+    """What a request reads of a node that is landing: slots to slots, `[n]` int64, K turned by `shift` positions."""
+
+    landing: PartialLoad
+    source: torch.Tensor
+    target: torch.Tensor
+    shift: int
+
+
+class PartialLoads:
+    """See the head of this file.
+
+    Args:
+        timeout_s: how long a forward waits for layers, all in all.
+        reduce_max: over the tensor-parallel ranks, as for `TierLoader`.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        store: VariantStore,
+        assembler: KVAssembler,
+        *,
+        timeout_s: float,
+        reduce_max: Callable[[Votes], Votes] | None,
+    ) -> None:
+        self._index = index
+        self._store = store
+        self._assembler = assembler
+        self.timeout_s = timeout_s
+        self._reduce_max = reduce_max
+        self._open: dict[int, PartialLoad] = {}
+
+    def open(self, variant: Variant, slots: torch.Tensor, stream: LayerStream) -> None:
+        """The variant's node waits for its KV; the index has it already."""
+        self._open[variant.variant_id] = PartialLoad(variant, slots, stream, self._store.lock(variant))
+
+    def of(self, variant: Variant) -> PartialLoad | None:
+        """None where its KV is whole."""
+        return self._open.get(variant.variant_id)
+
+    def poll(self) -> None:
+        """Lets go of nodes whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
+        if not self._open:
+            return
+        landings = list(self._open.values())
+        votes = np.array([_vote(landing.stream) for landing in landings], dtype=np.int64)
+        if self._reduce_max is not None:
+            votes = self._reduce_max(votes)
+        for landing, vote in zip(landings, votes.tolist(), strict=True):
+            if vote == _COMPLETE:
+                self.fill(landing, landing.stream.num_layers)
+                self._close(landing)
+            elif vote == _FAILED:
+                self.fail(landing)
+
+    def fail(self, landing: PartialLoad) -> None:
+        """Gives a node up whose KV will not come; no effect where that is known."""
+        if landing.variant.variant_id in self._open:
+            landing.stream.fail("unavailable")
+            self._index.discard(landing.variant.variant_id)
+            self._close(landing)
+
+    def give_way(self) -> bool:
+        """The pool is short of room that these nodes keep: their requests are computed instead. False without any."""
+        landings = list(self._open.values())
+        for landing in landings:
+            landing.gave_way = True
+            self.fail(landing)
+        return bool(landings)
+
+    def fill(self, landing: PartialLoad, num_layers: int) -> None:
+        """Puts the layers below `num_layers` in place; they are there."""
+        if landing.num_filled < num_layers:
+            stored, layers = landing.stream.stored, range(landing.num_filled, num_layers)
+            self._assembler.fill(landing.slots, stored.k, stored.v, layers)
+            landing.num_filled = num_layers
+
+    def loads(self, copies: Sequence[LayerCopy]) -> LayerLoads:
+        """What one forward has to bring in layer by layer."""
+        return LayerLoads(self, self._assembler, copies)
+
+    def wait(self, landings: Sequence[PartialLoad], layer: int, deadline: float) -> None:
+        """Waits until all of them have a layer, on all ranks.
+
+        Args:
+            deadline: of `time.monotonic`.
+
+        Raises:
+            LayerFailed: one has not, or gave way: others have its slots, whatever its stream has read.
+        """
+        failed = [
+            one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
+        ]
+        any_failed = bool(failed)
+        if self._reduce_max is not None:
+            any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])
+        if any_failed:
+            raise LayerFailed(failed[0].reason if failed else "tier_ranks")
+
+    def clear(self) -> None:
+        """The tree was emptied, and its locks with it."""
+        self._open.clear()
+
+    def _close(self, landing: PartialLoad) -> None:
+        del self._open[landing.variant.variant_id]
+        self._store.unlock(landing.lock)
+
+
+class LayerLoads:
+    """See `PartialLoads.loads`; used by one forward."""
+
+    def __init__(self, landings: PartialLoads, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
+        self._landings = landings
+        self._assembler = assembler
+        self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
+        self._source, self._target = (
+            torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target")
+        )
+        shifts = np.array([copy.shift for copy in copies], dtype=np.int64)
+        (delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
+        self._turn = Turn(delta)
+        self._num_done = 0
+        self._deadline: float | None = None
+
+    def arrive(self, layer: int) -> None:
+        """The forward is at the attention of a layer; a pass that has been there before finds it done.
+
+        Raises:
+            LayerFailed: its KV does not come.
+        """
+        if layer < self._num_done:
+            return
+        assert layer == self._num_done, f"layer {layer} comes behind {self._num_done}"
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._landings.timeout_s
+        self._landings.wait(self.nodes, layer, self._deadline)
+        for landing in self.nodes:
+            self._landings.fill(landing, layer + 1)
+        self._assembler.copy(self._source, self._target, self._turn, range(layer, layer + 1))
+        self._num_done += 1

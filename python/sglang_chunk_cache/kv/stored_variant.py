@@ -1,0 +1,150 @@
+"""StoredVariant: the KV of one chunk in host memory, on its way to or from the tiers below the KV pool.
+
+`VariantInfo` is what is known of it without its KV, `EntrySummary` what a ledger keeps in mind of it, `TierError` why a
+tier could not store or give it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.variant import Rank, rank_of, variant_name
+from chunk_cache.keys import DEFAULT_PARTITION
+from chunk_cache.tiers.tier_ledger import EntryId, Traits, context_digest
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+
+TIER_REASONS = ("corrupt", "mismatch", "missing", "timeout", "unavailable", "full", "unreadable")
+"""Checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no fault of the
+medium; too slow; server or folder gone; no space, quota or host memory; permission or I/O error."""
+
+Layer: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""Index, K `[length, kv_heads, head_dim]`, V `[length, kv_heads, v_head_dim]`, CPU."""
+
+
+class TierError(Exception):
+    """Storage that failed; the message is ``<path or url>: <problem>; <remedy>``."""
+
+    def __init__(self, reason: str, where: str, problem: str, remedy: str) -> None:
+        assert reason in TIER_REASONS, f"unknown reason {reason!r}"
+        super().__init__(f"{where}: {problem}; {remedy}")
+        self.reason = reason
+        self.where = where
+
+
+@contextmanager
+def host_memory(num_bytes: int) -> Iterator[None]:
+    """Tensors of so many bytes in host memory are made inside, and nothing else.
+
+    Raises:
+        TierError: full.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch has no error class of its own for host memory
+        remedy = "give the host tier fewer bytes, let fewer requests wait, or give the machine more"
+        raise TierError("full", "host memory", f"no {num_bytes} bytes left ({error})", remedy) from error
+
+
+class EntrySummary(NamedTuple):
+    """What a ledger keeps in mind of a stored variant."""
+
+    entry_id: EntryId
+    payload_len: int
+    partition: bytes
+    traits: Traits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VariantInfo:
+    """One stored variant without its KV. Equal where all fields are, the statistics bit for bit."""
+
+    key: bytes
+    """`chunk_key` of the chunk."""
+    token_ids: array[int]
+    """int64, `[length]`; must not change."""
+    start: int
+    """Rotary position of the first token in the stored K."""
+    generation: int
+    context: tuple[bytes, ...]
+    """Keys of the chunks in front of it."""
+    statistics: ChunkStatistics | None
+    payload_len: int
+    """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
+    is_prepared: bool = False
+    """Whether `context` are neighbours that it was computed behind ahead of time."""
+    system: bytes = b""
+    """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
+    partition: bytes = DEFAULT_PARTITION
+    """`partition_key` of the tenant; its digest is in `key` too, from which nobody gets it back."""
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.typecode == "q", "token ids are an array('q')"
+        assert len(self.token_ids), "a chunk without tokens"
+        assert min(self.start, self.generation, self.payload_len) >= 0, f"{self.start}, {self.generation}"
+
+    @property
+    def name(self) -> str:
+        """See `variant_name`."""
+        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+
+    @property
+    def rank(self) -> Rank:
+        """As of a `Variant`."""
+        return rank_of(self.generation, self.is_prepared)
+
+    @property
+    def entry_id(self) -> EntryId:
+        return EntryId(self.key, self.name)
+
+    @property
+    def listed(self) -> EntrySummary:
+        traits = Traits(self.generation, self.is_prepared, context_digest(self.context))
+        return EntrySummary(self.entry_id, self.payload_len, self.partition, traits)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VariantInfo):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.start, self.generation, self.system, self.context))
+
+    def _values(self) -> tuple[object, ...]:
+        return (*self.identity(), self.partition, self.payload_len, self.statistics and self.statistics.tobytes())
+
+    def identity(self) -> tuple[object, ...]:
+        """What must agree for a stored entry to be the one that was asked for."""
+        return (self.key, self.token_ids, self.start, self.generation, self.system, self.context, self.is_prepared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredVariant:
+    """A variant with its KV, CPU and contiguous; whoever holds it does not change it."""
+
+    info: VariantInfo
+    k: torch.Tensor
+    """`[num_layers, length, kv_heads, head_dim]`, rotated to position `info.start`."""
+    v: torch.Tensor
+    """`[num_layers, length, kv_heads, v_head_dim]`."""
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        assert k.ndim == v.ndim == 4, f"{k.ndim} and {v.ndim} dimensions"
+        assert (k.shape[:3], k.dtype) == (v.shape[:3], v.dtype), f"{k.dtype} {k.shape}, {v.dtype} {v.shape}"
+        assert all(part.device.type == "cpu" and part.is_contiguous() for part in (k, v)), "not contiguous on the CPU"
+        assert k.shape[1] == len(self.info.token_ids), f"{k.shape[1]} rows, {len(self.info.token_ids)} tokens"
+        assert k.nbytes + v.nbytes == self.info.payload_len, f"{k.nbytes + v.nbytes} bytes, {self.info.payload_len}"
+
+    def check_fits(self, fingerprint: Fingerprint) -> None:
+        """Asserts that it has the layers, heads, dimensions and dtype of `fingerprint`."""
+        f, (num_layers, _, kv_heads, head_dim) = fingerprint, self.k.shape
+        mine = (num_layers, kv_heads, head_dim, self.v.shape[3], self.k.dtype)
+        theirs = (f.num_layers, f.kv_heads, f.head_dim, f.v_head_dim, f.torch_dtype)
+        assert mine == theirs, f"a variant of {mine} in a medium for {theirs}"

@@ -1,0 +1,1 @@
+"""One request: what the chunk cache knows of it, and its reply."""

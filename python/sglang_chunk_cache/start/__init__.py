@@ -1,0 +1,1 @@
+"""How a server starts: flags checked, hooks applied, the parts put together, the model checked."""

@@ -1,0 +1,297 @@
+"""ModelCheck: forwards of the loaded model itself, when a server starts, that show that its KV can be moved and that
+rows can be computed by themselves.
+
+Verb: `check_loaded_model`. Forwards of one prompt of random tokens, longer than any window of the model:
+
+    whole      as SGLang serves it: K of every layer and the logits are what the others are compared with
+    moved      SGLang's again, at the last positions of the context: K must be that of `whole`, turned by our rotation.
+               Attention sees distances only, so K of *every* layer must
+    rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
+               all but a gap, which keeps the KV of `whole`
+    leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
+    asking     the tail runs over the KV of `whole` first, then all rows
+
+A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
+large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_chunk_cache.flags.server_args import refuse
+from sglang_chunk_cache.forward.forward_changes import ForwardChanges, announce
+from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
+from sglang_chunk_cache.forward.rows import AttentionNotServed, FusedRows
+from sglang_chunk_cache.forward.runs import BackendRuns, Runs
+from sglang_chunk_cache.forward.selection.executor import FirstPass, LateRows, LayerwiseForward
+from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.kv.layer_kv import kv_buffers
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_chunk_cache.forward.attending import Attention
+    from sglang_chunk_cache.start.runtime import ChunkRuntime
+
+logger = logging.getLogger(__name__)
+
+TAIL_LEN = 32
+"""Rows at the end, beyond any window, that are compared."""
+HEAD_LEN = 64
+"""Rows in front of them where the model has no window."""
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative difference that is rounding, by dtype of the model, of rows of the first layer; it grows with the root of
+the number of layers."""
+_MOVED = 3
+"""So much more of keys that were moved: in bfloat16, by 4,000 positions, Qwen2.5-0.5B and SmolLM2-135M show 0.004 at
+the first layer, 0.008 at the fourth and at most 0.017; models of random weights and peaked attention up to 0.04 at the
+fourth. A window of 8 tokens at one layer of Qwen2.5-0.5B shows as 0.04 behind it."""
+_QUANTIZED = 8
+"""And so much more of a model with quantized weights: a scale of activations may be shared by all rows of a forward, so
+it is another where rows leave. Not measured."""
+_STORED = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
+"""So much more where K and V are stored in FP8: twice what rounding changes a number by at most. Keys that were moved,
+three times rounded in all, show 0.044 in e4m3 at the first layer of a random Llama and 0.08 at the fourth, in e5m2 0.24
+at the third of a random Gemma 3; and SGLang's kernels may round Q and the softmax, or not yet K and V at hand."""
+_ANGLE_ULPS = 4
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward left behind.
+
+    Attributes:
+        keys: `[num_layers]`, each `[num_tokens, num_kv_heads, dim]`, fp32: what of K is rotated, of every position.
+        logits: `[vocab]` fp32 behind the last token.
+    """
+
+    keys: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
+    """Returns where chunks of this model can be reused.
+
+    Raises:
+        StartRefused: they cannot; the sentence names what was compared, the layer and the difference.
+    """
+    began = time.perf_counter()
+    window = max(0, *chunks.layers.windows)
+    model_config = scheduler.model_config
+    num_tokens = min(TAIL_LEN + max(HEAD_LEN, window + 1), model_config.context_len // 2)
+    num_free = scheduler.token_to_kv_pool_allocator.available_size() - 2 * scheduler.tree_cache.page_size
+    if 2 * num_tokens > num_free:
+        logger.warning(
+            "Chunk cache: the KV pool is too small for a prompt longer than the window of the model (%d tokens), so "
+            "the check of the model does not see beyond it; raise --max-total-tokens.",
+            window,
+        )
+        num_tokens = num_free // 2
+    num_tokens = max(num_tokens, TAIL_LEN + 2)
+    with torch.no_grad(), scheduler.forward_stream_ctx:
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        _check_cap(scheduler, chunks)
+        check = _Check(scheduler, chunks, num_tokens)
+        try:
+            check.run()
+        except AttentionNotServed as problem:
+            refuse(f"this model cannot be served with --chunk-cache: {problem}.")
+        finally:
+            check.close()
+    logger.info("Chunk cache: the model was checked in %.1f s (%d tokens)", time.perf_counter() - began, num_tokens)
+
+
+def _check_cap(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    if isinstance(backend, TorchNativeAttnBackend) and any(layer.logit_cap > 0 for layer in chunks.layers.attentions):
+        refuse(
+            "this model caps its attention's logits, and SGLang's attention backend torch_native leaves that out; name "
+            "another with --attention-backend."
+        )
+
+
+class _Check:
+    def __init__(self, scheduler: Scheduler, chunks: ChunkRuntime, num_tokens: int) -> None:
+        self._runner = scheduler.tp_worker.model_runner
+        self._chunks = chunks
+        self._num_tokens = num_tokens
+        self._positions = np.arange(num_tokens)
+        rng = np.random.default_rng(0)
+        self._ids = rng.integers(0, scheduler.model_config.vocab_size, num_tokens)
+        taken = take_slots(scheduler, num_tokens)
+        assert taken is not None, "an idle server has room for a short prompt"
+        self._prompt = OwnPrompt(scheduler, "check of the model", array("q", self._ids.tolist()), *taken)
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._others = self._allocator.alloc(len(self._prompt.slots))
+        assert self._others is not None, "an idle server has room for two short prompts"
+        self._shift = scheduler.model_config.context_len - num_tokens
+        self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
+        self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
+
+    def close(self) -> None:
+        self._prompt.close()
+        self._allocator.free(self._others)
+
+    def run(self) -> None:
+        expected = self.compute()
+        self._compare_keys(*self.moved_keys(self._shift))
+        for how, positions, attention in self._attentions():
+            self._bring_in(0)
+            self._compare_forward(self._forward(positions, attention), expected, how)
+
+    def compute(self) -> _Pass:
+        """SGLang's own forward of the prompt, which then stands elsewhere."""
+        computed = self._forward(self._positions)
+        slots = self._prompt.slots
+        self._prompt.move(self._others)
+        self._others = slots
+        return computed
+
+    def moved_keys(self, shift: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """By layer the keys that `compute` left, moved by so many positions, and those that are computed there."""
+        there = self._forward(self._positions, shift=shift)
+        self._bring_in(shift)
+        return self._keys(), there.keys
+
+    def _bring_in(self, shift: int) -> None:
+        """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
+        source, target = (slots[: self._num_tokens].to(torch.int64) for slots in (self._others, self._prompt.slots))
+        self._chunks.assembler.copy(source, target, torch.full_like(source, shift))
+
+    def _attentions(self) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
+        """What attends in fused batches, for a sentence, with the rows that it computes."""
+        layers, num_tokens = self._chunks.layers, self._num_tokens
+        rows = self._rows(self._positions)
+        yield "computed by our kernel", self._positions, rows
+        if self._chunks.min_run_len is not None:
+            gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
+            yield "computed in runs", gap, self._runs(gap)
+        leaving = _Leaving(rows.row_positions, len(layers.modules))
+        tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
+        layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, tp_size, adapters)
+        yield "computed while others leave", self._positions, layerwise
+        at, num_first = rows.row_positions, num_tokens - TAIL_LEN
+        ids = torch.from_numpy(self._ids).to(at.device)
+        first = FirstPass([TAIL_LEN], at[num_first:], ids[num_first:], rows.slots_of(0)[num_first:])
+        late = LateRows(num_first, ids[:num_first])
+        asking = LayerwiseForward(rows, [_Asking.unchanged(at)], [late], first, layers, tp_size, adapters)
+        yield "found by a pass of the question", self._positions, asking
+
+    # Forwards.
+
+    def _forward(self, positions: npt.NDArray[np.int64], attention: Attention | None = None, shift: int = 0) -> _Pass:
+        """One forward of some rows of a prompt, by SGLang's backend or by `attention`."""
+        batch = ForwardBatch.init_new(
+            self._prompt.batch(positions), self._runner, return_hidden_states_before_norm=False
+        )
+        batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
+        if attention is not None:
+            announce(batch, ForwardChanges(attention))
+        output = self._runner.forward(batch).logits_output
+        return _Pass(self._keys(), output.next_token_logits[0].float().clone())
+
+    def _keys(self) -> list[torch.Tensor]:
+        buffers, _ = kv_buffers(self._runner.token_to_kv_pool)
+        slots = self._prompt.slots[: self._num_tokens].to(torch.int64)
+        return [buffer[slots].float() for buffer in buffers]
+
+    def _rows(self, positions: npt.NDArray[np.int64]) -> FusedRows:
+        return FusedRows.build(
+            req_to_token=self._runner.req_to_token_pool.req_to_token,
+            req_pool_indices=[self._prompt.row],
+            kv_lens=[self._num_tokens],
+            row_lens=[len(positions)],
+            row_positions=torch.from_numpy(positions).to(self._prompt.slots.device),
+            kv_pool=self._runner.token_to_kv_pool,
+            kernel=self._chunks.kernel,
+        )
+
+    def _runs(self, positions: npt.NDArray[np.int64]) -> BackendRuns:
+        device = self._prompt.slots.device
+        runs = Runs.of([positions], [self._prompt.row])
+        uploaded = [torch.from_numpy(one).to(device) for one in runs.arrays()]
+        at = torch.from_numpy(positions).to(device)
+        runner = self._runner
+        return BackendRuns(runs, uploaded, at, [len(positions)], runner.token_to_kv_pool, runner.attn_backend.forward)
+
+    # Comparisons.
+
+    def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        """Keys that were moved with those that the model computed there, layer by layer."""
+        # The model's table of cosines is fp32: an angle is known to so much.
+        of_table = _ANGLE_ULPS * 2.0**-24 * (self._shift + self._num_tokens)
+        for layer, pair in enumerate(zip(found, expected, strict=True)):
+            error, allowed = _difference(*pair), self._allowed(layer, _MOVED) + of_table
+            if not error <= allowed:
+                self._refuse(
+                    f"keys of layer {layer}, moved by {self._shift} positions, differ from those that the model "
+                    f"computes there by {error:.2g} of their size ({allowed:.2g} is rounding)"
+                )
+
+    def _compare_forward(self, found: _Pass, expected: _Pass, how: str) -> None:
+        """Rows of the tail with those of the model's own forward: what a layer attends wrongly shows behind it."""
+        for layer in range(len(found.keys) + 1):
+            if layer < len(found.keys):
+                error, allowed = _difference(found.keys[layer][-TAIL_LEN:], expected.keys[layer][-TAIL_LEN:]), 1.0
+            else:
+                error, allowed = _difference(found.logits[None], expected.logits[None]), 3.0  # no median over rows
+            allowed *= self._allowed(layer)
+            if not error <= allowed:
+                where = f"behind layer {layer - 1}" if layer else "in front of the first layer"
+                self._refuse(
+                    f"{where} rows {how} differ from those of the model's own forward by {error:.2g} of their size "
+                    f"({allowed:.2g} is rounding)"
+                )
+
+    def _allowed(self, layer: int, moved: int = 1) -> float:
+        return float((moved * self._tolerance + self._stored) * (1 + layer) ** 0.5)
+
+    def _refuse(self, reason: str) -> None:
+        refuse(f"this model cannot be served with --chunk-cache: {reason}.")
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Median over rows of their relative differences."""
+    found, expected = found.flatten(1), expected.flatten(1)
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median())
+
+
+class _Asking(RequestProgress):
+    """A request whose question finds that all rows are needed."""
+
+    def begin_main(self) -> torch.Tensor:
+        return self.positions
+
+
+class _Leaving(RequestProgress):
+    """A request of which every second row in front of the tail leaves at the second layer, all others at the last."""
+
+    def __init__(self, positions: torch.Tensor, num_layers: int) -> None:
+        super().__init__(
+            None, None, positions, num_question=0, num_answer=0, num_layers=num_layers, tp_size=1, explain=False
+        )
+        self._num_layers = num_layers
+
+    def leave(self, layer_id: int) -> torch.Tensor | None:
+        index = torch.arange(self.num_rows, device=self.positions.device)
+        if layer_id == min(1, self._num_layers - 1):
+            index = torch.cat([index[:-TAIL_LEN:2], index[-TAIL_LEN:]])
+        elif layer_id == self._num_layers - 1:
+            index = index[-TAIL_LEN:]
+        else:
+            return None
+        self.positions = self.positions[index]
+        return index

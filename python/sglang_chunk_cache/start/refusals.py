@@ -1,0 +1,476 @@
+"""What the chunk cache does not work with, decided before any process is started.
+
+Verbs: `check_flags` (the flags as given), `check_resolved` (the model, and the flags as SGLang resolved them),
+`check_model` (one resolved model configuration), `prepare_flags` (flags that follow from the options). In a scheduler
+`pool_check` decides of its KV pool.
+
+Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
+that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. Of a model, what
+its configuration tells is refused here; whether reuse fits the model that was loaded is shown by forwards of it
+(`model_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from chunk_cache.options.config import Config
+from chunk_cache.options.event_config import port_problem
+from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, refuse
+
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+    *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
+    *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+)
+"""Those that the exactness matrix runs; all that is served where `models` is "listed"."""
+ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _more_than_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _not_null(value: object) -> bool:
+    return value not in (None, "null", "none")
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """A flag that is refused.
+
+    Attributes:
+        name: the field of `ServerArgs`.
+        what: subject of the sentence, with the flag or the variable.
+        refused: whether a value is refused.
+    """
+
+    name: str
+    what: str
+    refused: Callable[[Any], bool] = bool
+
+
+FLAG_RULES: tuple[FlagRule, ...] = (
+    # Parallelism, topology and disaggregation, whose roles `check_role` knows.
+    FlagRule("pp_size", "pipeline parallelism (--pp-size)", _more_than_one),
+    FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", _more_than_one),
+    FlagRule("enable_dp_attention", "data-parallel attention (--enable-dp-attention)"),
+    FlagRule("attn_cp_size", "context parallelism (--attn-cp-size)", _more_than_one),
+    FlagRule("dcp_size", "context parallelism (--dcp-size)", _more_than_one),
+    FlagRule("enable_prefill_cp", "context parallelism (--enable-prefill-cp)"),
+    FlagRule("enable_kv_cache_sharding", "KV cache sharding (--enable-kv-cache-sharding)"),
+    FlagRule("enable_layernorm_sp", "sequence parallelism (--enable-layernorm-sp)"),
+    FlagRule("enable_attn_tp_input_scattered", "scattered attention input (--enable-attn-tp-input-scattered)"),
+    FlagRule("moe_dense_tp_size", "dense layers on fewer ranks (--moe-dense-tp-size)", _not_null),
+    FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", _not_null),
+    FlagRule("nnodes", "serving on several nodes (--nnodes)", _more_than_one),
+    FlagRule("use_ray", "Ray (--use-ray)"),
+    FlagRule("enable_pdmux", "prefill/decode multiplexing (--enable-pdmux)"),
+    FlagRule("encoder_only", "encoder disaggregation (--encoder-only)"),
+    FlagRule("language_only", "encoder disaggregation (--language-only)"),
+    # Speculative decoding.
+    FlagRule(
+        "speculative_algorithm",
+        f"speculative decoding other than {', '.join(SPECULATIVE_ALGORITHMS)} (--speculative-algorithm)",
+        lambda value: _not_null(value) and str(value).upper() not in SPECULATIVE_ALGORITHMS,
+    ),
+    FlagRule("enable_multi_layer_eagle", "several drafting models (--enable-multi-layer-eagle)"),
+    FlagRule("decoupled_spec_role", "speculative decoding (--decoupled-spec-role)", _not_null),
+    # Other caches.
+    FlagRule("disable_radix_cache", "--disable-radix-cache"),
+    FlagRule("enable_hierarchical_cache", "HiCache (--enable-hierarchical-cache)"),
+    FlagRule("hicache_storage_backend", "HiCache storage (--hicache-storage-backend)", _not_null),
+    FlagRule(
+        "disaggregation_decode_retraction_backup",
+        "host-pool retraction (--disaggregation-decode-retraction-backup host_pool)",
+        lambda value: value == "host_pool",
+    ),
+    FlagRule("enable_lmcache", "LMCache (--enable-lmcache)"),
+    FlagRule("enable_flexkv", "FlexKV (--enable-flexkv)"),
+    FlagRule("enable_unified_cache_external_linker", "an external linker (--enable-unified-cache-external-linker)"),
+    FlagRule("enable_session_radix_cache", "the session radix cache (--enable-session-radix-cache)"),
+    FlagRule("enable_hisparse", "hierarchical sparse attention (--enable-hisparse)"),
+    FlagRule("enable_unified_memory", "the unified memory pool (--enable-unified-memory)"),
+    FlagRule("enable_page_major_kv_layout", "the page-major KV layout (--enable-page-major-kv-layout)"),
+    FlagRule("kv_canary", "the KV canary (--kv-canary)", _not_null),
+    # They would tell the token ids of our nodes, under keys that no router can ask for.
+    FlagRule("kv_events_config", 'KV events (--kv-events-config; here "events" of --chunk-cache-config)', _not_null),
+    # Front ends.
+    FlagRule("smg_grpc_mode", "gRPC mode (--smg-grpc-mode)"),
+    FlagRule("grpc_mode", "gRPC mode (--grpc-mode)"),
+    FlagRule("grpc_port", "the gRPC server (--grpc-port)", lambda value: value is not None),
+    FlagRule("enable_streaming_session", "streaming sessions (--enable-streaming-session)"),
+    # How batches are formed and what they return.
+    FlagRule("enable_two_batch_overlap", "two-batch overlap (--enable-two-batch-overlap)"),
+    FlagRule("enable_single_batch_overlap", "single-batch overlap (--enable-single-batch-overlap)"),
+    FlagRule("enable_mis", "multi-item scoring (--enable-mis)"),
+    FlagRule("enable_return_aux_hidden_states", "hidden states of several layers (--enable-return-aux-hidden-states)"),
+    FlagRule("enable_return_routed_experts", "returned experts (--enable-return-routed-experts)"),
+    FlagRule("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache"),
+    # Models and number formats.
+    FlagRule("is_embedding", "an embedding model (--is-embedding)"),
+    FlagRule("dllm_algorithm", "a diffusion language model (--dllm-algorithm)", _not_null),
+    FlagRule("model_impl", "--model-impl", lambda value: value not in ("auto", "sglang")),
+    FlagRule("enable_nvidia_megakernel", "a kernel in the place of the model (--enable-nvidia-megakernel)"),
+)
+
+CHOICE_RULES: dict[str, tuple[str, ...]] = {
+    "attention_backend": ATTENTION_BACKENDS,
+    "prefill_attention_backend": ATTENTION_BACKENDS,
+    "decode_attention_backend": ATTENTION_BACKENDS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
+"""Flags that are served with some values, by their fields of `ServerArgs`."""
+
+VARIABLE_RULES: tuple[FlagRule, ...] = tuple(
+    FlagRule(name, f"{what} ({name})", lambda value: value is not None and value is not False)
+    for name, what in (
+        ("SGLANG_RUST_SERVER", "the Rust HTTP server"),
+        ("SGLANG_GRPC_PORT", "the gRPC server"),
+        ("SGLANG_USE_HND_KVCACHE", "the HND layout of the KV cache"),
+    )
+)
+
+
+def prepare_flags(server_args: Any, config: Config) -> None:
+    """Sets the flags that follow from the options: the radix tree evicts by priorities where they are what we set.
+
+    Raises:
+        StartRefused: two policies of eviction are asked for.
+    """
+    if config.eviction == "frequency-reuse":
+        policy = server_args.radix_eviction_policy
+        if policy not in ("lru", "priority"):  # lru is SGLang's default
+            refuse(
+                f"--radix-eviction-policy {policy} cannot be combined with the eviction frequency-reuse of "
+                "--chunk-cache-config; drop one of them."
+            )
+        server_args.radix_eviction_policy = "priority"
+
+
+def check_flags(server_args: Any) -> None:
+    """Checks every flag and variable as it was given.
+
+    Raises:
+        StartRefused: one does not work with the chunk cache.
+    """
+    from sglang.srt.environ import envs
+
+    _refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
+    check_role(server_args)
+    for name, served in CHOICE_RULES.items():
+        value = _value(server_args, name)
+        if value not in (None, *served):
+            refuse(f"{_flag(name)} {value} does not work with --chunk-cache; use one of {', '.join(served)}.")
+    for rule in VARIABLE_RULES:
+        if rule.refused(getattr(envs, rule.name).get()):
+            refuse(f"{rule.what} cannot be combined with --chunk-cache; unset the variable.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _value(server_args: Any, name: str) -> Any:
+    """A field as SGLang resolved it, or before that as it was given."""
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return resolution_result(server_args, name)
+
+
+def check_resolved(server_args: Any) -> None:
+    """Checks the model, and what SGLang made of the flags; `check_flags` has seen what was given.
+
+    Raises:
+        StartRefused: the model, or something that SGLang chose, does not work with the chunk cache.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    args = attached(server_args)
+    kernel = None if args is None else args.parsed_config.kernel
+    if args is not None:
+        check_replicas(args.parsed_config, _value(server_args, "dp_size"))
+    if kernel in ("triton", "flashinfer") and _value(server_args, "device") != "cuda":
+        refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
+    if str(server_args.model_path).lower() in ("none", "dummy"):
+        return
+    model_config = model_config_of(server_args)
+    check_model(model_config, "checked" if args is None else args.parsed_config.models)
+    _check_determinism(server_args, args)
+    _check_chosen(server_args)
+    if kernel == "flashinfer":
+        check_flashinfer(model_config)
+    if args is not None:
+        check_tokenizer_workers(args, server_args)
+        _check_selector(args)
+        _check_layers(args.parsed_config, model_config.num_hidden_layers)
+        algorithm = _value(server_args, "speculative_algorithm")
+        check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
+        check_flags_with_draft(server_args, algorithm)
+        check_default(args, model_config.num_hidden_layers, what_fixes_rows(server_args))
+        what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
+        if what is not None:
+            refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
+
+
+def _check_chosen(server_args: Any) -> None:
+    """Checks what SGLang chose where nothing was given."""
+    from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
+
+    _refuse_any(FLAG_RULES, server_args, ", which SGLang turned on by itself, cannot be combined with --chunk-cache.")
+    for name, served in CHOICE_RULES.items():
+        value = _value(server_args, name)
+        if value not in (None, *served):
+            use = f"add {_flag(name)} with one of {', '.join(served)}"
+            refuse(f"{_flag(name)} {value}, which SGLang chose by itself, does not work with --chunk-cache; {use}.")
+    if post_capture_kv_sizing_planned(server_args):
+        refuse(
+            "KV sizing after capture (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING) leaves no memory for forwards outside of "
+            "captured graphs, and --chunk-cache runs such; unset the variable."
+        )
+
+
+def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
+    """Checks that answers do not depend on the batch where that is asked for.
+
+    SGLang's promise holds where its own backend attends for every request of every batch. Kernels of ours split the
+    keys of a row by the size of the batch.
+    """
+    if not _value(server_args, "enable_deterministic_inference"):
+        return
+    flag = "--enable-deterministic-inference"
+    if server_args.rl_on_policy_target is not None:
+        flag = "--rl-on-policy-target"
+    if _value(server_args, "disable_radix_cache"):
+        backend = _value(server_args, "attention_backend")
+        refuse(
+            f"{flag} turns the radix cache off with the attention backend {backend}, and --chunk-cache stores chunks "
+            "there; add --attention-backend triton."
+        )
+    if args is None:
+        return
+    if args.parsed_config.attention != "runs":
+        refuse(f'{flag} needs SGLang\'s attention for every batch; add "attention": "runs" to --chunk-cache-config.')
+
+
+def _refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:
+    """Refuses the first flag that a rule refuses, with `words` behind what it is."""
+    for rule in rules:
+        if rule.refused(_value(server_args, rule.name)):
+            refuse(f"{rule.what}{words}")
+
+
+def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
+    """Checks what belongs to the one process that tokenizes, where there are several.
+
+    Raises:
+        StartRefused: it is asked for.
+    """
+    if not _more_than_one(_value(server_args, "tokenizer_worker_num")):
+        return
+    if args.selector is not None:
+        refuse("--chunk-cache-selector belongs to the one process that tokenizes; drop it or --tokenizer-worker-num.")
+    if _value(server_args, "admin_api_key"):
+        refuse("--admin-api-key is asked for by none of several tokenizer workers; drop it or --tokenizer-worker-num.")
+
+
+def _check_selector(args: ChunkCacheArgs) -> None:
+    if args.selector is None:
+        return
+    from sglang_chunk_cache.selector.auxiliary import SelectorModelError, check_selector_model
+
+    try:
+        check_selector_model(args.selector)
+    except SelectorModelError as error:
+        refuse(f"--chunk-cache-selector: {error}; name a small causal language model with a fast tokenizer.")
+
+
+def check_replicas(config: Config, dp_size: int | None) -> None:
+    """Checks that replicas do not overwrite each other's file, nor share a port.
+
+    Raises:
+        StartRefused: they would.
+    """
+    if config.verify_file is not None and _more_than_one(dp_size):
+        refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
+    problem = None if config.events is None else port_problem(config.events, dp_size or 1)
+    if problem is not None:
+        refuse(f"--chunk-cache-config: events: {problem}.")
+
+
+def check_role(server_args: Any) -> None:
+    """Checks that a server is no decode server, and that a prefill server stays one and does not draft.
+
+    Raises:
+        StartRefused: it is, or does not.
+    """
+    mode = server_args.disaggregation_mode
+    if mode == "decode":
+        refuse(
+            "--disaggregation-mode decode: a decode server computes no prompts and has no chunks; start it without "
+            "--chunk-cache, and its prefill server with it."
+        )
+    if mode != "prefill":
+        return
+    from sglang.srt.environ import envs
+
+    if server_args.enable_pd_role_switch:
+        refuse("--enable-pd-role-switch would make a decode server of one with --chunk-cache; drop one of them.")
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        refuse(
+            "staging buffers (SGLANG_DISAGG_STAGING_BUFFER) have not been run with --chunk-cache; unset the variable."
+        )
+    if server_args.speculative_algorithm is not None:
+        refuse(
+            "speculative decoding (--speculative-algorithm) on a prefill server has not been run with --chunk-cache; "
+            "drop one of them."
+        )
+
+
+def check_draft(config: Config, algorithm: str | None, device: str) -> None:
+    """Checks speculative decoding with a model that drafts.
+
+    Raises:
+        StartRefused: chunks would come without the KV of that model, or nobody has seen it on such a device.
+    """
+    if algorithm in (None, "NGRAM"):
+        return
+    if config.tiers is not None:
+        refuse(
+            f"--speculative-algorithm {algorithm} drafts with a model, whose KV no tier keeps; drop "
+            '"tiers" of --chunk-cache-config, or use NGRAM.'
+        )
+    if device != "cpu" and not config.draft_on_gpu:
+        refuse(
+            f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
+            '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
+        )
+
+
+_NOT_WITH_DRAFT = (
+    FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
+    FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
+    FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", _not_null),
+)
+"""What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
+
+
+def check_flags_with_draft(server_args: Any, algorithm: str | None) -> None:
+    """Checks flags that are served without speculative decoding, or with n-grams.
+
+    Raises:
+        StartRefused: one of them is given.
+    """
+    if algorithm in (None, "NGRAM"):
+        return
+    words = f" cannot be combined with --chunk-cache and {algorithm}; drop one of them."
+    _refuse_any(_NOT_WITH_DRAFT, server_args, words)
+
+
+def _check_layers(config: Config, num_layers: int) -> None:
+    layers = config.statistics_layers
+    if not isinstance(layers, str) and any(layer >= num_layers for layer in layers):
+        refuse(
+            f"--chunk-cache-config: statistics_layers: layer {max(layers)}, but the model has layers 0 to "
+            f"{num_layers - 1}; name layers of the model."
+        )
+
+
+def check_flashinfer(model_config: Any) -> None:
+    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot.
+
+    Raises:
+        StartRefused: it cannot; the sentence says why.
+    """
+    from sgl_kernel_ext.sparse_extend.flashinfer import unserved
+
+    dtype = model_config.dtype  # the pool's is known later
+    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
+    if problem is not None:
+        refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
+
+
+def check_model(model_config: Any, models: str = "checked") -> None:
+    """Checks a model by its resolved `ModelConfig`; `models` of `--chunk-cache-config`.
+
+    Raises:
+        StartRefused: the model does not work with the chunk cache.
+    """
+    reason = model_reason(model_config) or (_architecture_reason(model_config) if models == "listed" else None)
+    if reason is not None:
+        refuse(f"this model cannot be served with --chunk-cache because {reason}.")
+
+
+def model_reason(model_config: Any) -> str | None:
+    """Why a model cannot be served, as the end of a sentence, or None."""
+    for check in (_kind_reason, _attention_reason, _rope_reason):
+        reason = check(model_config)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _kind_reason(model_config: Any) -> str | None:
+    if model_config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    is_wrapped = getattr(model_config.hf_config, "vision_config", None) is not None
+    if model_config.is_multimodal or model_config.is_audio_model or is_wrapped:
+        return "it is a multimodal model"
+    if not model_config.is_generation:
+        return "it is an embedding, reward or classification model"
+    return None
+
+
+def _attention_reason(model_config: Any) -> str | None:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text_config = model_config.hf_text_config
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
+        return "it has state-space or linear-attention layers"
+    if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
+        return "it has state-space or linear-attention layers"
+    if model_config.has_attention_sinks:
+        return "it uses attention sinks"
+    if model_config.is_hybrid_swa:
+        return (
+            "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
+            "keeps all of them in one"
+        )
+    if model_config.attention_chunk_size or model_config.is_local_attention_model:
+        return "it uses local attention (attention_chunk_size in its config.json)"
+    return None
+
+
+def _rope_reason(model_config: Any) -> str | None:
+    """Keys can be moved only where each rotary dimension turns by a fixed angle per position."""
+    text_config = model_config.hf_text_config
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if model_config.model_is_mrope or "mrope_section" in rope:
+        return "it uses multimodal rope (mrope_section in its config.json)"
+    if getattr(text_config, "dual_chunk_attention_config", None) is not None:
+        return "it uses dual-chunk attention (dual_chunk_attention_config in its config.json)"
+    of_kinds = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
+    for one in of_kinds or [rope]:
+        rope_type = one.get("rope_type", one.get("type", "default"))
+        if rope_type == "dynamic":
+            return "it uses dynamic NTK rope (rope_type dynamic in its config.json)"
+        if rope_type not in ROPE_TYPES or one.get("use_fope"):
+            return f"its rope type is {'fope' if one.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
+    return None
+
+
+def _architecture_reason(model_config: Any) -> str | None:
+    architectures = model_config.hf_config.architectures or ["unknown"]
+    if architectures[0] not in ARCHITECTURES:
+        return f'its architecture {architectures[0]} is not listed, and "models" of --chunk-cache-config is "listed"'
+    return None

@@ -1,0 +1,279 @@
+"""ChunkRuntime: the parts of the chunk cache in one scheduler process, put together once."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from chunk_cache.events.event_log import POOL
+from chunk_cache.index.quota import Shares
+from chunk_cache.index.refresh import RefreshQueue
+from chunk_cache.keys import partition_name
+from chunk_cache.manager import ChunkManager
+from chunk_cache.methods import METHODS, Stage
+from chunk_cache.options.config import Config, describe
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.discover import Discoverer
+from chunk_cache.plan.selector_answer import asks_selector
+from sglang_chunk_cache.admin.journal import Journal
+from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, instance_of, refuse
+from sglang_chunk_cache.flags.step_limits import most_unknown_rows, step_len
+from sglang_chunk_cache.forward.forward_clock import ForwardClock
+from sglang_chunk_cache.forward.kernels import choose_kernel
+from sglang_chunk_cache.forward.runs import WORTHWHILE_LEN
+from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.model_layers import ModelLayers, describe_model
+from sglang_chunk_cache.kv.packer import KVPacker
+from sglang_chunk_cache.kv.partial_load import PartialLoads
+from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.store import VariantStore
+from sglang_chunk_cache.kv.stored_variant import TierError
+from sglang_chunk_cache.request.reply import whole_reason
+from sglang_chunk_cache.start.pool_check import check_pool, check_scales
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
+from sglang_chunk_cache.verification.gate import Gate
+from sglang_chunk_cache.verification.state_file import StateFile
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_chunk_cache.request.chunk_request import ChunkRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRuntime:
+    """The parts, each the only one of its process.
+
+    Attributes:
+        method, ratio: the server's.
+        layers: of the model.
+        manager: decides.
+        store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
+        gate: verifies replies; None = nobody does.
+        tiers, landings: below the KV pool; None = there are none.
+        events: tell what is held; None = nobody is told, or another rank does.
+        clock: measures forwards; those of all batches where there are tiers, else of those with marked requests.
+        journal: what became of requests.
+        kernel: backend of the operations.
+        min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
+        statistics_layers: of the model, at which statistics are taken.
+    """
+
+    config: Config
+    method: str
+    ratio: float
+    layers: ModelLayers
+    manager: ChunkManager
+    store: VariantStore
+    assembler: KVAssembler
+    pool: ChunkPool
+    keeper: ChunkKeeper
+    packer: KVPacker
+    refresh: RefreshQueue
+    gate: Gate | None
+    discoverer: Discoverer | None
+    tiers: ChunkTiers | None
+    landings: PartialLoads | None
+    events: EventPublisher | None
+    admin: ChunkAdmin
+    metrics: ChunkMetrics
+    clock: ForwardClock
+    journal: Journal
+    kernel: str
+    min_run_len: int | None
+    statistics_layers: tuple[int, ...]
+
+    def awaits_scores(self, options: RequestOptions) -> bool:
+        """Whether the process that tokenizes asks the selector for a request with these options."""
+        return asks_selector(options, self.method, self.ratio)
+
+    def note_ended(self, rid: str, state: ChunkRequest) -> None:
+        """Tells what became of a request that was admitted."""
+        plan = state.reported
+        assert plan is not None
+        num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
+        saved_s = self.clock.cost.record().marginal(max(num_saved, 0), plan.prompt_len)
+        self.journal.note(rid, partition_name(state.partition), state, saved_s)
+        self.metrics.observe_saved(saved_s)
+        if (reason := whole_reason(state, has_ended=True)) is not None:
+            self.metrics.count_not_packed(reason)
+
+    def check_integrity(self) -> None:
+        """Recomputes index and pins from scratch.
+
+        Raises:
+            AssertionError: they do not fit themselves or the tree, or a request that is gone left something behind.
+        """
+        self.manager.check_integrity()
+        self.store.check_integrity(self.manager.index)
+        self.admin.check_integrity()
+        if self.gate is not None:
+            self.gate.check_integrity()
+
+
+def runtime_of(tree_cache: Any) -> ChunkRuntime | None:
+    """The parts that belong to a radix cache; None where it is not ours."""
+    return getattr(tree_cache, "chunks", None)
+
+
+def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> ChunkRuntime:
+    """Puts the parts of a radix cache together.
+
+    Raises:
+        StartRefused: the KV pool or the model's rotation is not supported, a kernel that was asked for is wrong here,
+            or a tier cannot be opened.
+    """
+    config = args.parsed_config
+    model_runner = ctx.tp_worker.model_runner
+    allocator = cache.token_to_kv_pool_allocator
+    backends = (model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str)
+    check_pool(allocator.get_kvcache(), backends)
+    layers = describe_model(model_runner.model, model_runner.model_config.context_len)
+    check_scales(allocator.get_kvcache(), layers.attentions, backends)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
+    assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
+    store = VariantStore(cache, Shares(allocator.size, config.partition_share))
+    manager = ChunkManager(
+        config,
+        store,
+        method=args.method,
+        ratio=args.ratio,
+        page_size=cache.page_size,
+        capacity=allocator.size,
+        max_unknown_rows=most_unknown_rows(),
+        step_len=step_len(),
+    )
+    refresh = RefreshQueue(manager.index, config.refresh_uses)
+    is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
+    metrics = ChunkMetrics(enabled=is_counting)
+    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else None
+    landings = None
+    if config.tiers is not None:
+        timeout_s = config.tiers.timeout_s
+        landings = PartialLoads(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
+    pool = ChunkPool(cache, manager, store, assembler, landings)
+    tiers, clock = None, ForwardClock(torch.device(allocator.get_kvcache().device))
+    if config.tiers is not None:
+        try:
+            tiers = create_tiers(
+                config,
+                assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size),
+                pool=pool,
+                # A pass of the question reads all that comes in before any of it is computed again.
+                ratio=0.0 if METHODS[args.method].stage is Stage.QUESTION else args.ratio,
+                reduce_max=reduce_max,
+                prefill_cost=clock.cost,
+                is_counting=is_counting,
+            )
+        except (TierError, ImportError, ValueError) as error:
+            refuse(f"--chunk-cache-config: tiers: {error}")
+        assert tiers is not None
+        atexit.register(tiers.close)
+    keeper = ChunkKeeper(
+        cache,
+        manager,
+        store,
+        pool,
+        assembler,
+        refresh=refresh,
+        metrics=metrics,
+        note_stored=None if tiers is None else tiers.note_stored,
+        reduce_max=reduce_max,
+    )
+    events = _create_events(config, ctx, metrics)
+    if events is not None:
+        manager.index.observer = events.log.observer(POOL)
+        if tiers is not None:
+            tiers.observe(events.log.observer)
+    discoverer = Discoverer() if args.discover else None
+    journal = Journal()
+    gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
+    logger.info(
+        "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
+        args.method,
+        args.ratio,
+        args.separator,
+        kernel,
+        describe(config),
+    )
+    return ChunkRuntime(
+        config=config,
+        method=args.method,
+        ratio=args.ratio,
+        layers=layers,
+        manager=manager,
+        store=store,
+        assembler=assembler,
+        pool=pool,
+        keeper=keeper,
+        packer=KVPacker(cache, pool, keeper, assembler),
+        refresh=refresh,
+        gate=gate,
+        discoverer=discoverer,
+        tiers=tiers,
+        landings=landings,
+        events=events,
+        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, kernel),
+        metrics=metrics,
+        clock=clock,
+        journal=journal,
+        kernel=kernel,
+        min_run_len=_min_run_len(config.attention, model_runner.device),
+        statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
+    )
+
+
+def _min_run_len(attention: str, device: str) -> int | None:
+    if attention == "rows" or (attention == "auto" and torch.device(device).type == "cpu"):
+        return None
+    return 1 if attention == "runs" else WORTHWHILE_LEN
+
+
+def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMetrics) -> EventPublisher | None:
+    """Of rank 0, since all hold the same; each data-parallel replica has one."""
+    if config.events is None or ctx.tp_rank != 0:
+        return None
+    instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0
+    try:
+        return EventPublisher(config.events, metrics, instance=instance, dp_rank=dp_rank)
+    except ValueError as error:
+        refuse(f"--chunk-cache-config: events: {error}.")
+
+
+def _create_gate(
+    args: ChunkCacheArgs,
+    ctx: TreeCacheBuildContext,
+    assembler: KVAssembler,
+    *,
+    is_counting: bool,
+    reduce_max: Callable[[Votes], Votes] | None,
+) -> Gate | None:
+    config = args.parsed_config
+    if not config.verify_share:
+        return None
+    file = None
+    if config.verify_file is not None:
+        # Of rank 0, since all read the same file; another number of ranks is another fingerprint.
+        model = assembler.fingerprint(ctx.server_args, 0, ctx.tp_size).digest
+        file = StateFile(config.verify_file, model, is_writer=ctx.tp_rank == 0)
+    metrics = GateMetrics(enabled=is_counting, model=ctx.server_args.served_model_name)
+    try:
+        gate = Gate(config.verify_share, args.parsed_target, metrics, reduce_max=reduce_max, state_file=file)
+    except ValueError as error:
+        refuse(f"--chunk-cache-config: verify_file: {error}; delete it, or name another.")
+    atexit.register(gate.save)
+    return gate

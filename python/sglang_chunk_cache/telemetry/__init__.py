@@ -1,0 +1,1 @@
+"""What a server tells the outside of its work: Prometheus metrics, traced stages, events."""

@@ -1,0 +1,172 @@
+"""Medium: moves the KV of chunks to and from one kind of storage. It decides nothing.
+
+    find          the variants of a chunk that are there now; other servers may write to the same place
+    read          one variant, verified: checksums, fingerprint and tokens
+    read_layers   the same, layer by layer, each verified before it is yielded
+    write         visible whole or not at all; an entry of the same identity is replaced
+    delete        whether it was there
+    scan          all entries of the fingerprint
+    close         its connections and files; nothing is called after it
+
+Promises: every call may come from any thread, several at a time. What was read is bit for bit what was written. An
+entry that was found corrupt is removed where that is possible, so that it is not found again. Whatever cannot be done
+is a `TierError`, never another exception of the storage; asserts are mistakes of the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeAlias
+
+import torch
+
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo, host_memory
+
+logger = logging.getLogger(__name__)
+
+
+class Medium(Protocol):
+    """See the head of this file."""
+
+    name: str
+
+    def find(self, key: bytes) -> list[VariantInfo]:
+        """Ascending by (generation, name). Corrupt entries are skipped, told to `Problems` and removed, never raised.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def read(self, info: VariantInfo) -> StoredVariant:
+        """`info` comes from `find` or `scan`. The tensors may be shared with other readers: do not write to them.
+
+        Raises:
+            TierError: any reason, full where host memory is; missing where it was deleted or replaced meanwhile.
+        """
+
+    def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
+        """Layers in order; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
+
+    def write(self, stored: StoredVariant) -> None:
+        """The tensors may change as soon as it returns.
+
+        Raises:
+            TierError: timeout, unavailable, full, unreadable; nothing of it is visible then.
+        """
+
+    def delete(self, entry_id: EntryId) -> bool:
+        """Whether it was there. Reads that run end well, or with missing.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
+        """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`.
+
+        Args:
+            known: chunks that are looked for where the medium cannot be listed.
+        """
+
+    def read_note(self) -> bytes | None:
+        """What `write_note` has left here last, by this server or another; None = nothing.
+
+        Raises:
+            TierError: timeout, unavailable, unreadable.
+        """
+
+    def write_note(self, note: bytes) -> None:
+        """Keeps a note beside the entries; it is no entry. What does not outlive the process keeps none.
+
+        Raises:
+            TierError: timeout, unavailable, full, unreadable.
+        """
+
+    def close(self) -> None: ...
+
+
+Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Tensors that K and V of a layer are put into."""
+
+
+BATCH_LEN = 8 << 20
+"""Bytes that one round trip to a store moves, and at least a layer: what is in flight beside the tensors themselves."""
+
+
+class LayerwiseMedium(ABC):
+    """A medium that fetches layer after layer, for one fingerprint."""
+
+    name: str
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+        self._problems = Problems()
+
+    def read(self, info: VariantInfo) -> StoredVariant:
+        with host_memory(info.payload_len):
+            k, v = self.fingerprint.empty(len(info.token_ids))
+        for _ in self._layers(info, lambda layer: (k[layer], v[layer])):
+            pass
+        return StoredVariant(info, k, v)
+
+    def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
+        return self._layers(info, lambda _: self._empty_layer(info))
+
+    def batches(self, info: VariantInfo) -> list[range]:
+        """Layers of a variant that go in one round trip each, in order."""
+        num_layers = self.fingerprint.num_layers
+        step = max(1, BATCH_LEN * num_layers // info.payload_len)
+        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
+
+    def _empty_layer(self, info: VariantInfo) -> tuple[torch.Tensor, torch.Tensor]:
+        length = len(info.token_ids)
+        with host_memory(self.fingerprint.layer_len(length)):
+            return self.fingerprint.empty_layer(length)
+
+    @abstractmethod
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+        """`read_layers` into tensors of `target`; the description is verified before the first is asked for."""
+
+
+class Problems:
+    """Entries that `find` or `scan` skip: each is logged once, however often it is met, and told each time to the
+    thread that met it: `take_skipped`."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def tell(self, error: TierError) -> None:
+        _met.reason = error.reason
+        with self._lock:
+            if error.where in self._told:
+                return
+            self._told.add(error.where)
+        _log(error)
+
+
+class _Met(threading.local):
+    reason: str | None = None
+
+
+_met = _Met()
+
+
+def take_skipped() -> str | None:
+    """Why this thread has skipped an entry last, in `find` or `scan`, since it was asked; None where it has not."""
+    reason, _met.reason = _met.reason, None
+    return reason
+
+
+def _log(error: TierError) -> None:
+    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
+
+
+def in_order(infos: list[VariantInfo]) -> list[VariantInfo]:
+    """The order that `find` promises."""
+    return sorted(infos, key=lambda info: (info.generation, info.name))

@@ -1,0 +1,33 @@
+"""Pool: what the tiers need of the KV pool and its index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from chunk_cache.index.need import Need
+    from chunk_cache.index.variant import Variant
+    from chunk_cache.keys import Partition
+    from sglang_chunk_cache.kv.assembler import HostKV
+    from sglang_chunk_cache.kv.layer_stream import LayerStream
+    from sglang_chunk_cache.kv.stored_variant import StoredVariant
+
+
+class Pool(Protocol):
+    """The KV pool and its index."""
+
+    def has(self, key: bytes, need: Need) -> bool:
+        """Whether a variant of the chunk that fits is in the pool."""
+        ...
+
+    def kv_of(self, variant: Variant) -> HostKV | None:
+        """K and V of a variant; None where it is not stored in full.
+
+        Raises:
+            TierError: full, host memory is used up.
+        """
+        ...
+
+    def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:
+        """Makes a variant of it; False where there is no room. `stream` brings the layers that are not there yet."""
+        ...

@@ -1,0 +1,227 @@
+"""Gate: verifies fused replies while nothing else is to do, keeps what it finds, and moves what the target governs.
+
+Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle: `take`,
+then `complete`, `give_up` or `defer`. At any time: `forget` (the weights changed), `stats`.
+
+Promises: alike on all tensor-parallel ranks, which agree on each measure; without `verify_share` there is no gate.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chunk_cache.gate.controller import TargetController
+from chunk_cache.gate.target import Target, describe
+from chunk_cache.gate.verification_ledger import Kind, Measure, QualityLedger, band_of
+from chunk_cache.gate.verification_queue import Candidate, VerificationQueue
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.verification.measure import ExactAnswer, measure
+
+if TYPE_CHECKING:
+    from sglang_chunk_cache.kv.ranks import Votes
+    from sglang_chunk_cache.request.chunk_request import ChunkRequest
+    from sglang_chunk_cache.verification.state_file import StateFile
+
+logger = logging.getLogger(__name__)
+
+NUM_NEWEST = 64
+"""Verified replies that are shown one by one."""
+MAX_NATS = 1000.0
+"""Of what is kept; a token that was impossible to the fused request would be infinitely far."""
+_SCALE = 10**9
+"""Of the measures that ranks agree on: billionths."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One verified reply, as it is shown."""
+
+    number: int
+    rid: str
+    method: str
+    ratio: float
+    partition: str
+    kl: float
+    agreement: float | None
+    nats_lost: float | None
+
+
+class Gate:
+    """See the head of this file.
+
+    Args:
+        share: of the fused requests that are verified.
+        target: what moves requests that name neither method nor ratio; None = they are the server's.
+        reduce_max: element-wise maximum over the ranks; None = there is one.
+        state_file: where what is learned is kept; None = nowhere.
+
+    Raises:
+        ValueError: what the file holds cannot be read.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        target: Target | None,
+        metrics: GateMetrics,
+        *,
+        reduce_max: Callable[[Votes], Votes] | None,
+        state_file: StateFile | None,
+    ) -> None:
+        self.queue = VerificationQueue(share)
+        self.ledger = QualityLedger()
+        self.controller = None if target is None else TargetController(target)
+        self._metrics = metrics
+        self._reduce_max = reduce_max
+        self._file = state_file
+        self._newest: deque[Verified] = deque(maxlen=NUM_NEWEST)
+        if state_file is not None:
+            state_file.read(self.ledger, self.controller)
+
+    # A request.
+
+    def steer(self, state: ChunkRequest) -> None:
+        """Decides how chunks are reused by a request that does not say it; once."""
+        opts = state.options
+        if self.controller is None or state.decision is not None:
+            return
+        if opts.mode != "auto" or opts.names_method or not opts.has_marks or state.unsupported:
+            return
+        partition = self.ledger.partition_name(state.partition)
+        state.decision = self.controller.decide(partition)
+        self._metrics.set_step(partition, state.decision.number)
+
+    def admit(self, rid: str, prompt: array[int], state: ChunkRequest) -> None:
+        """A request was admitted that brings chunks in."""
+        plan, decision = state.plan, state.decision
+        assert plan is not None
+        state.candidate = self.queue.choose(
+            rid,
+            prompt,
+            state.partition,
+            method=plan.method,
+            ratio=plan.ratio,
+            step=None if decision is None else decision.number,
+        )
+
+    def release(self, state: ChunkRequest, answer: array[int], lost: str | None) -> None:
+        """A request ends, or is retracted.
+
+        Args:
+            answer: the tokens that were sent.
+            lost: why it cannot be verified; None = it can.
+        """
+        candidate, state.candidate = state.candidate, None
+        if candidate is None:
+            return
+        assert state.plan is not None
+        if lost is None and not state.plan.num_reused:
+            lost = "not_fused"
+        if lost is not None:
+            self.queue.drop(candidate, lost)
+            self._metrics.count_verification(lost)
+            return
+        assert candidate.first_logits is not None, f"{candidate.rid} has sent an answer, and its first row was not seen"
+        dropped = self.queue.finish(candidate, answer)
+        if dropped is not None:
+            self._metrics.count_verification(dropped)
+
+    # While idle.
+
+    def has_work(self, num_free: int) -> bool:
+        """Whether there is a next one to verify."""
+        return self.queue.next(num_free) is not None
+
+    def take(self, num_free: int) -> Candidate | None:
+        """The next one to verify, where so many slots of the KV pool are free."""
+        return self.queue.take(num_free)
+
+    def defer(self, candidate: Candidate, num_free: int) -> None:
+        """So many were not enough."""
+        self.queue.defer(candidate, num_free)
+
+    def give_up(self, candidate: Candidate) -> None:
+        """A request came before its verification was complete."""
+        dropped = self.queue.put_back(candidate)
+        self._metrics.count_verification("given_up")
+        if dropped is not None:
+            self._metrics.count_verification(dropped)
+
+    def complete(self, candidate: Candidate, exact: ExactAnswer) -> None:
+        """Its exact prefill is there."""
+        assert candidate.answer is not None
+        found = self._agreed(measure(candidate.first_logits, exact, candidate.answer))
+        self.queue.complete(candidate)
+        self._metrics.count_verification("verified")
+        partition = self.ledger.partition_name(candidate.partition)
+        kind = Kind(candidate.method, partition, band_of(candidate.ratio))
+        self._metrics.observe(kind, found)
+        shown = (candidate.number, candidate.rid, candidate.method, candidate.ratio, partition)
+        self._newest.append(Verified(*shown, **asdict(found)))
+        drift = self.ledger.add(kind, found)
+        if drift is not None:
+            self._metrics.count_drift(kind)
+            logger.warning("Chunk cache: %s", drift)
+        if self.controller is not None and candidate.step is not None:
+            move = self.controller.observe(partition, candidate.step, found.kl)
+            if move is not None:
+                self._metrics.count_move(partition)
+                logger.warning("Chunk cache: the target moves %s", move)
+        self.save()
+
+    def _agreed(self, found: Measure) -> Measure:
+        """The same on all ranks: rounding may differ, and what follows must not. And finite."""
+        values = (found.kl, found.agreement, found.nats_lost)
+        votes = np.array([round(min(value or 0.0, MAX_NATS) * _SCALE) for value in values], dtype=np.int64)
+        agreed = (votes if self._reduce_max is None else self._reduce_max(votes)) / _SCALE
+        kl, agreement, nats_lost = agreed.tolist()
+        return Measure(
+            kl, None if found.agreement is None else agreement, None if found.nats_lost is None else nats_lost
+        )
+
+    # At any time.
+
+    def forget(self) -> None:
+        """The weights were changed: what is known belongs to others, and so do the replies that wait."""
+        waiting = len(self.queue)
+        self.queue.drop_all("weights")
+        self._metrics.count_verification("weights", waiting)
+        self.ledger = QualityLedger()
+        self._newest.clear()
+        if self.controller is not None:
+            self.controller = TargetController(self.controller.target)
+        if self._file is not None:
+            logger.warning("Chunk cache: the weights were changed, what is learned from now on is not kept")
+            self._file = None
+
+    def save(self) -> None:
+        """Keeps what is known for the next start."""
+        if self._file is not None:
+            self._file.write(self.ledger, self.controller)
+
+    def stats(self) -> dict[str, Any]:
+        """All that is known, as JSON values."""
+        found: dict[str, Any] = {
+            "share": self.queue.share,
+            "requests": self.queue.stats(),
+            "quality": self.ledger.rows(),
+            "newest": [asdict(one) for one in self._newest],
+        }
+        if self.controller is not None:
+            found["target"] = {**describe(self.controller.target), "partitions": self.controller.states()}
+        return found
+
+    def check_integrity(self) -> None:
+        """Counts from scratch.
+
+        Raises:
+            AssertionError: a request was lost, or counted twice.
+        """
+        self.queue.check_integrity()

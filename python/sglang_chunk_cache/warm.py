@@ -1,0 +1,8 @@
+"""The older way to call `chunk-cache warm`: `python -m sglang_chunk_cache.warm`."""
+
+import sys
+
+from chunk_cache_tools.warm.warm_command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The CPU as an SGLang platform: stock models in plain PyTorch, no AMX kernels, no compiler.
+
+`TorchCpuPlatform` is found by name through the entry point. It fills in what the user left open:
+- device `cpu`, attention `torch_native`, sampling `pytorch`, no compilation, no graphs;
+- a float32 checkpoint stays float32;
+- a KV pool of at most a quarter of the free memory (`memory`);
+- CPUs per rank (`threads`).
+A flag or an environment variable of the user wins over each of them.
+
+SGLang imports this file in the middle of its own first imports, so what needs more of SGLang is imported in functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_plain_cpu import memory, operations, scaled_kv, speculation, threads
+from sglang_plain_cpu.compiler import switch_compiler_on
+
+# Weights and pool together may take this part of the memory that is free at start-up. The pool has its own, much
+# lower bound in tokens; SGLang applies the smaller one.
+STATIC_MEMORY_FRACTION = 0.9
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Plain PyTorch on the CPU. Seen by SGLang as an out-of-tree device of torch type `cpu`."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def __init__(self) -> None:
+        register_resolution_hook("handle_cpu_backends")(_leave_backends_open)
+        register_resolution_hook("handle_gpu_memory_settings")(_fit_to_memory)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Fills in the backends and the CPUs per rank, where the user has not."""
+        if server_args.device != "cpu":
+            return
+        if server_args.attention_backend is None:
+            server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+        if server_args.lora_backend == "csgmv":  # SGLang's default, in Triton
+            server_args.lora_backend = "torch_native"
+        server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
+        server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
+        speculation.keep_overlap()
+        if server_args.enable_torch_compile:
+            switch_compiler_on()
+        threads.publish_binding(_num_processes(server_args))
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in speculation.ALGORITHMS
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """None, SGLang's own; the one call that tells a platform that this process speculates."""
+        speculation.install()
+        return None
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        return "cpu"  # SGLang splits it like a flag's value, so a string and not a torch.device
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return memory.total_ram_bytes()
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        return float(memory.total_ram_bytes() - memory.free_ram_bytes())
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        return memory.free_ram_bytes(), memory.total_ram_bytes()
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_group_coordinator_device(self, local_rank: int) -> torch.device:
+        """The CPU. Also binds the process: the one call that tells a platform its rank, before weights are loaded."""
+        threads.bind_rank(local_rank)
+        operations.install()
+        scaled_kv.install()
+        return torch.device("cpu")
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+
+def _leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Replaces a step that would choose AMX attention and overwrite a sampling backend the user gave."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    if resolving_view(server_args).device != "cpu":
+        previous(server_args)
+
+
+def _fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Runs before SGLang's own memory settings, which keep what they find."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    cfg = resolving_view(server_args)
+    if cfg.device == "cpu":
+        chosen = _model_defaults(cfg, model_config_of(server_args))
+        if chosen:
+            declare_resolution(server_args, "platform:chunk_cache_cpu", **chosen)
+    previous(server_args)
+
+
+def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
+    """Fields that depend on the model and that the user left open."""
+    chosen: dict[str, Any] = {}
+    dtype = model_config.dtype
+    if cfg.dtype == "auto" and _is_float32_checkpoint(model_config):
+        # SGLang would halve it, which on a CPU is slower and less exact.
+        dtype = torch.float32
+        chosen["dtype"] = "float32"
+    if cfg.mem_fraction_static is None:
+        chosen["mem_fraction_static"] = STATIC_MEMORY_FRACTION
+        if cfg.max_total_tokens is None:
+            chosen["max_total_tokens"] = memory.pool_token_limit(
+                free_bytes=memory.free_ram_bytes(),
+                token_bytes=_token_bytes(model_config, dtype, cfg.tp_size),
+                num_processes=_num_processes(cfg),
+                page_size=cfg.page_size or 1,
+                min_tokens=model_config.context_len,
+            )
+    return chosen
+
+
+def _is_float32_checkpoint(model_config: Any) -> bool:
+    stored = getattr(model_config.hf_text_config, "dtype", None)
+    return model_config.quantization is None and stored in (None, "float32", torch.float32)
+
+
+def _token_bytes(model_config: Any, dtype: torch.dtype, tp_size: int) -> int:
+    """K and V of one token in one rank over all layers. A smaller KV dtype only makes the pool smaller than allowed."""
+    width = model_config.get_num_kv_heads(tp_size) * (model_config.head_dim + model_config.v_head_dim)
+    return int(width * model_config.num_hidden_layers * dtype.itemsize)
+
+
+def _num_processes(cfg: Any) -> int:
+    return cfg.tp_size * cfg.pp_size * cfg.dp_size

@@ -1,0 +1,1 @@
+"""What a server tells routers of the chunks that it holds."""

@@ -1,0 +1,163 @@
+"""EventLog: what one replica tells others of the variants that it holds, tier by tier.
+
+    observer   what the index, or the ledger of a tier, tells its changes to
+    take       what is to be told now
+    drop       it cannot be told now
+
+Who listens keeps the last `buffer_len` batches, or asks for them. So that these are enough to know all, however long
+the replica has run, each batch tells some of what is held again, the longest untold first. No clock and no set order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+from chunk_cache.events.event_keys import EventKeys
+from chunk_cache.index.observer import Observer
+
+POOL = "pool"
+"""The tier of the index; below it those of `tier_config.TIERS`."""
+
+KINDS = ("stored", "removed", "cleared", "told_again")
+"""Of events; `told_again` is `stored` of what was told before."""
+
+MAX_TOLD_AGAIN = 256
+"""Variants that a batch tells again, at most; they take the scheduler half a millisecond."""
+
+_MAX_TIERS = 8
+
+_HELD = struct.Struct("<qqq")
+"""Chunk, partition, tokens: packed, as a replica may hold millions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change; the numbers are `EventKeys`."""
+
+    kind: str
+    """One of `KINDS`."""
+    tier: str | None
+    """None, of `cleared`: all tiers."""
+    chunk: int = 0
+    partition: int = 0
+    variant: int = 0
+    num_tokens: int = 0
+
+
+class EventLog:
+    """See the head of this file.
+
+    Args:
+        buffer_len: batches that can be asked for again.
+    """
+
+    def __init__(self, keys: EventKeys, buffer_len: int) -> None:
+        assert buffer_len >= 4, f"a buffer of {buffer_len} batches"
+        self._keys = keys
+        self._buffer_len = buffer_len
+        self._held: dict[int, bytes] = {}  # by variant * _MAX_TIERS + number of the tier
+        self._turns: deque[int] = deque()  # all of these, the longest untold first; some twice, some that are gone
+        self._tiers: list[str] = []
+        self._changes: list[Event] = [Event("cleared", None)]  # whoever listened to the process before this one
+        self._num_dropped = 0  # variants that are to be told again for it
+
+    def __len__(self) -> int:
+        """Variants that are held, in each tier counted."""
+        return len(self._held)
+
+    def observer(self, tier: str, size_per_token: int = 1) -> Observer:
+        """Of one tier.
+
+        Args:
+            size_per_token: what its sizes are divided by.
+        """
+        if tier not in self._tiers:
+            self._tiers.append(tier)
+            assert len(self._tiers) <= _MAX_TIERS, f"too many tiers: {self._tiers}"
+        return _TierObserver(self, self._tiers.index(tier), size_per_token)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has anything to tell."""
+        return bool(self._changes or self._num_dropped)
+
+    def take(self) -> list[Event]:
+        """What has happened since the last call, then some that is told again; nothing where nothing has happened."""
+        if not self.has_news:
+            return []
+        events, self._changes = self._changes, []
+        # Four times as fast as the buffer turns over: variants that come and go meanwhile change the pace.
+        pace = -(-4 * len(self._held) // self._buffer_len)
+        num_old = len(self._held) - sum(event.kind == "stored" for event in events)
+        num_again = min(MAX_TOLD_AGAIN, max(pace, self._num_dropped), num_old)
+        while num_again > 0:
+            place = self._turns.popleft()
+            if place in self._held:
+                self._turns.append(place)
+                events.append(self._event("told_again", place, self._held[place]))
+                num_again -= 1
+        self._num_dropped = max(0, min(self._num_dropped - MAX_TOLD_AGAIN, num_old))
+        return events
+
+    def drop(self) -> int:
+        """Forgets what was to be told, since no listener would notice that it is missing: all is told anew.
+
+        Returns:
+            How many events.
+        """
+        num_dropped = len(self._changes)
+        self._changes = [Event("cleared", None)]
+        self._num_dropped = len(self._held)
+        return num_dropped
+
+    def _event(self, kind: str, place: int, held: bytes) -> Event:
+        chunk, partition, num_tokens = _HELD.unpack(held)
+        return Event(kind, self._tiers[place % _MAX_TIERS], chunk, partition, place // _MAX_TIERS, num_tokens)
+
+    def _place(self, tier: int, key: bytes, name: str) -> int:
+        return self._keys.variant(key, name) * _MAX_TIERS + tier
+
+    def _store(self, tier: int, key: bytes, name: str, partition: bytes, num_tokens: int) -> None:
+        place = self._place(tier, key, name)
+        held = _HELD.pack(self._keys.chunk(partition, key), self._keys.partition(partition), num_tokens)
+        self._held[place] = held
+        self._turns.append(place)
+        self._changes.append(self._event("stored", place, held))
+        if len(self._turns) > 2 * len(self._held) + 64:
+            self._keep_turns()
+
+    def _remove(self, tier: int, key: bytes, name: str) -> None:
+        place = self._place(tier, key, name)
+        held = self._held.pop(place, None)
+        if held is not None:
+            self._changes.append(self._event("removed", place, held))
+
+    def _clear(self, tier: int) -> None:
+        self._held = {place: held for place, held in self._held.items() if place % _MAX_TIERS != tier}
+        self._keep_turns()
+        self._changes.append(Event("cleared", self._tiers[tier]))
+
+    def _keep_turns(self) -> None:
+        """Of what is held, the latest each."""
+        latest = dict.fromkeys(place for place in reversed(self._turns) if place in self._held)
+        self._turns = deque(reversed(latest))
+
+
+@dataclass(frozen=True, slots=True)
+class _TierObserver:
+    """The `Observer` of one tier."""
+
+    log: EventLog
+    tier: int
+    size_per_token: int
+
+    def stored(self, key: bytes, name: str, partition: bytes, size: int) -> None:
+        self.log._store(self.tier, key, name, partition, size // self.size_per_token)
+
+    def removed(self, key: bytes, name: str) -> None:
+        self.log._remove(self.tier, key, name)
+
+    def cleared(self) -> None:
+        self.log._clear(self.tier)

@@ -1,0 +1,99 @@
+"""Need: where a prompt needs a chunk, and which of its variants may be used there.
+
+    Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
+    unit_cfo_of                     what a variant costs behind another context and system prompt
+    system_charge                   what of that the system prompt costs
+
+To what the context costs (`reusability`), the share of its attention that lay on what is another system
+prompt now is added. Of a variant without statistics nothing is known but what stood in front of it: CCI is 1, its
+context chunks count alike, and all of it owes to its system prompt. The neighbours of a prepared one are no context
+that a prompt should have: it costs what it would cost without any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.reusability import first_places, unit_cfo
+from chunk_cache.index.system_prompt import share_elsewhere
+
+
+class Described(Protocol):
+    """What is known of a variant wherever it lies; see `chunk_cache.index.variant.Variant`."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def is_prepared(self) -> bool: ...
+    @property
+    def system(self) -> bytes: ...
+    @property
+    def context(self) -> tuple[bytes, ...]: ...
+    @property
+    def statistics(self) -> ChunkStatistics | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """See the head of this file."""
+
+    max_generation: int
+    """Variants above it are not used."""
+    context: tuple[bytes, ...] = ()
+    """Keys of the chunks in front of it."""
+    system: bytes = b""
+    """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
+    is_system_fixed: bool = False
+    """Whether variants behind another system prompt are not used."""
+    max_unit_cfo: float = math.inf
+    """Of variants that are used; the chunk is computed instead of one above it."""
+
+    def obstacle(self, variant: Described) -> str | None:
+        """Why a variant is not used, whatever it costs: a reason of `chunk_cache.types`; None = it may be."""
+        if variant.generation > self.max_generation:
+            return "generation_limit"
+        return "other_system" if self.is_system_fixed and variant.system != self.system else None
+
+    def fits(self, variant: Described) -> bool:
+        """Whether it may be used, and does not cost too much."""
+        is_bounded = self.max_unit_cfo < math.inf
+        return self.obstacle(variant) is None and not (is_bounded and self.unit_cfo(variant) > self.max_unit_cfo)
+
+    def unit_cfo(self, variant: Described) -> float:
+        """CFO at alpha 1, in [0, 2]."""
+        return unit_cfo_of(variant, first_places(self.context), self.system)
+
+
+def unit_cfo_of(variant: Described, place: Mapping[Hashable, int], system: bytes) -> float:
+    """CFO at alpha 1 of a variant, in [0, 2]: variants are compared before it is clipped.
+
+    Args:
+        place: `first_places` of the new context.
+        system: marks of the new system prompt.
+    """
+    cfo = _context_cfo(variant, place)
+    return cfo if variant.system == system else cfo + system_charge(variant, system)
+
+
+def system_charge(variant: Described, system: bytes) -> float:
+    """In [0, 1]; 0 where nothing stood in front of it."""
+    if not variant.system:
+        return 0.0
+    statistics = variant.statistics
+    return 1.0 if statistics is None else share_elsewhere(statistics.system, variant.system, system)
+
+
+def _context_cfo(variant: Described, place: Mapping[Hashable, int]) -> float:
+    if variant.is_prepared:
+        return unit_cfo(0.5, (), (), place)
+    context, statistics = variant.context, variant.statistics
+    if statistics is None:
+        return unit_cfo(1.0 if context else 0.5, context, [0.0] * len(context), place)
+    if context and place.keys().isdisjoint(context):  # most variants
+        return statistics.cci
+    inter, cci = statistics.of_context()
+    return unit_cfo(cci, context, inter, place)

@@ -1,0 +1,65 @@
+"""Peers: the variants of one chunk, which stand beside each other and of which a lookup takes the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from chunk_cache.index.need import Need, unit_cfo_of
+from chunk_cache.index.reusability import first_places
+from chunk_cache.index.variant import Variant
+
+Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
+"""What a variant was computed behind: the marks of its system prompt, and its context."""
+
+
+def behind(variant: Variant) -> Behind:
+    return variant.system, variant.context
+
+
+def find_same(peers: Iterable[Variant], start: int, place: Behind, is_prepared: bool) -> Variant | None:
+    wanted = start, is_prepared, place
+    return next((peer for peer in peers if (peer.start, peer.is_prepared, behind(peer)) == wanted), None)
+
+
+def is_superseded(peer: Variant, generation: int, place: Behind, is_prepared: bool, is_same: bool) -> bool:
+    """Whether a variant goes when one of this context arrives."""
+    if is_prepared or peer.is_prepared:
+        return is_prepared and peer.is_prepared
+    return peer.generation > 0 and behind(peer) == place and (is_same or not generation)
+
+
+def ranked(variants: Sequence[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
+    """Best first, each with its CFO at alpha 1 where it is needed."""
+    if need is None:
+        return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
+    place = first_places(need.context)
+    found = [(unit_cfo_of(variant, place, need.system), variant) for variant in variants]
+    found.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
+    return [(cfo, variant) for cfo, variant in found]
+
+
+def check_peers(chunks: Mapping[bytes, Sequence[Variant]], variants: Iterable[Variant], max_per_chunk: int) -> None:
+    """Compares the variants listed by chunk with all variants.
+
+    Raises:
+        AssertionError: they differ, or some of one chunk may not stand beside each other.
+    """
+    by_key: dict[bytes, set[int]] = {}
+    for variant in variants:
+        by_key.setdefault(variant.key, set()).add(variant.variant_id)
+    listed = {key: {v.variant_id for v in peers} for key, peers in chunks.items()}
+    assert listed == by_key, f"chunks list {listed}, variants say {by_key}"
+    for peers in chunks.values():
+        assert len(peers) <= max_per_chunk, f"{len(peers)} variants of one chunk: {peers}"
+        assert len({v.variant_id for v in peers}) == len(peers), f"a chunk lists a variant twice: {peers}"
+        assert len({v.length for v in peers}) == 1, f"one key, different lengths: {peers}"
+        others = [v for v in peers if not v.is_prepared]
+        assert len(peers) - len(others) <= 1, f"more than one prepared variant of a chunk: {peers}"
+        assert all(v.generation == 1 for v in peers if v.is_prepared), (
+            f"a prepared variant not of generation 1: {peers}"
+        )
+        places = {(v.start, behind(v)) for v in others}
+        assert len(places) == len(others), f"one KV is represented twice: {peers}"
+        exact = {behind(v) for v in others if v.is_exact}
+        assert not any(v.generation and behind(v) in exact for v in others), f"derived beside exact: {peers}"

@@ -1,0 +1,141 @@
+"""Reusability: how far a variant's KV can be trusted behind other chunks (Cache-Craft sections 3.1 and 3.2).
+
+    context_impact    CCI   how much the KV owes to what stood in front of it                        eq. 9 to 11
+    prefix_overlap    beta  the share of that which stands in front of it again                      eq. 6
+    order_penalty     gamma how far what is common stands in another order (Kendall's tau distance)  eq. 7
+    adjusted_overlap  beta' = beta (1 - gamma)                                                       eq. 8
+    fix_overhead      CFO   = alpha CCI (1 - beta'), not clipped yet                                 eq. 12
+    share_to_fix            CFO clipped to [0, 1]: the share of its tokens that is recomputed        section 3.2.1
+    use_weight              what one use adds to a variant's reuse frequency f_r                     section 3.3
+
+`mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
+earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; what another system prompt
+costs is added (`chunk_cache.index.system_prompt`).
+Where the paper leaves a case open, the function says what is done. All are pure. What is asked for every variant at
+every lookup is plain Python, O(context log context): contexts are some ten chunks long, where numpy takes longer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Mass: TypeAlias = npt.NDArray[np.floating]
+Context: TypeAlias = Sequence[Hashable]
+
+
+def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, length: int) -> float:
+    """CCI in [0.5, 1]: sigmoid of the mass per pair of tokens outside over that inside (eq. 9 to 11).
+
+    0.5 without a context, and where nothing in it is attended to. 1 where the chunk does not attend to itself: a chunk
+    of one token has no earlier ones.
+
+    Args:
+        inter: `[num_context]`.
+        context_lens: tokens of each context chunk, at least 1.
+        length: tokens of the chunk, at least 1.
+    """
+    assert len(inter) == len(context_lens), f"{len(inter)} masses of {len(context_lens)} chunks"
+    outside = float(np.sum(np.asarray(inter, dtype=np.float64) / np.asarray(context_lens))) / length
+    if outside == 0.0:
+        return 0.5
+    inside = intra / length**2
+    return 1.0 / (1.0 + math.exp(-outside / inside)) if inside > 0.0 else 1.0
+
+
+def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float:
+    """beta in [0, 1]: the share of the outside mass that lies on chunks that are there again (eq. 6).
+
+    Order does not matter. Where the old context is empty, 1 if the new one is too, else 0. Where nothing in the old
+    context was attended to, its chunks count alike.
+    """
+    assert len(context) == len(inter), f"{len(inter)} masses of {len(context)} chunks"
+    if not context:
+        return float(not new_context)
+    return _common(context, np.asarray(inter, dtype=np.float64).tolist(), first_places(new_context))[0]
+
+
+def order_penalty(context: Context, new_context: Context) -> float:
+    """gamma in [0, 1]: discordant pairs of the common chunks over all their pairs; 0 for fewer than two (eq. 7).
+
+    A chunk that stands in a context more than once counts where it stands first.
+    """
+    place = first_places(new_context)
+    return _discordance([place[chunk] for chunk in context if chunk in place])
+
+
+def adjusted_overlap(beta: float, gamma: float) -> float:
+    """beta' in [0, beta] (eq. 8)."""
+    return beta * (1.0 - gamma)
+
+
+def first_places(new_context: Context) -> dict[Hashable, int]:
+    """Where each chunk of a context stands first."""
+    return dict(zip(reversed(new_context), range(len(new_context) - 1, -1, -1), strict=True))
+
+
+def unit_cfo(cci: float, context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> float:
+    """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
+
+    The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt.
+
+    Args:
+        place: `first_places` of the new context.
+    """
+    if not context:
+        return 0.0 if not place else cci
+    if place.keys().isdisjoint(context):
+        return cci
+    beta, ranks = _common(context, inter, place)
+    return fix_overhead(1.0, cci, adjusted_overlap(beta, _discordance(ranks)))
+
+
+def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
+    """CFO, at least 0 and possibly above 1: variants are compared before it is clipped (eq. 12)."""
+    return alpha * cci * (1.0 - adjusted)
+
+
+def share_to_fix(cfo: float) -> float:
+    """The share of a chunk's tokens that is recomputed, in [0, 1] (section 3.2.1)."""
+    return min(1.0, max(0.0, cfo))
+
+
+def use_weight(cfo: float, length: int) -> float:
+    """What one use of a variant of `length` tokens adds to f_r: 1 / CFO (section 3.3).
+
+    A use that needs no fixing would count without bound; it counts as one that fixes a single token.
+    """
+    return min(1.0 / cfo, float(length)) if cfo > 0.0 else float(length)
+
+
+def _common(context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> tuple[float, list[int]]:
+    """beta, and where the common chunks stand in the new context, in the order of the old one, which is not empty."""
+    ranks = []
+    common = 0.0
+    for chunk, mass in zip(context, inter, strict=True):
+        rank = place.get(chunk)
+        if rank is not None:
+            ranks.append(rank)
+            common += mass
+    total = sum(inter)
+    return min(1.0, common / total) if total else len(ranks) / len(context), ranks
+
+
+def _discordance(ranks: Sequence[int]) -> float:
+    """Pairs of `ranks` that stand in descending order, over all pairs; of equal ones the first counts."""
+    ranks = list(dict.fromkeys(ranks))
+    m = len(ranks)
+    if m < 2:
+        return 0.0
+    earlier: list[int] = []
+    num_discordant = 0
+    for rank in ranks:
+        at = bisect(earlier, rank)
+        num_discordant += len(earlier) - at
+        earlier.insert(at, rank)
+    return num_discordant / (m * (m - 1) / 2)

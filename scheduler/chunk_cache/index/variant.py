@@ -1,0 +1,165 @@
+"""Variants: one stored key-value cache of a chunk, and where it lives.
+
+The radix tree is the store; a variant only remembers its home, of which there are two kinds:
+
+    PathHome   a span of an exactly computed prompt: free, but it lives only as long as its whole prefix
+    NodeHome   a tree node of its own under a namespace of ours: for chunks computed inside a fused request
+
+A home may be gone at any time. Whoever looks a variant up asks the tree again, so an evicted one is a shorter match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.keys import Partition
+
+
+@dataclass(eq=False, slots=True)
+class PathTokens:
+    """The tokens of one exactly computed prompt, shared by the variants in it; compared by identity.
+
+    `tokens` must not change once a variant with this path is in an index. `seen` is the store's own note of where it
+    last saw the path; nobody else reads or writes it.
+    """
+
+    tokens: array[int]
+    partition: Partition
+    seen: object = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"PathTokens({len(self.tokens)} tokens, {self.partition})"
+
+
+@dataclass(frozen=True, slots=True)
+class PathHome:
+    """The chunk lies at ``path.tokens[start:start + length]``; `start` is also its rotary position."""
+
+    path: PathTokens
+    start: int
+
+
+@dataclass(eq=False, slots=True)
+class NodeHome:
+    """A tree node of the chunk's own; compared by identity.
+
+    `node_key` holds the chunk's tokens, padded by the store where pages ask for it. `seen` is the store's, as that of
+    `PathTokens`. `variant_id` is the index's: who lives here, -1 = nobody.
+    """
+
+    node_key: array[int]
+    namespace: str
+    seen: object = None
+    variant_id: int = -1
+    partition: Partition = field(default_factory=Partition)
+
+    def __repr__(self) -> str:
+        return f"NodeHome({len(self.node_key)} tokens, {self.namespace!r})"
+
+
+Home: TypeAlias = PathHome | NodeHome
+
+
+def holder_of(home: Home) -> PathTokens | NodeHome:
+    """The path or node that a home is in, which several variants may share."""
+    return home.path if isinstance(home, PathHome) else home
+
+
+Rank: TypeAlias = tuple[int, bool]
+"""Smaller is better: a variant takes the place of none of a smaller rank."""
+
+
+def rank_of(generation: int, is_prepared: bool) -> Rank:
+    """By generation; a prepared variant before the other derived ones."""
+    return generation, not is_prepared
+
+
+def variant_name(start: int, generation: int, is_prepared: bool, system: bytes, context: tuple[bytes, ...]) -> str:
+    """Hex of 8 bytes: tells the variants of one chunk apart, in every tier of every server."""
+    kind = ",prepared" if is_prepared else ""
+    hasher = hashlib.blake2b(f"{start},{generation}{kind}".encode(), digest_size=8)
+    hasher.update(system)
+    for key in context:
+        hasher.update(len(key).to_bytes(1, "little") + key)
+    return hasher.hexdigest()
+
+
+@dataclass(eq=False, slots=True)
+class Variant:
+    """One stored key-value cache of a chunk, computed in one context; compared by identity.
+
+    Only the `ChunkIndex` that has it writes to it: `holder`, `num_uses`, `last_use`, `reuse_frequency`, `statistics`
+    change while it lives.
+    """
+
+    variant_id: int
+    key: bytes
+    length: int
+    """Tokens of the chunk."""
+    start: int
+    """Rotary position of the first token when the KV was computed."""
+    generation: int
+    """0 = exact; 1 = prepared; otherwise 1 + the largest generation in its context."""
+    prompt_keys: tuple[bytes, ...]
+    """Keys of the chunks of its prompt, one object for all variants of the prompt."""
+    num_before: int
+    """How many of them stood in front of it."""
+    holder: PathTokens | NodeHome
+    """What keeps its KV; in a path it lies at `start`."""
+    num_uses: int = 0
+    last_use: int = 0
+    """The index's logical clock at the last use; larger is more recent."""
+    reuse_frequency: float = 0.0
+    """f_r: uses, each weighed by how little had to be fixed (Cache-Craft section 3.3)."""
+    statistics: ChunkStatistics | None = None
+    """None where the server takes none, or the KV was found and not computed."""
+    is_prepared: bool = False
+    """Computed ahead of time behind the KV of similar chunks, which are its context (FusionRAG eq. 10)."""
+    system: bytes = b""
+    """Marks of the system prompt in front of all of them (`chunk_cache.index.system_prompt`)."""
+
+    @property
+    def home(self) -> Home:
+        """Where its KV lies."""
+        holder = self.holder
+        return PathHome(holder, self.start) if isinstance(holder, PathTokens) else holder
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Token ids of the chunk, from where its KV lies."""
+        holder = self.holder
+        if isinstance(holder, PathTokens):
+            return holder.tokens[self.start : self.start + self.length]
+        return holder.node_key[: self.length]
+
+    @property
+    def context(self) -> tuple[bytes, ...]:
+        """Keys of the chunks before it in its prompt, in order."""
+        return self.prompt_keys[: self.num_before]
+
+    @property
+    def name(self) -> str:
+        """See `variant_name`."""
+        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.generation == 0
+
+    @property
+    def rank(self) -> Rank:
+        return rank_of(self.generation, self.is_prepared)
+
+    def __repr__(self) -> str:
+        prepared = " prepared," if self.is_prepared else ""
+        return (
+            f"Variant({self.variant_id},{prepared} key={self.key.hex()[:8]}, length={self.length}, start={self.start}, "
+            f"generation={self.generation}, num_uses={self.num_uses}, f_r={self.reuse_frequency:g}, home={self.home})"
+        )

@@ -1,0 +1,1 @@
+"""What a server is started with and what a request asks for, read from JSON and checked."""

@@ -1,0 +1,248 @@
+"""The server's configuration of the chunk cache: `--chunk-cache-config`, parsed once, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, show
+from chunk_cache.index.victims import AGEING, EVICTIONS
+from chunk_cache.methods import METHODS
+from chunk_cache.methods.method_options import ALPHA, Options, OptionValue, layer_numbers
+from chunk_cache.options.event_config import EventConfig, parse_events
+from chunk_cache.options.selector_config import SelectorConfig, parse_selector
+from chunk_cache.options.tier_config import TierConfig, parse_tiers, shown_url
+
+FLAG = "--chunk-cache-config"
+KERNELS = ("auto", "torch", "triton", "flashinfer")
+ATTENTIONS = ("auto", "runs", "rows")
+MODELS = ("checked", "listed")
+SYSTEM_PROMPTS = ("any", "same")
+REMEMBER = ("misses", "contexts")
+STATISTICS_LAYERS = ("sampled", "all", "none")
+STATISTICS_HEADS = ("sampled", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Bounds and decisions of the index, and the choice of kernels; the defaults are the documentation's."""
+
+    max_variants: int = 200_000
+    """Variants of all chunks together."""
+    max_variants_per_chunk: int = 8
+    """Variants of one chunk."""
+    max_path_tokens: int = 64_000_000
+    """Tokens of remembered prompts, 8 bytes each."""
+    max_generation: int = 8
+    """Variants derived from more generations of approximate ones are not used; 0 = exact variants only."""
+    min_reuse_len: int = 1
+    """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
+    eviction: str = "lru"
+    """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    ageing: float = AGEING
+    """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
+    prefer_prepared: bool = False
+    """Prepared variants are used before exact ones."""
+    keep_share: float = 0.25
+    """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
+    partition_share: float = 1.0
+    """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own
+    least useful variants go then; where the pool needs room, its tokens go before those of others. 1 = any."""
+    remember: str = "misses"
+    """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
+    `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
+    contexts_share: float = 0.25
+    """Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
+    promote_uses: int = 8
+    """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
+    refresh_uses: int = 0
+    """Uses after which a derived variant is computed exactly while the server is idle; 0 = never."""
+    verify_share: float = 0.0
+    """Share of the fused requests that are verified, by an exact prefill while the server is idle; 0 = none."""
+    verify_file: str | None = None
+    """File that keeps what that finds from one start to the next; None = none does."""
+    keep_tokens: int = 0
+    """Slots per layer that the prompt of a request which does not say so shall need while its answer is decoded (A3
+    with SnapKV, which loses quality); 0 = all are kept."""
+    alpha: float | None = None
+    """Budget by CFO for requests that give neither ratio nor alpha, where the method has it; 0 or null = by ratio."""
+    system_prompts: str = "any"
+    """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
+    prompt, at the price that their CFO says; `same`: only those computed behind its own."""
+    max_cfo: float | None = None
+    """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
+    models: str = "checked"
+    """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
+    starts; `listed`: only architectures that the tests run, which are checked too."""
+    kernel: str = "auto"
+    """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
+    where it fits the model; torch where these fail their test at the start, and on a CPU."""
+    attention: str = "auto"
+    """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
+    kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""
+    draft_on_gpu: bool = False
+    """Speculative decoding with a model that drafts is served on a GPU too, where nobody has run it yet."""
+    tiers: TierConfig | None = None
+    """Tiers that keep chunks below the KV pool; None = there are none."""
+    events: EventConfig | None = None
+    """Where it is published what enters and leaves the server; None = nowhere."""
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    """How the model of `--chunk-cache-selector` runs, where there is one."""
+    statistics_layers: str | tuple[int, ...] = "sampled"
+    """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
+
+    statistics_heads: str = "sampled"
+    """Query heads whose attention that is: one of `STATISTICS_HEADS`."""
+    options: Options = ()
+    """Parameters of methods, where a request leaves them out: each counts for every method that has it."""
+
+    def layers_with_statistics(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a model that statistics are taken at; those it does not have are left out."""
+        if self.statistics_layers == "none":
+            return ()
+        if self.statistics_layers == "all":
+            return tuple(range(num_layers))
+        if self.statistics_layers == "sampled":
+            return tuple(sorted({num_layers // 3, 2 * num_layers // 3}))
+        return tuple(layer for layer in self.statistics_layers if isinstance(layer, int) and layer < num_layers)
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """All keys and values, for logs and replies: without the user and password of a store, and the salt of events."""
+    found = asdict(config)
+    found["options"] = dict(config.options)
+    if config.tiers is not None and config.tiers.remote is not None:
+        found["tiers"]["remote"]["url"] = shown_url(config.tiers.remote.url)
+    if config.events is not None:
+        del found["events"]["salt"]
+    return found
+
+
+_MINIMUM = {
+    "max_variants": 1,
+    "max_variants_per_chunk": 1,
+    "max_path_tokens": 1,
+    "max_generation": 0,
+    "min_reuse_len": 1,
+    "promote_uses": 0,
+    "refresh_uses": 0,
+    "keep_tokens": 0,
+}
+_MAXIMUM = {
+    "ageing": ALPHA.maximum,
+    "contexts_share": 1.0,
+    "partition_share": 1.0,
+    "keep_share": 0.9,  # more would leave running requests next to nothing
+    "verify_share": 1.0,
+}
+_CHOICES = {
+    "models": MODELS,
+    "kernel": KERNELS,
+    "attention": ATTENTIONS,
+    "eviction": EVICTIONS,
+    "remember": REMEMBER,
+    "system_prompts": SYSTEM_PROMPTS,
+    "statistics_heads": STATISTICS_HEADS,
+}
+
+
+def parse_config(value: object) -> Config:
+    """Check a decoded `--chunk-cache-config`.
+
+    Raises:
+        ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
+    """
+    if not isinstance(value, Mapping):
+        raise config_error(FLAG, f"{show(value)} is not an object", "give a JSON object")
+    known = [each.name for each in fields(Config)]
+    for key in value:
+        if key not in known:
+            problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
+            raise config_error(f"{FLAG}: {key}", problem, remedy)
+    checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
+    config = Config(**checked)
+    if config.verify_file is not None and not config.verify_share:
+        remedy = "give verify_share too, or leave it out"
+        raise config_error(f"{FLAG}: verify_file", "nothing is verified", remedy)
+    return config
+
+
+def _check(key: str, value: object) -> object:
+    path = f"{FLAG}: {key}"
+    if key in _CHOICES:
+        choices = _CHOICES[key]
+        if value not in choices:
+            problem = f"unknown {key} {show(value)}"
+            raise config_error(path, problem, f"known values: {', '.join(choices)}")
+        return value
+    if key in ("alpha", "max_cfo"):
+        return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
+    if key == "partition_share" and value == 0 and not isinstance(value, bool):
+        raise config_error(path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
+    if key in _MAXIMUM:
+        return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
+    if key in ("prefer_prepared", "draft_on_gpu"):
+        if not isinstance(value, bool):
+            raise config_error(path, f"{show(value)} is neither true nor false", "give one of them")
+        return value
+    if key == "tiers":
+        return parse_tiers(value, path)
+    if key == "events":
+        return parse_events(value, path)
+    if key == "selector":
+        return parse_selector(value, path)
+    if key == "verify_file":
+        return _check_file(value, path)
+    if key == "options":
+        return _check_options(value, path)
+    if key == "statistics_layers":
+        return _check_layers(value, path)
+    if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
+        problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
+        raise config_error(path, problem, "give such an integer, or leave the key out")
+    return value
+
+
+def _check_number(value: object, path: str, remedy: str, maximum: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= maximum:
+        problem = f"{show(value)} is not a number in [0, {maximum:g}]"
+        raise config_error(path, problem, remedy)
+    return float(value)
+
+
+def _check_file(value: object, path: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise config_error(path, f"{show(value)} is not a file", "give the path of one, or null")
+    return value
+
+
+def _check_options(value: object, path: str) -> Options:
+    """Each method checks those that it has, as it does with a request's."""
+    if not isinstance(value, Mapping):
+        raise config_error(path, f"{show(value)} is not an object", "give an object of options")
+    if ALPHA.name in value:
+        raise config_error(f"{path}.{ALPHA.name}", "is a key of its own", "give it beside this object")
+    known = dict.fromkeys(option.name for method in METHODS.values() for option in method.options_schema)
+    for name in value:
+        if name not in known:
+            problem, remedy = f"unknown option {show(name)}", f"known options: {', '.join(known)}"
+            raise config_error(f"{path}.{name}", problem, remedy)
+    checked: dict[str, OptionValue] = {}
+    for method in METHODS.values():
+        own = {option.name for option in method.options_schema}
+        try:
+            checked.update(method.check_options({name: one for name, one in value.items() if name in own}, path))
+        except ChunkCacheRequestError as error:
+            raise ChunkCacheConfigError(str(error)) from None
+    return tuple(sorted(checked.items()))
+
+
+def _check_layers(value: object, path: str) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value in STATISTICS_LAYERS:
+        return value
+    layers = layer_numbers(value)
+    if layers is None:
+        problem = f"{show(value)} is neither a list of layer numbers nor one of {', '.join(STATISTICS_LAYERS)}"
+        raise config_error(path, problem, "count layers from 0")
+    return tuple(sorted(set(layers)))

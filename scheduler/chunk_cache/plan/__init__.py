@@ -1,0 +1,1 @@
+"""What happens to every token of a prompt: RecomputePlan, and what it is made from."""

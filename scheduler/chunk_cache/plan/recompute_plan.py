@@ -1,0 +1,504 @@
+"""The recompute plan: what happens to every token of one prompt. A frozen value: print it, compare it, test it.
+
+    make_plan             decide
+    replan_without_load   the same request when its chunks cannot be brought in after all
+
+The token ranges of a prompt, drawn once (#: in the exact cache, =: brought in from chunks, R: brought in and selected
+to be recomputed, .: computed because nothing is stored, >: computed behind the load):
+
+    0            prefix_len = load_start                     load_end                 prompt_len
+    |############|RR=======....RRRR=============....RR=======|>>>>>>>>>>>>>>>>>>>>>>>>|
+                    chunk        chunk                chunk    rest of it, question
+
+The load is [load_start, load_end), whole pages. Inside it the rows of the forward are `row_positions` (R and .), behind
+it every position. So computed_tokens = (.) + (>), reused_tokens = (R) + (=), recomputed_tokens = (R).
+
+Where R is found during the forward (`selection`), `row_positions` are the rows that it begins with: all of the load
+where rows leave at a layer, only (.) where the question is asked first, which finds `num_late_rows` more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.reusability import share_to_fix
+from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Rows, Stage
+from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
+from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.row_plan import choose_rows
+from chunk_cache.plan.selection_plan import Selection
+from chunk_cache.types import REASONS, Span, Status
+
+Reply: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """What becomes of one marked chunk."""
+
+    start: int
+    end: int
+    status: Status
+    reason: str | None = None
+    variant_id: int | None = None
+    """The variant that is brought in; only for a hit, like the fields below."""
+    src_offset: int = 0
+    """The first token of the variant that is brought in; ``start + src_offset == dst_start``."""
+    dst_start: int = 0
+    """The prompt position where the load of this chunk begins."""
+    num_reused: int = 0
+    """Tokens brought in: ``[src_offset, src_offset + num_reused)`` of the variant."""
+    generation: int | None = None
+    is_prepared: bool = False
+    """Whether the variant was computed ahead of time behind similar chunks."""
+    shift: int = 0
+    """Positions to rotate K by: new start - start at which the variant was computed."""
+    cfo: float | None = None
+    """Cache fix overhead (Cache-Craft eq. 12), not clipped; None where the context was not known."""
+    unit_cfo: float | None = None
+    """The same at alpha 1, as a use is weighed, whatever the budget."""
+    other_system: float | None = None
+    """What of that another system prompt costs; None where the chunk was computed behind the same."""
+    ranked_by: str | None = None
+    """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
+
+    def __post_init__(self) -> None:
+        assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
+        assert (self.num_reused > 0) == (self.status is Status.HIT), f"{self.num_reused} tokens of a {self.status}"
+
+    @property
+    def is_to_remember(self) -> bool:
+        """Whether the chunk is computed, and will be a variant that is not stored yet."""
+        return self.status is Status.MISS or self.reason == "high_cfo"
+
+    @property
+    def dst_end(self) -> int:
+        return self.dst_start + self.num_reused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecomputePlan:
+    """What happens to every token of one prompt; see the picture at the top of this file."""
+
+    prompt_len: int
+    prefix_len: int
+    """Exact prefix, whole pages."""
+    load_start: int
+    load_end: int
+    """The load is ``[load_start, load_end)``, whole pages; empty = no load, and then both are `prefix_len`."""
+    chunks: tuple[ChunkPlan, ...]
+    method: str
+    ratio: float
+    """The effective ratio."""
+    row_positions: Rows
+    """Prompt positions in the load that are computed, sorted, read-only; int64 [num_rows]."""
+    num_recomputed: int
+    """Reused tokens that are computed again; where rows leave gradually, their mean over the layers, rounded up."""
+    num_reused: int
+    fallback_reason: str | None = None
+    selection: Selection | None = None
+    """What the forward itself must choose or drop; None = `row_positions` are all there is."""
+    num_late_rows: int = 0
+    """Rows in the load that the forward adds once the question has found them."""
+
+    @property
+    def num_load_rows(self) -> int:
+        """Rows in the load that one layer computes at most."""
+        return len(self.row_positions) + self.num_late_rows
+
+    @property
+    def load_len(self) -> int:
+        return self.load_end - self.load_start
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are neither in the exact prefix nor brought in."""
+        return self.prompt_len - self.prefix_len - self.num_reused
+
+    @property
+    def num_asking(self) -> int:
+        """Rows that run twice: first the pass of the question computes them, over what is reused."""
+        return self.num_computed if self.num_late_rows else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole prefill, at the layer that computes most: what it must have room for."""
+        return self.num_load_rows + self.prompt_len - self.load_end
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of tokens, by the names that they have in the reply."""
+        return {
+            "prefix_tokens": self.prefix_len,
+            "reused_tokens": self.num_reused,
+            "computed_tokens": self.num_computed,
+            "recomputed_tokens": self.num_recomputed,
+        }
+
+    def reply(self, *, explain: bool = False) -> Reply:
+        """The reply object of the contract, of plain JSON values.
+
+        ``prefix_tokens + reused_tokens + computed_tokens`` is the prompt's length.
+
+        Args:
+            explain: add the plan as text, and per chunk what was brought in.
+        """
+        reply: Reply = {
+            **self.counts,
+            "method": self.method,
+            "ratio": self.ratio,
+            "fallback_reason": self.fallback_reason,
+            "chunks": [self._reply_chunk(chunk, explain) for chunk in self.chunks],
+        }
+        if explain:
+            reply["explain"] = str(self)
+        return reply
+
+    def _reply_chunk(self, chunk: ChunkPlan, explain: bool) -> Reply:
+        reply: Reply = {
+            "start": chunk.start,
+            "end": chunk.end,
+            "status": chunk.status.value,
+            "reason": chunk.reason,
+        }
+        if chunk.num_reused:
+            reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
+            if chunk.other_system is not None:
+                reply["other_system"] = chunk.other_system
+            if chunk.is_prepared:
+                reply["prepared"] = True
+        if chunk.ranked_by is not None:
+            reply["ranked_by"] = chunk.ranked_by
+        if explain:
+            reply |= {
+                "generation": chunk.generation,
+                "reused_tokens": chunk.num_reused,
+                "shift": chunk.shift,
+                "recomputed_positions": self.recomputed_in(chunk).tolist(),
+            }
+        return reply
+
+    def recomputed_in(self, chunk: ChunkPlan) -> Rows:
+        """Positions of the chunk that are known to be recomputed before the forward; none where it chooses itself."""
+        if self.selection is not None and self.selection.stage is not Stage.BEFORE:
+            return self.row_positions[:0]
+        first, last = np.searchsorted(self.row_positions, (chunk.dst_start, chunk.dst_end))
+        return self.row_positions[first:last]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RecomputePlan):
+            return NotImplemented
+        return self._scalars() == other._scalars() and np.array_equal(self.row_positions, other.row_positions)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds an array
+
+    def _scalars(self) -> tuple[object, ...]:
+        return (
+            *(self.prompt_len, self.prefix_len, self.load_start, self.load_end, self.chunks, self.method, self.ratio),
+            *(self.num_recomputed, self.num_reused, self.fallback_reason, self.selection, self.num_late_rows),
+        )
+
+    def __str__(self) -> str:
+        """A short table: what one reads when an answer is wrong."""
+        lines = [
+            f"prompt {self.prompt_len} = prefix {self.prefix_len} + reused {self.num_reused} + "
+            f"computed {self.num_computed}; load [{self.load_start}, {self.load_end})",
+            f"rows {self.num_rows}; recomputed {self.num_recomputed}, computed {self.num_computed}; "
+            f"method {self.method}, ratio {self.ratio:g}, fallback {self.fallback_reason or '-'}",
+        ]
+        if self.chunks:
+            lines.append(
+                "   start      end  status   reason            variant  gen    CFO  source offset  brought in    shift"
+            )
+        for c in self.chunks:
+            line = f"{c.start:>8} {c.end:>8}  {c.status.value:<8} {c.reason or '-':<16}"
+            if c.status is Status.HIT:
+                cfo = "-" if c.cfo is None else f"{c.cfo:.3f}"
+                line += f" {c.variant_id!s:>8} {c.generation!s:>4} {cfo:>6}"
+                line += f" {c.src_offset:>14} {c.num_reused:>11} {c.shift:>+8}"
+            lines.append(line)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_plan(
+    *,
+    opts: RequestOptions,
+    default_method: str,
+    default_ratio: float,
+    default_options: Options = (),
+    prompt_len: int,
+    prefix_len: int,
+    max_prefix_len: int,
+    page_size: int,
+    lookups: Sequence[Lookup | None],
+    min_reuse_len: int,
+    chunk_keys: Sequence[bytes],
+    rankings: Sequence[Ranking | None] | None = None,
+    limit_reason: str = "prompt_end",
+    alpha: float | None = None,
+    max_cfo: float | None = None,
+    selector_reason: str | None = None,
+    max_unknown_rows: int | None = None,
+    step_len: int | None = None,
+) -> RecomputePlan:
+    """Decide what happens to every token of one prompt.
+
+    Args:
+        opts: the request; its spans lie within the prompt.
+        default_method, default_ratio, default_options: the server's, used where the request names none.
+        prefix_len: exact prefix, whole pages.
+        max_prefix_len: last position up to which anything may be brought in; the prompt's last token is always
+            computed, whatever it says.
+        page_size: the load is whole pages, its end rounded down.
+        lookups: one per span; None for spans inside the prefix, and for all in mode off.
+        min_reuse_len: a chunk that would bring in fewer tokens is skipped; like `max_cfo` not where the request names
+            a method or a ratio, which is then what it gets.
+        chunk_keys: one per span.
+        rankings: one per span, what the method ranks by, `[chunk length]`: its statistic of the variant that was
+            found, or the selector's scores; None = there are none.
+        limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
+        alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
+            the option. None = by ratio.
+        max_cfo: a chunk whose CFO is above it is computed instead.
+        selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
+        max_unknown_rows: rows that a forward may begin with where it finds itself which it needs; where a method begins
+            with more, `STAND_IN` chooses. None = any number.
+        step_len: rows of a step; where what follows the load has more, `STAND_IN` chooses for a method that reads the
+            question. None = any number.
+    """
+    num_chunks = len(opts.spans)
+    assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
+    assert 0 <= prefix_len <= prompt_len, f"prefix {prefix_len} of prompt {prompt_len}"
+    assert prefix_len % page_size == 0, f"prefix {prefix_len} is not whole pages of {page_size}"
+    assert not opts.spans or opts.spans[-1][1] <= prompt_len, f"span {opts.spans[-1]} outside the prompt {prompt_len}"
+    limit = min(max_prefix_len, prompt_len - 1)
+    method = METHODS[opts.method or default_method]
+    opts = _with_defaults(opts, method, default_options)
+    ratio = method.effective_ratio(opts.ratio, default_ratio)
+    stood_in_for = None
+    if selector_reason is not None and 0.0 < ratio < 1.0:
+        stood_in_for, method, opts = selector_reason, *_stand_in(opts)
+    budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
+    scale = budget_alpha or alpha or 1.0
+    if opts.names_method:
+        min_reuse_len, max_cfo = 1, None
+    rankings = rankings or [None] * num_chunks
+    rules = _Rules(
+        mode=opts.mode,
+        prefix_len=prefix_len,
+        limit=limit,
+        limit_reason=limit_reason,
+        alpha=scale,
+        max_cfo=max_cfo,
+        is_shifted=bool(opts.option(SHIFT.name, SHIFT.default)),
+        statistic=method.statistic,
+    )
+    chunks = [
+        _plan_chunk(span, lookup, ranking, rules)
+        for span, lookup, ranking in zip(opts.spans, lookups, rankings, strict=True)
+    ]
+    is_cut = [
+        lookup is not None and span[0] + lookup.covered_len > limit
+        for span, lookup in zip(opts.spans, lookups, strict=True)
+    ]
+    load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
+    if method.statistic is not None:
+        chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
+    budgets = None
+    num_tokens = None if opts.ratio is not None else method.tokens_per_chunk(opts.options)
+    if budget_alpha is not None:
+        budgets = [_budget(chunk, ratio) for chunk in chunks]
+    elif num_tokens is not None:
+        budgets = [min(1.0, num_tokens / max(1, chunk.num_reused)) for chunk in chunks]
+    choose = partial(
+        choose_rows,
+        chunks,
+        chunk_keys,
+        rankings,
+        load_start=prefix_len,
+        load_end=load_end,
+        ratio=ratio,
+        prompt_len=prompt_len,
+        budgets=budgets,
+    )
+    chosen = choose(method=method, opts=opts)
+    if chosen.selection is not None:
+        misfit = None
+        if max_unknown_rows is not None and chosen.num_rows > max_unknown_rows:
+            misfit = "too_many_rows"
+        elif method.reads_question and step_len is not None and prompt_len - load_end > step_len:
+            misfit = "question_in_parts"
+        if misfit is not None:
+            stood_in_for, method, opts = misfit, *_stand_in(opts, drops=(FOCUS_WINDOW.name, DRIFT.name))
+            chosen = choose(method=method, opts=opts)
+    num_reused = sum(chunk.num_reused for chunk in chunks)
+    if budgets is not None:
+        ratio = chosen.num_recomputed / num_reused if num_reused else 0.0
+    return RecomputePlan(
+        prompt_len=prompt_len,
+        prefix_len=prefix_len,
+        load_start=prefix_len,
+        load_end=load_end,
+        chunks=tuple(chunks),
+        method=method.name,
+        ratio=ratio,
+        row_positions=chosen.row_positions,
+        num_recomputed=chosen.num_recomputed,
+        num_reused=num_reused,
+        fallback_reason=_fallback_reason(opts.mode, chunks, num_reused) or (stood_in_for if num_reused else None),
+        selection=chosen.selection,
+        num_late_rows=chosen.num_late_rows,
+    )
+
+
+def _with_defaults(opts: RequestOptions, method: Method, defaults: Options) -> RequestOptions:
+    """The request with the server's options of its method."""
+    if not defaults:
+        return opts
+    return replace(opts, options=tuple(sorted(method.with_defaults(dict(opts.options), defaults).items())))
+
+
+def _stand_in(opts: RequestOptions, drops: Sequence[str] = ()) -> tuple[Method, RequestOptions]:
+    """What serves a request in the place of a method that cannot; options that it does not have mean nothing then.
+
+    Args:
+        drops: options that it has, but that mean nothing either.
+    """
+    method = METHODS[STAND_IN]
+    known = {option.name for option in method.options_schema} - set(drops)
+    return method, replace(opts, options=tuple((name, value) for name, value in opts.options if name in known))
+
+
+def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) -> str | None:
+    """The client's own choice, or why the first of the stored chunks was not used, where none was."""
+    if mode in ("off", "exact"):
+        return "off" if mode == "off" else "exact_mode"
+    if num_reused:
+        return None
+    return next((chunk.reason for chunk in chunks if chunk.status is Status.SKIPPED), None)
+
+
+def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
+    """The same request with nothing brought in: its hits become skipped, with `reason` ("memory", "unsupported", …)."""
+    chunks = (_without_load(c.start, c.end, Status.SKIPPED, reason) if c.num_reused else c for c in plan.chunks)
+    return replace(
+        plan,
+        load_end=plan.load_start,
+        chunks=tuple(chunks),
+        row_positions=plan.row_positions[:0],
+        num_recomputed=0,
+        num_reused=0,
+        fallback_reason=reason,
+        selection=None,
+        num_late_rows=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What is the same for all chunks of one request."""
+
+    mode: str
+    prefix_len: int
+    limit: int
+    limit_reason: str
+    alpha: float
+    max_cfo: float | None
+    is_shifted: bool
+    statistic: str | None
+
+
+def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rules: _Rules) -> ChunkPlan:
+    """One chunk by itself, before the load is rounded to pages."""
+    (start, end), mode, prefix_len, limit = span, rules.mode, rules.prefix_len, rules.limit
+    if end <= prefix_len:
+        return _without_load(start, end, Status.PREFIX, None)
+    if mode == "off":
+        return _without_load(start, end, Status.SKIPPED, "off")
+    assert lookup is not None, f"no lookup for the chunk [{start}, {end}), which reaches behind the prefix {prefix_len}"
+    if mode == "exact" and lookup.reason in (None, "generation_limit", "other_system"):
+        return _without_load(start, end, Status.SKIPPED, "exact_mode")
+    variant = lookup.variant
+    if variant is None:
+        status = Status.SKIPPED if lookup.reason == "generation_limit" else Status.MISS
+        return _without_load(start, end, status, lookup.reason)
+    assert lookup.covered_len <= end - start == variant.length, f"{variant} for the chunk [{start}, {end})"
+    stored_end = start + lookup.covered_len
+    dst_start = max(start, prefix_len)
+    if stored_end <= dst_start:
+        return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
+    if limit <= dst_start:
+        return _without_load(start, end, Status.SKIPPED, rules.limit_reason)
+    cfo = None if lookup.unit_cfo is None else rules.alpha * lookup.unit_cfo
+    if cfo is not None and rules.max_cfo is not None and cfo > rules.max_cfo:
+        return _without_load(start, end, Status.SKIPPED, "high_cfo")
+    return ChunkPlan(
+        start=start,
+        end=end,
+        status=Status.HIT,
+        variant_id=variant.variant_id,
+        src_offset=dst_start - start,
+        dst_start=dst_start,
+        num_reused=min(stored_end, limit) - dst_start,
+        generation=variant.generation,
+        is_prepared=variant.is_prepared,
+        shift=(start - variant.start) if rules.is_shifted else 0,
+        cfo=cfo,
+        unit_cfo=lookup.unit_cfo,
+        other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
+        # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
+        ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,
+    )
+
+
+def _round_load(
+    chunks: list[ChunkPlan],
+    prefix_len: int,
+    page_size: int,
+    min_reuse_len: int,
+    is_cut: Sequence[bool],
+    limit_reason: str,
+) -> int:
+    """Cut the hits to whole pages, in place, and return the end of the load.
+
+    Only the last hit is cut. Where that leaves too little of it the hit before it is the last, and so on; hits in the
+    middle keep their length, since the gaps between them are computed rows. `is_cut` says whether the limit already
+    cut chunk i, which is then the reason for what is missing.
+    """
+    load_end = prefix_len
+    for i in range(len(chunks) - 1, -1, -1):
+        chunk = chunks[i]
+        if not chunk.num_reused:
+            continue
+        dst_end = chunk.dst_end
+        if load_end == prefix_len:  # nothing behind it is brought in
+            dst_end -= dst_end % page_size
+        if dst_end - chunk.dst_start < min_reuse_len:
+            reason = limit_reason if is_cut[i] else "too_short"
+            chunks[i] = _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
+            continue
+        chunks[i] = replace(chunk, num_reused=dst_end - chunk.dst_start) if dst_end != chunk.dst_end else chunk
+        load_end = max(load_end, dst_end)
+    return load_end
+
+
+def _budget(chunk: ChunkPlan, ratio: float) -> float:
+    """The share of a reused chunk that its CFO asks to recompute; the ratio where none is known."""
+    return ratio if chunk.cfo is None else share_to_fix(chunk.cfo)
+
+
+def _note_ranking(chunk: ChunkPlan, ranking: Ranking | None, statistic: str) -> ChunkPlan:
+    if not chunk.num_reused or chunk.ranked_by is not None:
+        return chunk
+    used = None if ranking is None else ranking[chunk.src_offset : chunk.src_offset + chunk.num_reused]
+    return replace(chunk, ranked_by="position" if used is None or np.isnan(used).all() else statistic)
+
+
+def _without_load(start: int, end: int, status: Status, reason: str | None) -> ChunkPlan:
+    return ChunkPlan(start=start, end=end, status=status, reason=reason, dst_start=start)

@@ -1,0 +1,1 @@
+"""Marked texts, and the token ids and spans that become of them."""

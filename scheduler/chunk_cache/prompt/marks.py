@@ -1,0 +1,212 @@
+"""MarkedText: a text that was cut into chunks and what stands between them; Marks: the chunks of one request.
+
+Verbs: `split_marked` (at the separators of the server), `Marks.tag` and `Marks.split`. A mark of any kind becomes a
+pair of *tags* around the chunk; they travel through whatever joins and renders the texts of a request, and are found
+again behind it.
+
+Promises: the pieces, put together, are the text without its marks. A chunk between two separators is the same text
+wherever it stands; of a text that is marked as a whole, the white space at either end stays outside of its chunk,
+because templates strip it. Nothing that a client sends can be taken for a tag: tags have a random part, drawn by this
+process.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from chunk_cache.errors import request_error
+from chunk_cache.options.request_options import MAX_CHUNKS
+
+_NONCE = secrets.token_hex(8)
+_TAG = re.compile(rf"<\|(/?)chunk-{_NONCE}-(\d+)\|>")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One chunk of a request.
+
+    Attributes:
+        path: where the client marked it, for messages.
+        text: what must stand in the prompt, where the mark is ours; None = whatever stock SGLang makes of the text.
+        id: what the client calls it; None = nothing.
+    """
+
+    path: str
+    text: str | None = None
+    id: str | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the mark is of another service, and so must not change anything of the prompt."""
+        return self.text is None
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Pieces of one text, in order.
+
+    Attributes:
+        pieces: the texts that it is made of; those that are no chunks may be empty.
+        marks: for each piece, its mark; None = it is no chunk.
+    """
+
+    pieces: tuple[str, ...]
+    marks: tuple[Mark | None, ...]
+
+    @property
+    def text(self) -> str:
+        """The text that the model is given."""
+        return "".join(self.pieces)
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """The chunks alone."""
+        return tuple(piece for piece, mark in zip(self.pieces, self.marks, strict=True) if mark is not None)
+
+
+def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
+    """Splits `text` at the separators; None where it has none.
+
+    N + 1 separators mark N chunks: all pieces but the first and the last.
+
+    Args:
+        text: one text field of a request.
+        separator: the separator of the server, not empty.
+        path: the JSON path of the field, for messages.
+
+    Raises:
+        ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
+    """
+    if separator not in text:
+        return None
+    pieces = tuple(text.split(separator))
+    if len(pieces) == 2:
+        raise request_error(
+            path, f"only one separator {separator!r}", "put one before and one after each chunk, or remove it"
+        )
+    if len(pieces) - 2 > MAX_CHUNKS:
+        problem = f"{len(pieces) - 2} chunks between separators {separator!r}, and {MAX_CHUNKS} is the limit"
+        raise request_error(path, problem, "mark longer chunks")
+    for index, piece in enumerate(pieces[1:-1]):
+        if not piece.strip():
+            problem = f"chunk {index} between two separators {separator!r} is empty"
+            raise request_error(path, problem, "give it text, or remove one")
+    marks = (Mark(f"{path}: chunk {index}", piece) for index, piece in enumerate(pieces[1:-1]))
+    return MarkedText(pieces, (None, *marks, None))
+
+
+@dataclass
+class Marks:
+    """The chunks of one request, numbered, while its texts are rendered.
+
+    Attributes:
+        unused: the marks of other services that are not used, by path, each with the reason.
+    """
+
+    unused: dict[str, str] = field(default_factory=dict)
+    _marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def own(self) -> list[Mark]:
+        """The marks that must be found again."""
+        return [mark for mark in self._marks if not mark.is_foreign]
+
+    @property
+    def foreign(self) -> list[Mark]:
+        """The marks that may be left out."""
+        return [mark for mark in self._marks if mark.is_foreign]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the prompt has as many chunks as it may."""
+        return len(self._marks) >= MAX_CHUNKS
+
+    def tags(self, mark: Mark) -> tuple[str, str]:
+        """Adds a chunk, and gives what to put before it and behind it."""
+        self._marks.append(mark)
+        number = len(self._marks) - 1
+        return f"<|chunk-{_NONCE}-{number}|>", f"<|/chunk-{_NONCE}-{number}|>"
+
+    def tag(self, text: str, mark: Mark) -> str:
+        """`text` with tags around what of it is not white space at either end."""
+        lead, core, trail = trimmed(text)
+        opening, closing = self.tags(mark)
+        return f"{lead}{opening}{core}{closing}{trail}"
+
+    def tag_pieces(self, marked: MarkedText) -> str:
+        """A text with tags in the place of its separators."""
+        pairs = zip(marked.pieces, marked.marks, strict=True)
+        return "".join(piece if mark is None else piece.join(self.tags(mark)) for piece, mark in pairs)
+
+    def drop_foreign(self, reason: str, *, but: Iterable[Mark] = ()) -> None:
+        """Notes that no mark of another service is used, but some; a reason that is known already stands."""
+        used = {id(mark) for mark in but}
+        self.unused = {mark.path: reason for mark in self.foreign if id(mark) not in used} | self.unused
+
+    def without(self, value: Any, *, foreign_only: bool = False) -> Any:
+        """A copy of a JSON value, its texts without tags."""
+        return map_texts(value, lambda text: self._without(text, foreign_only=foreign_only))
+
+    def _without(self, text: str, *, foreign_only: bool) -> str:
+        if _NONCE not in text:
+            return text
+        return _TAG.sub(lambda tag: tag[0] if foreign_only and not self._of(tag).is_foreign else "", text)
+
+    def split(self, text: str) -> MarkedText | None:
+        """Splits a text at its tags; None where something on its way has changed what is between those of ours."""
+        pieces, marks, number, end = [], [], None, 0
+        for tag in _TAG.finditer(text):
+            closes = bool(tag[1])
+            if number != (tag[2] if closes else None):
+                return None  # a tag is missing, or stands inside of another chunk
+            pieces.append(text[end : tag.start()])
+            marks.append(self._of(tag) if closes else None)
+            number, end = None if closes else tag[2], tag.end()
+        if number is not None:
+            return None
+        marked = MarkedText((*pieces, text[end:]), (*marks, None))
+        ours = [(mark, piece) for mark, piece in zip(marked.marks, marked.pieces, strict=True)
+                if mark is not None and not mark.is_foreign]  # fmt: skip
+        kept = len(ours) == len(self.own) and all(mark.text == piece for mark, piece in ours)
+        return marked if kept and len({id(mark) for mark, _ in ours}) == len(ours) else None
+
+    def _of(self, tag: re.Match[str]) -> Mark:
+        return self._marks[int(tag[2])]
+
+
+def trimmed(text: str) -> tuple[str, str, str]:
+    """The white space before a text, the text, and the white space behind it."""
+    core = text.strip()
+    start = text.find(core)
+    return text[:start], core, text[start + len(core) :]
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(one, change) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [map_texts(one, change) for one in value]
+    return value
+
+
+def texts_of(messages: list[Any]) -> Iterator[tuple[str, Any, str]]:
+    """All texts of chat messages, as SGLang has parsed them.
+
+    Yields:
+        the JSON path, the object that has the text, and the name of its attribute.
+    """
+    for index, message in enumerate(messages):
+        content = getattr(message, "content", None)
+        if isinstance(content, str):
+            yield f"messages[{index}].content", message, "content"
+        elif isinstance(content, (list, tuple)):
+            for part_index, part in enumerate(content):
+                if isinstance(getattr(part, "text", None), str):
+                    yield f"messages[{index}].content[{part_index}].text", part, "text"
