@@ -28,6 +28,7 @@ from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.options.selector_config import SelectorConfig
 from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.types import REASONS, Status
+from chunk_cache_tools.command import COMMANDS
 from sglang_chunk_cache.admin.routes import ROUTES
 from sglang_chunk_cache.flags.server_args import add_flags
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
@@ -36,7 +37,6 @@ from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 FILE = Path(__file__).with_suffix(".md")
-COMMANDS = ("doctor.__main__", "explain.__main__", "verify.__main__", "warm.__main__", "selector.train")
 HEAD = """\
 # Reference
 
@@ -60,9 +60,9 @@ def page() -> str:
         "Routes of administration": _table(("route", "meaning"), _routes()),
         "Metrics": _table(("metric", "type", "labels", "meaning"), _metrics()),
     }
-    for module in COMMANDS:
-        parser = importlib.import_module(f"sglang_chunk_cache.{module}")._parser()
-        title = f"Flags of the command `{parser.prog.partition('sglang_chunk_cache.')[2]}`"
+    for name, (function, _) in COMMANDS.items():
+        parser = importlib.import_module(function.partition(":")[0])._parser()
+        title = f"Flags of `chunk-cache {name}`"
         sections[title] = _table(("flag", "meaning"), _flags(parser, "--help", "--chunk-cache"))
     return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(table) + "\n" for title, table in sections.items())
 

@@ -64,7 +64,7 @@ def _path(cls: type) -> str:
 
 
 def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("sglang_chunk_cache.")
+    return cls.__module__.startswith(("sglang_chunk_cache.", "sglang_plain_cpu."))
 
 
 def _is_of_python(name: str) -> bool:

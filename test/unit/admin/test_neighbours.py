@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.plan import neighbours
 from chunk_cache.plan.neighbours import find_neighbours
-from chunk_cache.plan.recompute_plan import neighbours
 from tiny_models import make_model
 
 TEXTS = [

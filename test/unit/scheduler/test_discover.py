@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from chunk_cache.keys import Partition
+from chunk_cache.plan import discover as module
 from chunk_cache.plan.discover import MIN_LEN, TRIM, Discoverer
-from chunk_cache.plan.recompute_plan import discover as module
 
 P, OTHER = Partition(), Partition("tenant")
 SEPARATOR = [1, 2, 3]

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from chunk_cache.index.chunk_index import ChunkIndex, refresh
+from chunk_cache.index import ChunkIndex, refresh
 from chunk_cache.index.refresh import Origin, RefreshQueue
 from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition

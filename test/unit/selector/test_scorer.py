@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_chunk_cache.selector import auxiliary as auxiliary_module
-from sglang_chunk_cache.selector import chunk_scorer as scorer as scorer_module
+from sglang_chunk_cache.selector import chunk_scorer as scorer_module
 from sglang_chunk_cache.selector.alignment import best_of_overlap, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError, check_selector_model
 from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer, ReadChunk, TooLong

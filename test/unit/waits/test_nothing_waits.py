@@ -66,7 +66,7 @@ def test_the_traffic_is_what_it_should_be(parts) -> None:
     replies = [reply for part in parts("tiers").values() for reply in part.replies]
     assert {"disk", "host", "pool"} <= {chunk.get("tier") for reply in replies for chunk in reply["chunks"]}
     assert any("KVAssembler.pack" in place for place in parts("steps")["packed 0"].launches)
-    assert any("gate/" in place for part in parts("store").values() for place in part.launches)
+    assert any("verification/" in place for part in parts("store").values() for place in part.launches)
 
 
 @pytest.mark.parametrize("method", MOST_LAUNCHES)
