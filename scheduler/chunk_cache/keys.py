@@ -118,4 +118,4 @@ def int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
 
 
 DEFAULT_PARTITION = partition_key(Partition())
-"""Of requests that name no tenant."""
+"""Key of the partition of requests that name no tenant."""

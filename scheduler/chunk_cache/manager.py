@@ -299,7 +299,7 @@ class ChunkManager:
         return int(self.index.worth(variant)) if self._is_by_frequency else None
 
     def new_priority(self, priority: int) -> int:
-        """Of what is new: it goes before what was reused lately, not before all that ever was.
+        """Priority of what is new: it goes before what was reused lately, not before everything that ever was.
 
         Args:
             priority: that it was given.

@@ -100,7 +100,7 @@ class Turn:
 
     @classmethod
     def of(cls, by: torch.Tensor | Turn) -> Turn:
-        """That of these positions; one that is there already as it is."""
+        """The turn by these positions; a `Turn` is returned as it is."""
         return by if isinstance(by, Turn) else cls(by)
 
     def table(self, spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ MAX_LIMIT = 1000
 """Variants in one page of the listing."""
 
 ORDERS = ("id", "uses")
-"""Of the listing; by uses the most used come first."""
+"""Orders of the listing; by uses, the most used come first."""
 
 MAX_FLUSH_S = 600.0
 

@@ -36,7 +36,7 @@ def page() -> tuple[str, str]:
 
 
 def _hashes(html: str, tag: str) -> str:
-    """Of the inline elements of that name, as a policy names them."""
+    """Digests of the inline elements of one tag, as a Content-Security-Policy names them."""
     texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -75,7 +75,7 @@ class Journal:
 
 
 class _Sums:
-    """Of requests: their number, their tokens by kind, and seconds of prefill that were spared."""
+    """Sums over requests: their number, their tokens by kind, and the seconds of prefill that were spared."""
 
     def __init__(self) -> None:
         self.requests = 0

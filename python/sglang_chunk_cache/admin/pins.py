@@ -147,7 +147,7 @@ class Pins:
         self._store.unlock(self._pins.pop(key).lock)
 
     def _best_of(self, keys: Iterable[bytes]) -> dict[bytes, Variant]:
-        """Of each chunk the variant with most tokens, then lowest generation, then most recent use."""
+        """The best variant of each chunk: most tokens, then lowest generation, then most recent use."""
         best: dict[bytes, tuple[tuple[int, int, int], Variant]] = {}
         for key, variants in variants_of(self._index, keys).items():
             for variant in variants:

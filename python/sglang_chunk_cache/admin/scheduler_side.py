@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Result: TypeAlias = dict[str, Any]
 
 MAX_PINNED_SHARE = 0.5
-"""Of the pool's tokens that may be pinned; the rest must do for the requests."""
+"""Share of the pool's tokens that may be pinned; the rest must do for the requests."""
 
 
 class ChunkAdmin:

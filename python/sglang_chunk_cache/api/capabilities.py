@@ -99,7 +99,7 @@ def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
 
 
 def keeps_all_error(what: str, path: str) -> ChunkCacheRequestError:
-    """Of a request with `keep_tokens`, with which `what` does not work; `path` is where its options stood."""
+    """The error for a request with `keep_tokens`, which does not work with `what`; `path` names its options."""
     problem = f"{what} needs the keys and values of all tokens"
     return request_error(f"{path}.keep_tokens", problem, "leave it out, or give 0")
 

@@ -42,7 +42,7 @@ class Exchange:
 
     @classmethod
     def of(cls, raw_request: Any) -> Exchange:
-        """That of a request of Starlette; a new one where there is no request."""
+        """The exchange of a request of Starlette; a new one where there is no request."""
         if raw_request is None:
             return cls()
         found: Exchange = raw_request.scope.setdefault(KEY, cls())

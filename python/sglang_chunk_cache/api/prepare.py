@@ -362,7 +362,7 @@ def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None
 
 
 def _numbers(given: object) -> list[int]:
-    """Of all prompts, or one for each."""
+    """The integers among what was given, for all prompts or one for each."""
     return [one for one in _each(given) if isinstance(one, int)]
 
 

@@ -17,7 +17,7 @@ USAGE_KEYS = ("chunk_reused_tokens", "chunk_recomputed_tokens")
 
 @dataclass
 class Replies:
-    """Of each choice, by its index, the last known `meta_info`."""
+    """The last known `meta_info` of each choice, by its index."""
 
     _meta: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 ATTENTION = "chunk_cache_selector"
 STORED = torch.bfloat16
-"""Of keys and values that are kept: half the memory, and a ranking hardly sees it."""
+"""Number format of the keys and values that are kept: half the memory, and the ranking hardly changes."""
 
 
 class SelectorModelError(ValueError):

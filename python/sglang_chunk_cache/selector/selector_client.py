@@ -139,7 +139,7 @@ class SelectorClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Id of the process, while there is one."""
         return None if self._process is None else self._process.popen.pid
 
     @property

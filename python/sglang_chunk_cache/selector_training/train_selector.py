@@ -68,7 +68,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one question, or the means of some."""
+    """How close a prediction is for one question, or the means over several."""
 
     kl: float
     jaccard: float

@@ -56,14 +56,14 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative difference that is rounding, by dtype of the model, of rows of the first layer; it grows with the root of
 the number of layers."""
 _MOVED = 3
-"""So much more of keys that were moved: in bfloat16, by 4,000 positions, Qwen2.5-0.5B and SmolLM2-135M show 0.004 at
+"""Factor for keys that were moved: in bfloat16, by 4,000 positions, Qwen2.5-0.5B and SmolLM2-135M show 0.004 at
 the first layer, 0.008 at the fourth and at most 0.017; models of random weights and peaked attention up to 0.04 at the
 fourth. A window of 8 tokens at one layer of Qwen2.5-0.5B shows as 0.04 behind it."""
 _QUANTIZED = 8
-"""And so much more of a model with quantized weights: a scale of activations may be shared by all rows of a forward, so
+"""Factor for a model with quantized weights, on top: a scale of activations may be shared by all rows of a forward, so
 it is another where rows leave. Not measured."""
 _STORED = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
-"""So much more where K and V are stored in FP8: twice what rounding changes a number by at most. Keys that were moved,
+"""Factor where K and V are stored in FP8: twice what rounding changes a number by at most. Keys that were moved,
 three times rounded in all, show 0.044 in e4m3 at the first layer of a random Llama and 0.08 at the fourth, in e5m2 0.24
 at the third of a random Gemma 3; and SGLang's kernels may round Q and the softmax, or not yet K and V at hand."""
 _ANGLE_ULPS = 4

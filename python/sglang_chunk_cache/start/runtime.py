@@ -244,7 +244,7 @@ def _min_run_len(attention: str, device: str) -> int | None:
 
 
 def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMetrics) -> EventPublisher | None:
-    """Of rank 0, since all hold the same; each data-parallel replica has one."""
+    """The publisher of rank 0, since all ranks hold the same; each data-parallel replica has one."""
     if config.events is None or ctx.tp_rank != 0:
         return None
     instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0

@@ -21,15 +21,15 @@ class EventKeys:
         self._secret = hashlib.blake2b(salt.encode()).digest()
 
     def chunk(self, partition: bytes, key: bytes) -> int:
-        """Of a chunk: its `partition_key` and `chunk_key`."""
+        """The number of a chunk, from its `partition_key` and `chunk_key`."""
         return self._hash(b"chunk", partition + key)
 
     def partition(self, partition: bytes) -> int:
-        """Of a tenant: its `partition_key`."""
+        """The number of a tenant, from its `partition_key`."""
         return self._hash(b"partition", partition)
 
     def variant(self, key: bytes, name: str) -> int:
-        """Of a variant: the `chunk_key` of its chunk, and its `variant_name`."""
+        """The number of a variant, from the `chunk_key` of its chunk and its `variant_name`."""
         return self._hash(b"variant", key + name.encode())
 
     def _hash(self, kind: bytes, data: bytes) -> int:

@@ -21,7 +21,7 @@ POOL = "pool"
 """The tier of the index; below it those of `tier_config.TIERS`."""
 
 KINDS = ("stored", "removed", "cleared", "told_again")
-"""Of events; `told_again` is `stored` of what was told before."""
+"""Kinds of events; `told_again` is `stored` for what was told before."""
 
 MAX_TOLD_AGAIN = 256
 """Variants that a batch tells again, at most; they take the scheduler half a millisecond."""
@@ -68,7 +68,7 @@ class EventLog:
         return len(self._held)
 
     def observer(self, tier: str, size_per_token: int = 1) -> Observer:
-        """Of one tier.
+        """The observer of one tier, which writes its events into this log.
 
         Args:
             size_per_token: what its sizes are divided by.
@@ -140,7 +140,7 @@ class EventLog:
         self._changes.append(Event("cleared", self._tiers[tier]))
 
     def _keep_turns(self) -> None:
-        """Of what is held, the latest each."""
+        """Keeps the latest turn of each place that is held, and drops the others."""
         latest = dict.fromkeys(place for place in reversed(self._turns) if place in self._held)
         self._turns = deque(reversed(latest))
 

@@ -34,15 +34,15 @@ class Target:
     """The given percentage of verified replies has a KL of at most `kl` nats."""
 
     kl: float
-    """Of the first token, exact to fused, in nats."""
+    """Largest KL of the first token, exact to fused, in nats."""
     percentile: float
-    """Of the replies, 50 to 99.9; 95 where it is left out."""
+    """Percentage of the verified replies that must have a KL of at most `kl`, 50 to 99.9; 95 where it is left out."""
     steps: tuple[Step, ...]
     """Pairs of method and ratio, from the least that is recomputed to the most; behind the last is exact prefill."""
 
     @property
     def allowed_share(self) -> float:
-        """Of the replies that may have a larger KL."""
+        """Share of the replies that may have a larger KL."""
         return 1.0 - self.percentile / 100.0
 
 

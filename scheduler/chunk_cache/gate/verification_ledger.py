@@ -27,11 +27,11 @@ MAX_PARTITIONS = 64
 """Partitions that are told apart; all later ones are `OTHERS`."""
 OTHERS = "others"
 MIN_COUNT = 20
-"""Of a quantile; what is known of fewer values is nothing."""
+"""Values that a quantile needs; with fewer it is unknown."""
 WINDOW = 32
 """Newest replies of a kind that are compared with all before them."""
 _DRIFT = 1.95
-"""Of the Kolmogorov-Smirnov statistic: less than one false alarm in 1,000 windows."""
+"""Bound on the Kolmogorov-Smirnov statistic: less than one false alarm in 1,000 windows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class VerificationQueue:
         return candidate
 
     def defer(self, candidate: Candidate, num_free: int) -> None:
-        """So many free slots were too few; it waits in front of the others."""
+        """Puts a candidate back, in front of the others, when `num_free` slots were too few."""
         candidate.num_free = num_free
         del self._in_flight[candidate.number]
         self._waiting.appendleft(candidate)

@@ -58,7 +58,7 @@ class Lookup:
 
 
 TOKENS_PER_LOOK = 128
-"""Of evicted ones, for which a sweep looks at one variant more; a chunk usually has more tokens."""
+"""Evicted tokens for which a sweep looks at one variant more; a chunk usually has more tokens."""
 
 MAX_GONE_KEYS = 4096
 """Chunks that are remembered as evicted, the newest; only for the reason that a lookup gives."""
@@ -105,9 +105,9 @@ class ChunkIndex:
         self._prefers_prepared = prefers_prepared
         self._num_derived = 0
         self.num_derived_tokens = 0
-        """Of variants that came from approximate ones; of none that was prepared."""
+        """Tokens of variants that came from approximate ones; prepared variants do not count."""
         self.num_reused_tokens = 0
-        """Of variants that were used; tokens that two of them share count twice."""
+        """Tokens of variants that were used; tokens that two of them share count twice."""
         self._paths = PathLedger()
         self._turns: deque[int] = deque()  # every variant once, and some that are gone
         self._gone_keys: dict[bytes, Lookup] = {}  # with what is said of them
@@ -126,7 +126,7 @@ class ChunkIndex:
         return iter(self._order)
 
     def victims(self, above: Sequence[bytes]) -> Iterator[Variant]:
-        """As `iter`, where the variants of these partitions go before all others."""
+        """All variants in the order in which they go, those of the partitions `above` before all others."""
         for owner in above:
             yield from self.quota.order_of(owner)
         for variant in self:

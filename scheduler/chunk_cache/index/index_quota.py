@@ -24,7 +24,7 @@ from chunk_cache.keys import partition_key
 
 @dataclass(slots=True)
 class _Own:
-    """Of one partition."""
+    """The variants of one partition."""
 
     order: VictimOrder
     paths: PathLedger = field(default_factory=PathLedger)
@@ -87,7 +87,7 @@ class IndexQuota:
             self._own[owner].paths.release(path, variant_id)
 
     def first(self, owner: bytes) -> Variant:
-        """Of a partition's variants the one that goes first."""
+        """The variant of a partition that goes first."""
         return self._own[owner].order.first()
 
     def order_of(self, owner: bytes) -> Iterable[Variant]:

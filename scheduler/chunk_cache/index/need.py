@@ -50,7 +50,7 @@ class Need:
     is_system_fixed: bool = False
     """Whether variants behind another system prompt are not used."""
     max_unit_cfo: float = math.inf
-    """Of variants that are used; the chunk is computed instead of one above it."""
+    """Largest unit CFO of a variant that is used; above it the chunk is computed instead."""
 
     def obstacle(self, variant: Described) -> str | None:
         """Why a variant is not used, whatever it costs: a reason of `chunk_cache.types`; None = it may be."""

@@ -31,7 +31,7 @@ class Shares:
     def __init__(self, bound: float, share: float = 1.0) -> None:
         assert 0.0 < share <= 1.0, f"a share of {share}"
         self.most: float = math.inf if share == 1.0 or math.isinf(bound) else max(1, math.floor(share * bound))
-        """That one partition may hold."""
+        """Most that one partition may hold."""
         self._held: dict[bytes, int] = {}
 
     @property

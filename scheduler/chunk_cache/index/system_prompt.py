@@ -46,7 +46,7 @@ def marks_of(system: TokenIds) -> bytes:
 
 
 def num_pieces(marks: bytes) -> int:
-    """Of the S that has these marks."""
+    """Number of pieces of the system prompt that has these marks."""
     return len(marks) // _MARK_LEN
 
 

@@ -49,7 +49,7 @@ class EventConfig:
     replay_endpoint: str | None = field(default=None, metadata={"parse": _replay_endpoint})
     """Where missed events are asked for; null = nowhere. Ports as of `endpoint`."""
     topic: str = field(default="chunks", metadata={"parse": _topic})
-    """Of the messages."""
+    """Topic of the messages."""
 
 
 def port_of(endpoint: str) -> int | None:

@@ -107,12 +107,12 @@ class Discoverer:
         return len(self._known)
 
     def keys(self) -> Iterable[bytes]:
-        """Of known chunks."""
+        """Keys of the known chunks."""
         return self._known.keys()
 
     @property
     def num_tokens(self) -> int:
-        """That are kept, of known chunks and of prompts."""
+        """Tokens that are kept, of known chunks and of prompts."""
         return self._known_len + self._past_len
 
     def stats(self) -> dict[str, int]:

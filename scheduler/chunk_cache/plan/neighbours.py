@@ -45,7 +45,7 @@ def find_neighbours(
 
 
 def _nearest(vectors: Any, num: int) -> Iterator[list[int]]:
-    """Of each row of normalized vectors the most similar other rows, by blocks of rows."""
+    """The most similar other rows of each row of normalized vectors, by blocks of rows."""
     for first in range(0, vectors.shape[0], _ROWS):
         scores = vectors[first : first + _ROWS] @ vectors.T
         scores = np.asarray(scores if isinstance(scores, np.ndarray) else scores.toarray(), dtype=np.float32)

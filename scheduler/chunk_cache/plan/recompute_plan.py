@@ -133,7 +133,7 @@ class RecomputePlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of tokens, by the names that they have in the reply."""
+        """Numbers of tokens, by the names that they have in the reply."""
         return {
             "prefix_tokens": self.prefix_len,
             "reused_tokens": self.num_reused,

@@ -220,7 +220,7 @@ def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: flo
 def _attend_capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sm_scale: float, logit_cap: float
 ) -> torch.Tensor:
-    """With scores `cap * tanh(score / cap)`; `seen` is [num_rows, num_keys]."""
+    """Attention with scores `cap * tanh(score / cap)`; `seen` is [num_rows, num_keys]."""
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads, group = k.shape[1], num_q_heads // k.shape[1]
     # The query heads of a key-value head as more rows of it: [num_kv_heads, group * num_rows, dim].
