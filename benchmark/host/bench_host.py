@@ -34,11 +34,12 @@ NUM_FUNCTIONS = 25
 
 
 def ask_child(tree: Path, part: str, num: int, file: Path) -> dict[str, Any]:
-    """What `child.py` prints of one checkout."""
-    folders = [*packages_of(tree), tree.resolve() / "test", ROOT]
+    """What the `child.py` of one checkout prints: names of the project move between states, so each brings its own."""
+    tree = tree.resolve()
+    folders = [*packages_of(tree), tree / "test", tree]
     env = os.environ | offline_env() | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    command = [sys.executable, str(Path(__file__).with_name("child.py")), part, str(num), str(file)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [sys.executable, str(tree / "benchmark" / "host" / "child.py"), part, str(num), str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=tree)
     if done.returncode:
         raise RuntimeError(f"{part} of {tree.name} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -115,8 +116,8 @@ def main() -> int:
     args = parser.parse_args()
     trees = {"before": args.before, "after": args.source} if args.before else {"now": args.source}
     for tree in trees.values():
-        if not (tree / "test" / "local_scheduler.py").is_file():
-            parser.error(f"{tree} is no checkout of this project: it has no test/local_scheduler.py")
+        if not (tree / "benchmark" / "host" / "child.py").is_file():
+            parser.error(f"{tree} is no checkout of this project: it has no benchmark/host/child.py")
     report: dict[str, Any] = describe_run() | {"commits": {name: commit_of(tree) for name, tree in trees.items()}}
     report["checkouts"] = measure(trees, args.num, args.rounds)
     markdown = to_markdown(report)
