@@ -37,7 +37,7 @@ from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Vari
 from chunk_cache.keys import Partition, chunk_key, partition_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, replan_without_load
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
 from chunk_cache.types import Status
 
 METHOD = "cache-craft"
@@ -149,7 +149,7 @@ class Replay:
         has_room = self.pool.reserve(num_private)
         self.pool.unlock(nodes)
         if not has_room:
-            plan, sources, nodes = replan_without_load(plan, "memory"), [], []
+            plan, sources, nodes = self.manager.without_load(plan, "memory"), [], []
             has_room = self.pool.reserve(num_private)
             assert has_room, f"{self.pool.capacity} tokens do not hold a prompt of {layout.length}"
         if self.observe is not None:
@@ -235,7 +235,7 @@ class Replay:
             self.pool.lock([source])
             if self.pool.reserve(variant.length):
                 node = self.pool.add_own(variant.length, promotion.priority, layout.owner)
-                self.manager.index.move(variant, layout.home(variant.length))
+                self.manager.complete_promote(promotion, layout.home(variant.length))
                 self.pool.settle(node, variant)
                 self.num_promoted += 1
             self.pool.unlock([source])

@@ -4,14 +4,15 @@
     Pipe.take                  bytes go behind those that were sent before, at so many a second
     StoreReplay                a replica: before a prompt is planned, what the pool has not comes from the store
 
-What is real: the search by CFO among the variants of a passage, the decision to load or to compute, the ledger of what
-a replica knows of the store, and all that `engine` runs. A passage that was asked for before the simulation begins is
+What is real: the decisions of `chunk_cache.tiers` (which variant of a passage, to load or to compute it, what it
+replaces in the store), the ledger of what a replica knows of the store, and all that `engine` runs. A passage that was asked for before the simulation begins is
 stored as its first request computed it, exactly. A load takes the latency, and its bytes through two pipes, the
 replica's and the store's; requests come at equal distances, and how long a forward takes delays nobody.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +23,15 @@ from benchmark.simulate.trace import Request
 
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.keys import DEFAULT_PARTITION
-from chunk_cache.tiers.cost import LoadingController, LoadOption, PrefillRecord, ThroughputRecord
-from chunk_cache.tiers.tier_ledger import EntryId, TierLedger
+from chunk_cache.manager import Missing
+from chunk_cache.tiers.cost import LoadingController, LoadOption, PrefillRecord, ThroughputRecord, load_share
+from chunk_cache.tiers.placing import replace as choose_replaced
+from chunk_cache.tiers.tier_ledger import EntryId, TierLedger, Traits, context_digest
+from chunk_cache.tiers.variant_search import Read, TierView, VariantSearch
 
 MAX_VARIANTS = 2
 """Of a passage in the store, as `tiers.max_variants_per_chunk`."""
+REMOTE = "remote"
 _NOWHERE = NodeHome(array("q"), "store")
 
 
@@ -91,11 +96,10 @@ class SharedStore:
         peers = self.find(number, replica)
         if any(peer.name == variant.name for peer in peers):
             return False
-        if len(peers) >= MAX_VARIANTS:
-            not_better = [peer for peer in peers if peer.rank >= variant.rank]
-            if not not_better:
-                return False
-            peers.remove(not_better[0])
+        replaced = choose_replaced(_traits(variant), {i: _traits(peer) for i, peer in enumerate(peers)}, MAX_VARIANTS)
+        if replaced is None:
+            return False
+        peers[:] = [peer for i, peer in enumerate(peers) if i not in replaced]
         peers.append(replace(variant, holder=_NOWHERE))
         self.num_bytes_written += variant.length * self.hardware.token_bytes
         return True
@@ -167,61 +171,80 @@ class StoreReplay(Replay):
         )
 
     def _bring_in(self, layout: Layout, prefix_len: int) -> None:
-        best = self._search(layout, prefix_len)
-        loaded = self._choose(layout, best)
         locked = []
-        for variant in loaded:
-            index = self.manager.index
-            place = {"start": variant.start, "generation": variant.generation, "context": variant.context}
-            if not index.wants(variant.key, **place, system=variant.system) or not self.pool.reserve(variant.length):
+        for missing, variant in self._choose(layout, self._search(layout, prefix_len)):
+            accept = self.manager.accept(variant, missing.need)
+            if accept is None or not self.pool.reserve(variant.length):
                 continue
             node = self.pool.add_own(variant.length, owner=layout.owner)
-            added = index.add(
-                variant.key,
-                length=variant.length,
-                **place,
-                system=variant.system,
-                statistics=variant.statistics,
-                home=layout.home(variant.length),
-            )
-            assert added is not None, "the index wanted it"
-            self.pool.settle(node, added)
+            self.pool.settle(node, self.manager.complete_accept(accept, layout.home(variant.length)))
             self.pool.lock([node])
             locked.append(node)
         self.pool.unlock(locked)
 
-    def _search(self, layout: Layout, prefix_len: int) -> list[Variant]:
-        """The best variant of each passage that the pool has not, where the store has one."""
-        found: dict[bytes, Variant] = {}
+    def _search(self, layout: Layout, prefix_len: int) -> list[tuple[Missing, Variant]]:
+        """The best variant of each passage that the pool has not, or not as good, where the store has one."""
+        found: dict[bytes, tuple[Missing, Variant]] = {}
         prompt = layout.prompt
-        for i, (number, key) in enumerate(zip(layout.numbers, prompt.keys, strict=True)):
-            need = self.manager.need(prompt, i)
-            if key in found or prompt.options.spans[i][1] <= prefix_len or self.manager.has(key, need):
+        for missing in self.manager.missing(prompt):
+            i, key = missing.chunk, prompt.keys[missing.chunk]
+            if key in found or prompt.options.spans[i][1] <= prefix_len:
                 continue
+            variant = self._run(self._open_search(missing, key, prompt.length(i), layout.length), layout.numbers[i])
+            if variant is not None:
+                found[key] = missing, variant
+        return list(found.values())
+
+    def _open_search(self, missing: Missing, key: bytes, length: int, num_keys: int) -> VariantSearch[Variant]:
+        entries = {entry_id.name: traits for entry_id, traits in self.ledger.peers_of(key).items()}
+        hardware = self.store.hardware
+        load_s = self._channel().estimate(length * hardware.token_bytes, self._queued_bytes())
+        share = load_share(load_s, self._prefill().marginal(length, num_keys), 0.0)
+        views = [TierView(REMOTE, entries, share)] if entries or missing.held is None else []
+        prefers = self.settings.config.prefer_prepared
+        return VariantSearch(missing.need, views, prefers_prepared=prefers, held=missing.held)
+
+    def _run(self, search: VariantSearch[Variant], number: int) -> Variant | None:
+        while (step := search.next()) is not None:
+            if isinstance(step, Read):
+                return step.variant
             variants = self.store.find(number, self)
             for variant in variants:
                 self._know(variant)
-            fitting = [variant for variant in variants if need.fits(variant)]
-            if fitting:
-                found[key] = min(fitting, key=lambda variant: (need.unit_cfo(variant), variant.rank))
-        return list(found.values())
+            search.told(step.tier, variants)
+        return None
 
-    def _choose(self, layout: Layout, found: Sequence[Variant]) -> list[Variant]:
-        """Those that are loaded: sooner there than computed."""
+    def _channel(self) -> ThroughputRecord:
         hardware = self.store.hardware
-        bytes_per_s = min(hardware.replica_bytes_per_s, hardware.store_bytes_per_s)
+        return ThroughputRecord(hardware.latency_s, 1.0 / min(hardware.replica_bytes_per_s, hardware.store_bytes_per_s))
+
+    def _prefill(self) -> PrefillRecord:
+        return PrefillRecord(0.0, self.store.hardware.s_per_row, 0.0)
+
+    def _queued_bytes(self) -> int:
         wait_s = max(self.pipe.wait_s(self.now), self.store.pipe.wait_s(self.now))
-        decisions = self.controller.decide(
-            [LoadOption("remote", v.length * hardware.token_bytes, v.length, layout.length) for v in found],
-            {"remote": ThroughputRecord(hardware.latency_s, 1.0 / bytes_per_s)},
-            PrefillRecord(0.0, hardware.s_per_row, 0.0),
-            queued_bytes={"remote": round(wait_s * bytes_per_s)},
+        return round(wait_s / self._channel().s_per_byte)
+
+    def _choose(self, layout: Layout, found: Sequence[tuple[Missing, Variant]]) -> list[tuple[Missing, Variant]]:
+        """Those that are loaded: sooner there than computed, or better than what the pool has by more than the load."""
+        hardware = self.store.hardware
+        open_ones = [variant for missing, variant in found if missing.held is None]
+        plan = self.controller.load_or_compute(
+            [LoadOption(REMOTE, v.length * hardware.token_bytes, v.length, layout.length) for v in open_ones],
+            (),
+            {REMOTE: self._channel()},
+            self._prefill(),
+            queued_bytes={REMOTE: self._queued_bytes()},
             hidden_s=0.0,
+            ratio=self.settings.ratio,
+            timeout_s=math.inf,
         )
-        loaded = [v for v, decision in zip(found, decisions, strict=True) if decision.action == "load"]
-        num_tokens = sum(variant.length for variant in loaded)
+        decided = zip(open_ones, plan.decisions, strict=True)
+        slow = {id(variant) for variant, decision in decided if decision.action == "compute"}
+        loaded = [(missing, variant) for missing, variant in found if id(variant) not in slow]
+        num_tokens = sum(variant.length for _, variant in loaded)
         self.num_tokens_loaded += num_tokens
-        self.num_tokens_slow += sum(variant.length for variant in found) - num_tokens
+        self.num_tokens_slow += sum(variant.length for _, variant in found) - num_tokens
         if loaded:
             num_bytes = num_tokens * hardware.token_bytes
             through = max(self.pipe.take(num_bytes, self.now), self.store.pipe.take(num_bytes, self.now))
@@ -236,5 +259,9 @@ class StoreReplay(Replay):
         entry_id = EntryId(variant.key, variant.name)
         if not self.ledger.knows(entry_id):
             num_bytes = variant.length * self.store.hardware.token_bytes
-            self.ledger.prepare_store(entry_id, num_bytes, variant.reuse_frequency, DEFAULT_PARTITION)
+            self.ledger.prepare_store(entry_id, num_bytes, variant.reuse_frequency, DEFAULT_PARTITION, _traits(variant))
             self.ledger.complete_store(entry_id, True)
+
+
+def _traits(variant: Variant) -> Traits:
+    return Traits(variant.generation, variant.is_prepared, context_digest(variant.context))

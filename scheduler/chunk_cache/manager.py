@@ -3,14 +3,16 @@
     plan        what happens to every token of a prompt
     sources     the variants that a plan brings in
     use         they were brought in
+    missing     chunks of a prompt that the tiers below the pool may have, or have better
+    accept      whether what a tier had goes into the pool
     remember_exact, remember_fused   what to keep of a prompt that was computed
     promote     which of the variants just used deserve a home of their own
-    complete    what was to be kept lies in its home now
+    complete, complete_accept, complete_promote   what was to be kept, taken or promoted lies in its home now
     evicted     the store has made room
 
-Decisions are frozen actions: whoever moves KV carries one out, reports it with `complete`, and asks for the next, so
-each is made on the newest state. The manager asks its `Store` one question, how much of a variant is still there; the
-server's radix tree and the simulator's pool both answer it.
+Decisions are frozen actions: whoever moves KV carries one out, reports it, and asks for the next, so each is made on
+the newest state. The manager asks its `Store` one question, how much of a variant is still there; the server's radix
+tree and the simulator's pool both answer it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from typing import Protocol, TypeAlias
 
 from chunk_cache.index.chunk_index import ChunkIndex, Lookup
 from chunk_cache.index.chunk_statistics import ChunkStatistics
-from chunk_cache.index.need import Need
+from chunk_cache.index.need import Described, Need
 from chunk_cache.index.reusability import use_weight
 from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.index.variant import Home, PathTokens, Variant
-from chunk_cache.methods import METHODS, Ranking
+from chunk_cache.methods import METHODS, Ranking, Stage
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, make_plan
+from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
 from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer
+from chunk_cache.tiers.variant_search import Held, is_better
 
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
@@ -78,6 +81,36 @@ class Promote:
     variant: Variant
     priority: int
     """Eviction priority of the home."""
+
+
+class Arriving(Described, Protocol):
+    """A variant that comes up from a tier."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """A variant from a tier that goes into the pool, in a home of its own."""
+
+    variant: Arriving
+    priority: int
+    """Eviction priority of the home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A chunk of a prompt that is looked for in the tiers below the pool."""
+
+    chunk: int
+    need: Need
+    held: Held | None
+    """What the pool has, where only something better is of use."""
 
 
 _Version: TypeAlias = tuple[int, int]
@@ -191,9 +224,63 @@ class ChunkManager:
             max_unit_cfo=max_unit_cfo,
         )
 
-    def has(self, key: bytes, need: Need) -> bool:
-        """Whether a variant of a chunk is stored that fits."""
-        return self.index.stored_len(key, self.store.resolve, need) > 0
+    def missing(self, prompt: ChunkPrompt) -> Iterator[Missing]:
+        """Chunks that the pool has not, or only as a variant that does not fit a prompt perfectly."""
+        if prompt.options.mode not in ("auto", "prepare"):
+            return
+        for i, key in enumerate(prompt.keys):
+            if i == prompt.to_prepare:
+                continue
+            need = self.need(prompt, i)
+            held = self._held(key, need)
+            if held is None or held.share or held.generation:
+                yield Missing(i, need, held)
+
+    def _held(self, key: bytes, need: Need) -> Held | None:
+        """What the pool would give where a chunk is needed; None where that is nothing, or costs too much."""
+        found = self.index.best(key, self.store.resolve, need)
+        variant = found.variant
+        if variant is None or not need.fits(variant):
+            return None
+        names = frozenset(one.name for one in self.index.variants_of(key))
+        worst = self.index.worst_rank(key)
+        return Held(found.share_to_compute, variant.generation, variant.is_prepared, names, worst)
+
+    def accept(self, variant: Arriving, need: Need) -> Accept | None:
+        """A variant from a tier that goes into the pool; None = the pool has one as good by now, or would not keep it.
+
+        Args:
+            need: where it is needed.
+        """
+        held = self._held(variant.key, need)
+        if held is not None and not is_better(variant, need, held, prefers_prepared=self.config.prefer_prepared):
+            return None
+        is_wanted = self.index.wants(
+            variant.key,
+            start=variant.start,
+            generation=variant.generation,
+            context=variant.context,
+            system=variant.system,
+            is_prepared=variant.is_prepared,
+        )
+        return Accept(variant, self.new_priority(0)) if is_wanted else None
+
+    def complete_accept(self, accept: Accept, home: Home) -> Variant:
+        """What was accepted lies in `home`; nothing came between."""
+        arrived = accept.variant
+        variant = self.index.add(
+            arrived.key,
+            length=arrived.length,
+            start=arrived.start,
+            generation=arrived.generation,
+            context=arrived.context,
+            system=arrived.system,
+            home=home,
+            statistics=arrived.statistics,
+            is_prepared=arrived.is_prepared,
+        )
+        assert variant is not None, "the index wanted it"
+        return variant
 
     def has_prepared(self, key: bytes, neighbours: tuple[bytes, ...]) -> bool:
         """Whether the whole of a chunk is stored as computed behind these neighbours."""
@@ -212,6 +299,7 @@ class ChunkManager:
         ratio: float | None = None,
         reasons: Mapping[bytes, str] = _NO_REASONS,
         num_generated: int = 0,
+        no_load: str | None = None,
     ) -> RecomputePlan:
         """What happens to every token of a prompt; the same plan until index, store or an argument change.
 
@@ -220,9 +308,10 @@ class ChunkManager:
             method, ratio: in the place of the server's.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
             num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
+            no_load: why nothing may be brought in, a reason of `chunk_cache.types`; None = it may be.
         """
         method = method or self._method
-        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer
+        asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer, no_load
         if prompt._plan is not None and prompt._plan_of == (self._version, asked):
             return prompt._plan
         opts = prompt.options
@@ -252,8 +341,26 @@ class ChunkManager:
             max_unknown_rows=self._max_unknown_rows,
             step_len=self._step_len,
         )
+        if no_load is not None:
+            prompt._plan = replan_without_load(prompt._plan, no_load)
         prompt._plan_of = self._version, asked
         return prompt._plan
+
+    def without_load(self, plan: RecomputePlan, reason: str) -> RecomputePlan:
+        """The plan of a prompt whose chunks could not be brought in after all."""
+        return replan_without_load(plan, reason)
+
+    def with_open_ratio(self, prompt: ChunkPrompt, prefix_len: int) -> list[Variant]:
+        """Variants behind the exact prefix whose recompute ratio may grow with what hides behind their loads.
+
+        None where the prompt says how it is computed, or all of them are there before their rows are computed.
+        """
+        if prompt.options.names_method or prompt.options.mode == "off":
+            return []
+        if METHODS[self._method].stage is Stage.QUESTION:
+            return []
+        found = [self.look_up(prompt, i).variant for i, (_, end) in enumerate(prompt.options.spans) if end > prefix_len]
+        return [variant for variant in found if variant is not None]
 
     def _look_up_below(self, prompt: ChunkPrompt, chunk: int, reasons: Mapping[bytes, str]) -> Lookup:
         found = self.look_up(prompt, chunk)
@@ -432,7 +539,7 @@ class ChunkManager:
         )
 
     def promote(self, plan: RecomputePlan) -> Iterator[Promote]:
-        """Popular variants that this plan used and that keep a cold path alive; `index.move` completes it.
+        """Popular variants that this plan used and that keep a cold path alive.
 
         A path is cold for a variant where a home of its own would let more than half of it go.
         """
@@ -451,6 +558,10 @@ class ChunkManager:
             if is_cold and self.store.resolve(variant) == variant.length:
                 yield Promote(variant, self.new_priority(self.priority(variant) or 0))
                 popular_lens.clear()  # carrying it out may have moved or evicted others
+
+    def complete_promote(self, promotion: Promote, home: Home) -> None:
+        """The KV of what was promoted lies in `home`."""
+        self.index.move(promotion.variant, home)
 
     def evicted(self, num_tokens: int, capacity: int) -> None:
         """The store of `capacity` tokens has evicted so many."""

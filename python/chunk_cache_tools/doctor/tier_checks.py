@@ -14,13 +14,13 @@ import torch
 
 from chunk_cache.advice import Level
 from chunk_cache.keys import KEY_LEN
+from chunk_cache.tiers.placing import HOST
 from chunk_cache_tools.doctor.checks import Check, refused_check
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.redis_client import connect
 from sglang_chunk_cache.tiers.registry import MEDIA
-from sglang_chunk_cache.tiers.tier import HOST
 
 if TYPE_CHECKING:
     from chunk_cache.options.config import Config

@@ -26,7 +26,7 @@ import torch
 from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.gate.verification_queue import Candidate
-from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.flags.step_limits import step_len
 from sglang_chunk_cache.forward.attending import Observer
@@ -206,7 +206,7 @@ def _note_load_failed(chunks: ChunkRuntime, req: Req, due: AddedRows, reason: st
     for layer_copy in due.layer_copies:
         chunks.landings.fail(layer_copy.landing)
     logger.warning("Chunk cache: %s is computed in full, a chunk did not arrive (%s)", req.rid, reason)
-    state.reported = state.plan = replan_without_load(state.plan, reason)
+    state.reported = state.plan = chunks.manager.without_load(state.plan, reason)
     state.selection_report = None
     chunks.metrics.count_fallback(reason)
 

@@ -21,9 +21,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.kept_tokens import WINDOW_LEN, plan_kept
-from chunk_cache.plan.recompute_plan import replan_without_load
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, get_args, refuse
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refresh import is_refresh
@@ -86,6 +84,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert self.chunks is not None
         max_prefix_len = len(params.key)
         step = None if state.decision is None else state.decision.step
+        no_load = "target" if state.decision is not None and step is None else None
         is_first = state.plan is None  # of the plans that follow while it waits no spans are told
         with stage(self.chunks.metrics, "planning", [req] if is_first else []) as attributes:
             hiding = self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else None
@@ -101,12 +100,9 @@ class ChunkRadixCache(UnifiedRadixCache):
                 ratio=hiding if step is None else step.ratio,
                 reasons=state.missing_reasons,
                 num_generated=len(req.output_ids),
+                no_load="unsupported" if state.unsupported else no_load,
             )
             attributes |= state.plan.counts
-        if state.unsupported:
-            state.plan = replan_without_load(state.plan, "unsupported")
-        elif state.decision is not None and step is None:
-            state.plan = replan_without_load(state.plan, "target")
         return result._replace(host_hit_length=state.load_len)
 
     def _with_window_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
@@ -127,16 +123,9 @@ class ChunkRadixCache(UnifiedRadixCache):
         """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
         assert self.chunks is not None
         tiers, landings = self.chunks.tiers, self.chunks.landings
-        if tiers is None or landings is None or state.options.names_method or state.options.mode == "off":
+        if tiers is None or landings is None:
             return None
-        if METHODS[self.chunks.method].stage is Stage.QUESTION:  # all is there before its rows are computed
-            return None
-        found = [
-            self.chunks.manager.look_up(state.prompt, i).variant
-            for i, (_, end) in enumerate(state.options.spans)
-            if end > prefix_len
-        ]
-        variants = [variant for variant in found if variant is not None]
+        variants = self.chunks.manager.with_open_ratio(state.prompt, prefix_len)
         streams = [landing.stream for variant in variants if (landing := landings.of(variant)) is not None]
         if not streams:
             return None
@@ -159,7 +148,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             return 0, req.last_node
         loaded = self.chunks.pool.load(state.plan)
         if loaded is None:
-            state.plan = replan_without_load(state.plan, "memory")
+            state.plan = self.chunks.manager.without_load(state.plan, "memory")
             logger.info(
                 "Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids)
             )

@@ -219,15 +219,15 @@ class ChunkScheduler(Scheduler):
 
 def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
-    if state is None or state.options.mode not in ("auto", "prepare") or state.unsupported:
+    if state is None or state.unsupported:
         return []
     if state.decision is not None and state.decision.step is None:
         return []  # the target has it computed exactly
     wanted = []
-    for i, (key, (start, end)) in enumerate(zip(state.keys, state.options.spans, strict=True)):
-        need = chunks.manager.need(state.prompt, i)
-        if i != state.prompt.to_prepare and not chunks.manager.has(key, need):
-            wanted.append(Wanted(key, req.origin_input_ids[start:end], state.partition, need))
+    for missing in chunks.manager.missing(state.prompt):
+        start, end = state.options.spans[missing.chunk]
+        token_ids, key = req.origin_input_ids[start:end], state.keys[missing.chunk]
+        wanted.append(Wanted(key, token_ids, state.partition, missing.need, missing.held))
     return wanted
 
 

@@ -194,7 +194,7 @@ class ChunkKeeper:
         source = self._store.slots(variant, 0, variant.length)
         self._assembler.copy(source, slots[: variant.length], torch.zeros_like(source))
         home = self._store.insert_node(path.partition, variant.token_ids, slots, promotion.priority)
-        self._manager.index.move(variant, home)
+        self._manager.complete_promote(promotion, home)
         self._metrics.count_maintenance("promoted")
 
     def left_of(self, request_row: int, ranges: Ranges) -> Ranges:

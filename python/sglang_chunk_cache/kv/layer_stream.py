@@ -18,7 +18,6 @@ from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
 
 if TYPE_CHECKING:
     from sglang_chunk_cache.kv.stored_variant import Layer
-    from sglang_chunk_cache.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +28,10 @@ class LayerStream:
     Args:
         stored: its tensors are written, layer by layer.
         layers: of the medium, in order.
-        tier: where they come from.
+        tier: name of the tier that they come from.
     """
 
-    def __init__(self, stored: StoredVariant, layers: Iterator[Layer], tier: Tier) -> None:
+    def __init__(self, stored: StoredVariant, layers: Iterator[Layer], tier: str) -> None:
         self.stored = stored
         self.tier = tier
         self.num_layers = stored.k.shape[0]

@@ -1,7 +1,7 @@
 """ChunkPool: the KV pool as a place that chunks are brought into.
 
 Verbs: `allocate` (slots, by eviction where there are too few), `load` (private slots of a request, to be filled by its
-plan), `flush` (fills them, those of all loads at once), `has`, `kv_of`, `bring_in` (what the tiers below ask).
+plan), `flush` (fills them, those of all loads at once), `kv_of`, `bring_in` (what the tiers below ask).
 
 Promises: a load brings all it promised or nothing. Its sources are protected from eviction while it allocates. From
 then on nothing leaves the tree before a `flush`, and nobody reads or frees the private slots: the forward of the same
@@ -46,7 +46,7 @@ class ChunkPool:
 
     Args:
         cache: SGLang's radix cache, which evicts.
-        landings: chunks of which not all layers are there; None = there never are any.
+        partial_loads: chunks of which not all layers are there; None = there never are any.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class ChunkPool:
         manager: ChunkManager,
         store: VariantStore,
         assembler: KVAssembler,
-        landings: PartialLoads | None,
+        partial_loads: PartialLoads | None,
     ) -> None:
         self._cache = cache
         self._manager = manager
         self._store = store
         self._assembler = assembler
-        self._landings = landings
+        self._partial_loads = partial_loads
         self._copies: list[_Copy] = []  # of loads since the last flush
 
     def allocate(self, num_tokens: int, sources: Sequence[Variant] = ()) -> torch.Tensor | None:
         """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
 
-        Also None where a source was landing and gave way: it is locked, but its KV will never be whole.
+        Also None where a source was still arriving and gave way: it is locked, but its KV will never be whole.
         """
         page_size, allocator = self._cache.page_size, self._cache.token_to_kv_pool_allocator
         num_slots = -(-num_tokens // page_size) * page_size
@@ -100,13 +100,13 @@ class ChunkPool:
         copied: dict[int, list[tuple[ChunkPlan, Variant]]] = {}  # by the node that they lie in
         layer_copies = []
         for chunk, variant in sources:
-            landing = None if self._landings is None else self._landings.of(variant)
-            if landing is None:
+            partial = None if self._partial_loads is None else self._partial_loads.of(variant)
+            if partial is None:
                 copied.setdefault(self._store.node_id(variant), []).append((chunk, variant))
                 continue
             first = chunk.dst_start - plan.load_start
             source = self._store.slots(variant, chunk.src_offset, chunk.num_reused)
-            layer_copies.append(LayerCopy(landing, source, slots[first : first + chunk.num_reused], chunk.shift))
+            layer_copies.append(LayerCopy(partial, source, slots[first : first + chunk.num_reused], chunk.shift))
         self._note_copies(copied, slots, plan.load_start)
         self._manager.use(sources)
         self._touch([variant for _, variant in sources])
@@ -153,51 +153,33 @@ class ChunkPool:
 
     # What the tiers below ask.
 
-    def has(self, key: bytes, need: Need) -> bool:
-        """Whether a variant of a chunk that fits is in the pool."""
-        return self._manager.has(key, need)
-
     def kv_of(self, variant: Variant) -> HostKV | None:
         """K and V of a variant in host memory; None where it is not stored in full. Raises as `KVAssembler.gather`."""
-        if self._store.resolve(variant) < variant.length or (self._landings and self._landings.of(variant)):
+        if self._store.resolve(variant) < variant.length or (self._partial_loads and self._partial_loads.of(variant)):
             return None
         return self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))
 
-    def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:
-        """Makes a variant, in a node of its own, of what a tier had; False where the pool has no room for it.
+    def bring_in(self, stored: StoredVariant, need: Need, partition: Partition, stream: LayerStream | None) -> bool:
+        """Makes a variant, in a node of its own, of what a tier had, where the manager accepts it.
 
         Args:
             stream: brings the KV that is not there yet; None = all is.
+
+        Returns:
+            False where the pool has no room for it.
         """
-        info, index = stored.info, self._manager.index
-        if not index.wants(
-            info.key,
-            start=info.start,
-            generation=info.generation,
-            context=info.context,
-            system=info.system,
-            is_prepared=info.is_prepared,
-        ):
+        info = stored.info
+        accept = self._manager.accept(info, need)
+        if accept is None:
             return True
-        length = len(info.token_ids)
-        slots = self.allocate(length)
+        slots = self.allocate(info.length)
         if slots is None:
             return False
         if stream is None:
-            self._assembler.fill(slots[:length].to(torch.int64), stored.k, stored.v)
-        variant = index.add(
-            info.key,
-            length=length,
-            start=info.start,
-            generation=info.generation,
-            context=info.context,
-            system=info.system,
-            home=self._store.insert_node(partition, info.token_ids, slots, self._manager.new_priority(0)),
-            statistics=info.statistics,
-            is_prepared=info.is_prepared,
-        )
-        assert variant is not None, "the index wanted it"
+            self._assembler.fill(slots[: info.length].to(torch.int64), stored.k, stored.v)
+        home = self._store.insert_node(partition, info.token_ids, slots, accept.priority)
+        variant = self._manager.complete_accept(accept, home)
         if stream is not None:
-            assert self._landings is not None
-            self._landings.open(variant, slots[:length].to(torch.int64), stream)
+            assert self._partial_loads is not None
+            self._partial_loads.open(variant, slots[: info.length].to(torch.int64), stream)
         return True

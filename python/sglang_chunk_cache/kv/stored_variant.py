@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
-from chunk_cache.index.variant import Rank, rank_of, variant_name
+from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import DEFAULT_PARTITION
 from chunk_cache.tiers.tier_ledger import EntryId, Traits, context_digest
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
@@ -95,18 +95,21 @@ class VariantInfo:
         return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
 
     @property
-    def rank(self) -> Rank:
-        """As of a `Variant`."""
-        return rank_of(self.generation, self.is_prepared)
-
-    @property
     def entry_id(self) -> EntryId:
         return EntryId(self.key, self.name)
 
     @property
+    def traits(self) -> Traits:
+        return Traits(self.generation, self.is_prepared, context_digest(self.context))
+
+    @property
     def listed(self) -> EntrySummary:
-        traits = Traits(self.generation, self.is_prepared, context_digest(self.context))
-        return EntrySummary(self.entry_id, self.payload_len, self.partition, traits)
+        return EntrySummary(self.entry_id, self.payload_len, self.partition, self.traits)
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.token_ids)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VariantInfo):

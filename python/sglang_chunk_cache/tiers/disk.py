@@ -27,7 +27,7 @@ from pathlib import Path
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
-from sglang_chunk_cache.tiers.files import make_folder, read_all, remove_abandoned, told, write_whole
+from sglang_chunk_cache.tiers.files import as_tier_errors, make_folder, read_all, remove_abandoned, write_whole
 from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     PREFIX,
@@ -66,7 +66,7 @@ class DiskMedium(LayerwiseMedium):
         self._root = Path(root)
         self._folder = self._root / fingerprint.digest
         self._writing = self._folder / "writing"
-        with told(self._root):
+        with as_tier_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             self._device = self._root.stat().st_dev
         try:
@@ -76,7 +76,7 @@ class DiskMedium(LayerwiseMedium):
             logger.warning("chunk cache: %s can only be read: %s", self._folder, error)
 
     def find(self, key: bytes) -> list[VariantInfo]:
-        with told(self._root):
+        with as_tier_errors(self._root):
             found = in_order(list(self._infos_in(self._folder_of(key))))
             if not found:
                 self._root.stat()  # nothing stored, unless the root itself is gone
@@ -86,7 +86,7 @@ class DiskMedium(LayerwiseMedium):
         stored.check_fits(self.fingerprint)
         path = self._path(stored.info)
         header = encode(self.fingerprint, stored.info, checksums_of(stored))
-        with told(path):
+        with as_tier_errors(path):
             if self._root.stat().st_dev != self._device:
                 # It was unmounted: what is written now would fill the file system below.
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
@@ -96,7 +96,7 @@ class DiskMedium(LayerwiseMedium):
 
     def delete(self, entry_id: EntryId) -> bool:
         path = self._path(entry_id)
-        with told(path):
+        with as_tier_errors(path):
             try:
                 path.unlink()
             except FileNotFoundError:
@@ -113,7 +113,7 @@ class DiskMedium(LayerwiseMedium):
 
     def read_note(self) -> bytes | None:
         path = self._folder / _NOTE
-        with told(path):
+        with as_tier_errors(path):
             try:
                 return path.read_bytes()
             except FileNotFoundError:
@@ -121,7 +121,7 @@ class DiskMedium(LayerwiseMedium):
 
     def write_note(self, note: bytes) -> None:
         path = self._folder / _NOTE
-        with told(path):
+        with as_tier_errors(path):
             write_whole(path, [note], via=self._writing)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class DiskMedium(LayerwiseMedium):
             check_wanted(record.info, info, str(path))
             for layer in range(self.fingerprint.num_layers):
                 k, v = target(layer)
-                with told(path):
+                with as_tier_errors(path):
                     read_all(file, layer_bytes(k), path)
                     read_all(file, layer_bytes(v), path)
                 check_layer(layer, k, v, record, str(path))
@@ -142,7 +142,7 @@ class DiskMedium(LayerwiseMedium):
 
     def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
         """Descriptions in a key's folder; entries that cannot be read are told."""
-        with told(folder):
+        with as_tier_errors(folder):
             try:
                 with os.scandir(folder) as entries:
                     paths = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX) and entry.is_file()]
@@ -163,7 +163,7 @@ class DiskMedium(LayerwiseMedium):
     @contextmanager
     def _opened(self, path: Path) -> Iterator[io.FileIO]:
         """The file, which is removed if what is read inside is corrupt."""
-        with told(path):
+        with as_tier_errors(path):
             try:
                 file = path.open("rb", buffering=0)
             except FileNotFoundError as error:
@@ -178,7 +178,7 @@ class DiskMedium(LayerwiseMedium):
 
     def _record(self, file: io.FileIO, path: Path) -> Record:
         """The description, with which the length of the file agrees; the file stands behind it then."""
-        with told(path):
+        with as_tier_errors(path):
             actual_len = os.fstat(file.fileno()).st_size
             raw = file.read(PREFIX.size)
             raw += file.read(min(actual_len, encoded_len(raw, str(path))) - len(raw))
@@ -194,7 +194,7 @@ class DiskMedium(LayerwiseMedium):
         return self._folder_of(entry.key) / (entry.name + _SUFFIX)
 
     def _subfolders(self, folder: Path) -> list[Path]:
-        with told(folder):
+        with as_tier_errors(folder):
             try:
                 with os.scandir(folder) as entries:
                     return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -2,7 +2,7 @@
 
     write_whole        a file that nobody sees before all of it is there
     remove_abandoned   what killed writers left
-    told               an error of the operating system becomes a `TierError`
+    as_tier_errors     an error of the operating system becomes a `TierError`
     read_all           exactly as many bytes as asked for
 
 A file is written in a folder for that, flushed to the device, and renamed. The writer holds a lock (`flock`) on it
@@ -86,7 +86,7 @@ def remove_abandoned(folder: Path) -> int:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def as_tier_errors(path: Path) -> Iterator[None]:
     """An OSError inside becomes an error of the tier.
 
     Raises:

@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, preload_depth
+from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, load_share, preload_depth
+from chunk_cache.tiers.placing import HOST, Moment
 from chunk_cache.tiers.prefetch import PrefetchQueue, State, Votes
 from chunk_cache.tiers.tier_ledger import EntryId
+from chunk_cache.tiers.variant_search import Expected
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
-from sglang_chunk_cache.kv.stored_variant import StoredVariant, VariantInfo
+from sglang_chunk_cache.kv.stored_variant import VariantInfo
 from sglang_chunk_cache.tiers.pool_view import Pool
-from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, TierSearch, Wanted
-from sglang_chunk_cache.tiers.tier import HOST, Tier
+from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, OpenSearch, TierSearch, Wanted
+from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.options.tier_config import TierConfig
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
 
 MAX_STAGED_BYTES = 2 << 30
 """Bytes of chunks for requests that wait; while there are more, no further load is begun."""
-
-MIN_PATIENCE_S = 0.25
-"""A load that takes this long is not given up for being slow: the first loads have no estimate."""
 
 LATE = Found(reason="tier_timeout")
 
@@ -97,7 +96,7 @@ class TierLoader:
         self._queue = PrefetchQueue()
         self._waiting: dict[str, _Waiting] = {}
         # All by chunk key:
-        self._wanted: dict[bytes, Wanted] = {}  # what is to be loaded, under way or there
+        self._searches: dict[bytes, OpenSearch] = {}  # for what is to be loaded, under way or there
         self._found: dict[bytes, Found] = {}
         self._estimated_s: dict[bytes, float] = {}
         self._preload: dict[bytes, int] = {}
@@ -113,7 +112,7 @@ class TierLoader:
     def want(
         self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: Callable[[], int], num_rows_ahead: int = 0
     ) -> None:
-        """A request that begins to wait needs chunks that the pool does not have.
+        """A request that begins to wait needs chunks that the pool does not have, or only as a variant that fits worse.
 
         Args:
             num_keys: tokens of its prompt.
@@ -124,28 +123,60 @@ class TierLoader:
             self._forget(rid)
             self._drop_unwanted()
         now = time.monotonic()
-        waiting = _Waiting(tuple({chunk.key: chunk for chunk in chunks}.values()))
+        hidden_s = self._prefill_cost.estimate(num_rows_ahead, num_keys) if num_rows_ahead else 0.0
+        searches = self._open_searches(chunks, num_keys, hidden_s)
+        if not searches:
+            return
+        waiting = _Waiting(tuple(search.chunk for search in searches.values()))
         self._waiting[rid] = waiting
-        for chunk in waiting.chunks:
-            self._num_wanting[chunk.key] = self._num_wanting.get(chunk.key, 0) + 1
-            if self._tiers[0].is_host and self._tiers[0].ledger.entries_of(chunk.key):
-                found = self._search.find_in(self._tiers[0], chunk, None)
-                self._note_reads(chunk.key, found)
-                waiting.decided[chunk.key] = found
+        for key, search in searches.items():
+            self._num_wanting[key] = self._num_wanting.get(key, 0) + 1
+            found = self._search.run_in_memory(search)
+            if found is not None:
+                self._note_reads(key, found)
+                waiting.decided[key] = found
         patience = self._config.timeout_s
         if self._config.controller:
-            hidden_s = self._prefill_cost.estimate(num_rows_ahead, num_keys) if num_rows_ahead else 0.0
-            worth_s = self._compute_what_is_faster(waiting, num_keys, hidden_s)
-            patience = min(patience, hidden_s + max(MIN_PATIENCE_S, worth_s))
-        to_load = {chunk.key: chunk for chunk in waiting.chunks if chunk.key not in waiting.decided}
+            patience = self._compute_what_is_faster(waiting, searches, num_keys, hidden_s)
+        to_load = {key: search for key, search in searches.items() if key not in waiting.decided}
         if self._overlaps:
-            self._choose_preload(waiting, num_rows(), num_keys)
-        self._wanted |= to_load
+            self._choose_preload(waiting, searches, num_rows(), num_keys)
+        for key, search in to_load.items():
+            self._searches.setdefault(key, search)
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
         while self._config.loading == "sync" and self._queue.state_of(rid) is State.WAITING:
             self._workers.wait_done(0.01)
             self._queue.poll(time.monotonic())
+
+    def _open_searches(self, chunks: Sequence[Wanted], num_keys: int, hidden_s: float) -> dict[bytes, OpenSearch]:
+        """Searches by key; of what the pool has only where some rank knows of something that may be better."""
+        chunks = tuple({chunk.key: chunk for chunk in chunks}.values())
+        is_held = any(chunk.held is not None for chunk in chunks)
+        shares = np.zeros((len(chunks), len(self._tiers)))
+        if self._config.controller and (is_held or len(self._tiers) > 1):
+            channels, queued = {tier.name: tier.reads.record() for tier in self._tiers}, self._queued_bytes()
+            prefill = self._prefill_cost.record()
+            for i, chunk in enumerate(chunks):
+                compute_s = prefill.marginal(len(chunk.token_ids), num_keys)
+                for j, tier in enumerate(self._tiers):
+                    load_s = channels[tier.name].estimate(self._num_bytes(chunk), queued[tier.name])
+                    shares[i, j] = load_share(load_s, compute_s, hidden_s)
+            shares = self._agreed(shares * 1000) / 1000
+        searches = {}
+        for chunk, row in zip(chunks, shares.tolist(), strict=True):
+            names = (tier.name for tier in self._tiers)
+            searches[chunk.key] = self._search.open(chunk, dict(zip(names, row, strict=True)))
+        if not is_held:
+            return searches
+        of_use = [search.chunk.held is None or search.steps.next() is not None for search in searches.values()]
+        agreed = self._agreed(np.array(of_use, dtype=float)).tolist()
+        return {key: search for (key, search), is_of_use in zip(searches.items(), agreed, strict=True) if is_of_use}
+
+    def _agreed(self, values: np.ndarray) -> np.ndarray:
+        """The largest of any rank, which all then decide by."""
+        votes = np.minimum(np.ceil(values), 1 << 40).astype(np.int64)
+        return votes if self._reduce_max is None else self._reduce_max(votes.reshape(-1)).reshape(votes.shape)
 
     def poll(self, queued: Sequence[str]) -> None:
         """Settles what has become of the requests that wait.
@@ -184,9 +215,9 @@ class TierLoader:
             return {}
         for chunk in waiting.chunks:
             found = waiting.outcome[chunk.key]
-            if found.stored is None or self._pool.has(chunk.key, chunk.need):
+            if found.stored is None:
                 continue
-            if not self._pool.bring_in(found.stored, chunk.partition, found.stream):
+            if not self._pool.bring_in(found.stored, chunk.need, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")
         return waiting.outcome
 
@@ -205,65 +236,63 @@ class TierLoader:
 
     # Loads.
 
-    def _compute_what_is_faster(self, waiting: _Waiting, num_keys: int, hidden_s: float) -> float:
-        """Decides for chunks that are computed sooner than loaded; how many seconds the others are worth waiting for.
-
-        Twice what they were estimated to take, loaded and computed: an estimate may be wrong, but not for ever. What
-        only a store that is asked may have is asked for in any case, and worth as much.
-        """
-        candidates, unknown = [], []
-        for chunk in waiting.chunks:
-            tier = self._expected_tier(chunk)
-            if tier is not None and chunk.key not in waiting.decided and chunk.key not in self._wanted:
-                option = LoadOption(tier.name, self._num_bytes(chunk), len(chunk.token_ids), num_keys)
-                if self._tier_of(chunk) is None:
-                    unknown.append(option)
-                else:
-                    candidates.append((chunk, option))
+    def _compute_what_is_faster(
+        self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_keys: int, hidden_s: float
+    ) -> float:
+        """Decides for chunks that are computed sooner than loaded; how many seconds the request waits for others."""
+        options: dict[bytes, LoadOption] = {}
+        anyway = []
+        for key, search in searches.items():
+            expected, chunk = self._expected(search), search.chunk
+            if expected is None or key in waiting.decided or key in self._searches:
+                continue
+            num_rows = max(1, round(expected.share * len(chunk.token_ids)))
+            option = LoadOption(expected.tier, self._num_bytes(chunk), num_rows, num_keys)
+            if search.steps.has_other or search.steps.expected is None:
+                anyway.append(option)
+            else:
+                options[key] = option
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
-        prefill = self._prefill_cost.record()
-        if self._overlaps:  # the forward computes some rows of these chunks in any case
-            num_rows = round(self._ratio * sum(option.num_rows for _, option in candidates))
-            hidden_s += prefill.estimate(num_rows, num_keys)
-        decisions = self._controller.decide(
-            [option for _, option in candidates],
+        plan = self._controller.load_or_compute(
+            list(options.values()),
+            anyway,
             channels,
-            prefill,
+            self._prefill_cost.record(),
             queued_bytes=self._queued_bytes(),
             hidden_s=hidden_s,
+            ratio=self._ratio,
+            timeout_s=self._config.timeout_s,
         )
-        worth_s = 0.0
-        for (chunk, option), decision in zip(candidates, decisions, strict=True):
+        for (key, option), decision in zip(options.items(), plan.decisions, strict=True):
             if decision.action == "compute":
-                waiting.decided[chunk.key] = Found(None, option.tier, "tier_slow")
+                waiting.decided[key] = Found(None, option.tier, "tier_slow")
             else:
-                self._estimated_s[chunk.key] = channels[option.tier].estimate(option.num_bytes)
-                worth_s = max(worth_s, decision.load_s) + decision.compute_s
-        for option in unknown:
-            load_s = channels[option.tier].estimate(option.num_bytes)
-            worth_s += load_s + prefill.marginal(option.num_rows, option.num_keys)
-        return 2.0 * worth_s
+                self._estimated_s[key] = channels[option.tier].estimate(option.num_bytes)
+        return plan.patience_s
 
-    def _choose_preload(self, waiting: _Waiting, num_rows: int, num_keys: int) -> None:
+    def _choose_preload(
+        self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_rows: int, num_keys: int
+    ) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
         load_s, to_load = 0.0, []
-        for chunk in waiting.chunks:
-            found, tier = waiting.decided.get(chunk.key), self._expected_tier(chunk)
-            is_brought = tier is not None if found is None else found.stored is not None
-            num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids)) if is_brought else 0
+        for key, search in searches.items():
+            found, expected, chunk = waiting.decided.get(key), self._expected(search), search.chunk
+            is_brought = expected is not None if found is None else found.stored is not None
+            if is_brought and chunk.held is None:
+                num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids))
             if found is None:
-                to_load.append(chunk)
-                load_s += 0.0 if tier is None else tier.reads.estimate(self._num_bytes(chunk))
+                to_load.append(key)
+                load_s += 0.0 if expected is None else self._tier(expected.tier).reads.estimate(self._num_bytes(chunk))
         depth = preload_depth(self._num_layers, load_s, self._prefill_cost.estimate(max(num_rows, 1), num_keys))
-        self._preload |= {chunk.key: depth for chunk in to_load if chunk.key not in self._wanted}
+        self._preload |= {key: depth for key in to_load if key not in self._searches}
 
-    def _tier_of(self, chunk: Wanted) -> Tier | None:
-        """The first that is known to have it; another server may have written it where we share a tier."""
-        return next((tier for tier in self._tiers if tier.ledger.entries_of(chunk.key)), None)
+    def _expected(self, search: OpenSearch) -> Expected | None:
+        """What is known to be there; another server may have written it where we share a tier."""
+        asked = (Expected(tier.name, 1.0) for tier in self._tiers if tier.is_asked)
+        return search.steps.expected or (None if search.chunk.held is not None else next(asked, None))
 
-    def _expected_tier(self, chunk: Wanted) -> Tier | None:
-        """The same, or one that may have it."""
-        return self._tier_of(chunk) or next((tier for tier in self._tiers if tier.is_asked), None)
+    def _tier(self, name: str) -> Tier:
+        return next(tier for tier in self._tiers if tier.name == name)
 
     def _num_bytes(self, chunk: Wanted) -> int:
         return len(chunk.token_ids) * self._bytes_per_token
@@ -271,11 +300,15 @@ class TierLoader:
     def _queued_bytes(self) -> dict[str, int]:
         """Bytes asked for and not there yet, by tier; each worker reads a share of them."""
         queued = {tier.name: 0 for tier in self._tiers}
-        for key, chunk in self._wanted.items():
-            tier = None if key in self._found else self._tier_of(chunk)
+        for key, search in self._searches.items():
+            tier = None if key in self._found else self._tier_that_has(key)
             if tier is not None:
-                queued[tier.name] += self._num_bytes(chunk) // self._workers.num_threads
+                queued[tier.name] += self._num_bytes(search.chunk) // self._workers.num_threads
         return queued
+
+    def _tier_that_has(self, key: bytes) -> Tier | None:
+        """The first below the host's that is known to have it."""
+        return next((tier for tier in self._tiers if not tier.is_host and tier.ledger.entries_of(key)), None)
 
     def _begin_loads(self) -> None:
         # As many as there is room for: they go on while a forward keeps this thread. One by one where there is none: a
@@ -285,9 +318,9 @@ class TierLoader:
             if key is None:
                 return
             if key not in self._staged:  # else another request still holds what an earlier load has found
-                self._staged[key] = self._num_bytes(self._wanted[key])
+                self._staged[key] = self._num_bytes(self._searches[key].chunk)
                 self.num_staged_bytes += self._staged[key]
-            find = partial(self._find, self._wanted[key], self._preload.get(key))
+            find = partial(self._find, self._searches[key], self._preload.get(key))
             listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
             self._workers.submit(find, partial(self._end, key, listed))
 
@@ -313,10 +346,10 @@ class TierLoader:
     def _end_streams(self, streams: Mapping[bytes, LayerStream], _: None) -> None:
         for key, stream in streams.items():
             if stream.is_complete:
-                self._note_seconds(key, stream.tier, stream.stored.info, stream.seconds)
-                self._keep_in_host(stream.stored)
+                self._note_seconds(key, self._tier(stream.tier), stream.stored.info, stream.seconds)
+                self._writer.put(stream.stored, Moment.LOADED)
             elif stream.reason in BAD_ENTRY:
-                self._writer.forget(stream.tier, stream.stored.info.entry_id)
+                self._writer.forget(self._tier(stream.tier), stream.stored.info.entry_id)
 
     def _note_seconds(self, key: bytes, tier: Tier, info: VariantInfo, seconds: float) -> None:
         tier.reads.observe(info.payload_len, seconds)
@@ -340,13 +373,13 @@ class TierLoader:
     def _drop_unwanted(self) -> None:
         for key in self._queue.drain():
             self._found.pop(key, None)
-            self._wanted.pop(key, None)
+            self._searches.pop(key, None)
             self._estimated_s.pop(key, None)
             self._preload.pop(key, None)
 
-    def _find(self, chunk: Wanted, num_layers: int | None) -> Found:
+    def _find(self, search: OpenSearch, num_layers: int | None) -> Found:
         """A worker's part: nobody may want it any more."""
-        return self._search.find(chunk, num_layers) if self._num_wanting.get(chunk.key) else NOT_STORED
+        return self._search.run(search, num_layers) if self._num_wanting.get(search.chunk.key) else NOT_STORED
 
     def _settle(self, rids: Sequence[str]) -> None:
         """The loads of these requests have ended, or are late, on all ranks."""
@@ -382,12 +415,9 @@ class TierLoader:
         return agreed
 
     def _note_outcome(self, found: Found) -> None:
+        if found.is_held:
+            return
         num_bytes = 0 if found.stored is None else found.stored.info.payload_len
         self._metrics.count_load(found.tier or "none", found.outcome, num_bytes, found.seconds)
         if found.stored is not None and found.stream is None and found.tier != HOST:
-            self._keep_in_host(found.stored)
-
-    def _keep_in_host(self, stored: StoredVariant) -> None:
-        host = self._tiers[0]
-        if host.is_host:
-            self._writer.put(host, stored)
+            self._writer.put(found.stored, Moment.LOADED)

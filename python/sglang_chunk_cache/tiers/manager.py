@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunk_cache.tiers.cost import PrefillCost, hidden_ratio, placement
+from chunk_cache.tiers.cost import PrefillCost, Unloaded, hidden_ratio
+from chunk_cache.tiers.placing import cheapest
 from chunk_cache.tiers.tier_ledger import context_digest
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.layer_stream import LayerStream
@@ -86,7 +87,7 @@ class ChunkTiers:
             pool=pool,
             metrics=metrics,
             bytes_per_token=fingerprint.payload_len(1),
-            place=self._place if config.costs else None,
+            cheapest=self._cheapest if config.costs else None,
         )
         self._loader = TierLoader(
             config,
@@ -162,12 +163,13 @@ class ChunkTiers:
         """
         if not self._config.hide_ratio:
             return least
-        left = [(stream, num_bytes) for stream in streams if (num_bytes := stream.num_bytes_left)]
-        ratio = least
-        if left:
-            load_s = sum(stream.tier.reads.estimate(num_bytes) for stream, num_bytes in left)
-            share_left = max(num_bytes / stream.stored.info.payload_len for stream, num_bytes in left)
-            ratio = hidden_ratio(load_s, share_left * self._prefill_cost.estimate(num_tokens, num_keys), least)
+        reads = {tier.name: tier.reads.record() for tier in self._tiers}
+        left = [
+            Unloaded(reads[stream.tier].estimate(num_bytes), num_bytes / stream.stored.info.payload_len)
+            for stream in streams
+            if (num_bytes := stream.num_bytes_left)
+        ]
+        ratio = hidden_ratio(left, self._prefill_cost.estimate(num_tokens, num_keys), least)
         # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.
         if self.reduce_max is not None:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
@@ -316,12 +318,12 @@ class ChunkTiers:
         for tier in self._tiers:
             tier.medium.close()
 
-    def _place(self, variant: Variant) -> str | None:
+    def _cheapest(self, variant: Variant) -> str | None:
         """The tier that keeps a variant: the cheapest one whose load hides behind what is recomputed of it."""
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         costs = {name: dict(self._config.costs)[name] for name in channels}
         compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
-        place = placement(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
+        place = cheapest(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
         if self.reduce_max is None:
             return place
         # Every rank has estimates of its own: of the tiers that they name the fastest.

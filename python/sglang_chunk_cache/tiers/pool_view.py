@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 class Pool(Protocol):
     """The KV pool and its index."""
 
-    def has(self, key: bytes, need: Need) -> bool:
-        """Whether a variant of the chunk that fits is in the pool."""
-        ...
-
     def kv_of(self, variant: Variant) -> HostKV | None:
         """K and V of a variant; None where it is not stored in full.
 
@@ -28,6 +24,11 @@ class Pool(Protocol):
         """
         ...
 
-    def bring_in(self, stored: StoredVariant, partition: Partition, stream: LayerStream | None) -> bool:
-        """Makes a variant of it; False where there is no room. `stream` brings the layers that are not there yet."""
+    def bring_in(self, stored: StoredVariant, need: Need, partition: Partition, stream: LayerStream | None) -> bool:
+        """Makes a variant of it, where the pool has none that is as good; False where there is no room.
+
+        Args:
+            need: where it is needed.
+            stream: brings the layers that are not there yet.
+        """
         ...

@@ -41,7 +41,7 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 
 @contextmanager
-def told(where: str) -> Iterator[None]:
+def as_tier_errors(where: str) -> Iterator[None]:
     """An error of the client or the server becomes one of the tier.
 
     Raises:

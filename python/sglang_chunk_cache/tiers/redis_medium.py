@@ -38,7 +38,7 @@ from sglang_chunk_cache.tiers.record import (
     layer_bytes,
     missing,
 )
-from sglang_chunk_cache.tiers.redis_client import connect, told
+from sglang_chunk_cache.tiers.redis_client import as_tier_errors, connect
 
 TIMEOUT_S = 5.0
 """Seconds for connecting, and for waiting for the next bytes; the worst case of a call is a small multiple."""
@@ -67,7 +67,7 @@ class RedisMedium(LayerwiseMedium):
         self._num_fields = 2 * fingerprint.num_layers + 1
 
     def find(self, key: bytes) -> list[VariantInfo]:
-        with self._told():
+        with self._as_tier_errors():
             return in_order(list(self._infos_of(key.hex())))
 
     def write(self, stored: StoredVariant) -> None:
@@ -76,7 +76,7 @@ class RedisMedium(LayerwiseMedium):
         place = secrets.token_hex(8)
         payload = self._payload_key(info, place)
         raw = encode(self.fingerprint, info, checksums_of(stored), place)
-        with self._told():
+        with self._as_tier_errors():
             with self._client.pipeline() as pipe:
                 pipe.hset(payload, "layers", self.fingerprint.num_layers)
                 pipe.expire(payload, UNNAMED_S)
@@ -91,23 +91,23 @@ class RedisMedium(LayerwiseMedium):
             self._publish(info, raw, payload, before)
 
     def delete(self, entry_id: EntryId) -> bool:
-        with self._told():
+        with self._as_tier_errors():
             raw = self._client.hget(self._key(entry_id), entry_id.name)
             return raw is not None and self._forget(self._key(entry_id), entry_id.name, raw)
 
     def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
-        with self._told():
+        with self._as_tier_errors():
             digits = "?" * 32
             for name in self._client.scan_iter(match=f"{self._prefix}{digits}", count=1000):
                 yield from self._infos_of(name.decode().removeprefix(self._prefix))
 
     def read_note(self) -> bytes | None:
-        with self._told():
+        with self._as_tier_errors():
             found: bytes | None = self._client.get(f"{self._prefix}note")
         return found
 
     def write_note(self, note: bytes) -> None:
-        with self._told():
+        with self._as_tier_errors():
             self._client.set(f"{self._prefix}note", note)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class RedisMedium(LayerwiseMedium):
 
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
         key, where = self._key(info), f"{self._where} {info.entry_id}"
-        with self._told():
+        with self._as_tier_errors():
             raw = self._client.hget(key, info.name)
         if raw is None:
             raise missing(where)
@@ -127,7 +127,7 @@ class RedisMedium(LayerwiseMedium):
                     yield fill_layer(layer, target(layer), raws, record, where)
         except TierError as error:
             if error.reason in ("corrupt", "missing"):
-                with suppress(TierError), self._told():
+                with suppress(TierError), self._as_tier_errors():
                     self._forget(key, info.name, raw)
             raise
 
@@ -209,7 +209,7 @@ class RedisMedium(LayerwiseMedium):
 
     def _fetch(self, record: Record, layers: range, where: str) -> list[tuple[bytes, bytes]]:
         fields = [f"{part}{layer}" for layer in layers for part in "kv"]
-        with self._told():
+        with self._as_tier_errors():
             values: list[Any] = self._client.hmget(self._payload_key(record.info, record.place), fields)
         if None in values:
             raise missing(where)
@@ -221,5 +221,5 @@ class RedisMedium(LayerwiseMedium):
     def _payload_key(self, info: VariantInfo, place: str) -> str:
         return f"{self._key(info)}:{info.name}:{place}"
 
-    def _told(self) -> AbstractContextManager[None]:
-        return told(self._where)
+    def _as_tier_errors(self) -> AbstractContextManager[None]:
+        return as_tier_errors(self._where)

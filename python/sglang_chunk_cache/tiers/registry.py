@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from chunk_cache.tiers.placing import HOST
 from chunk_cache.tiers.tier_ledger import TierLedger
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -15,7 +16,7 @@ from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
-from sglang_chunk_cache.tiers.tier import HOST, REMOTE, Tier
+from sglang_chunk_cache.tiers.tier import REMOTE, Tier
 
 if TYPE_CHECKING:
     from chunk_cache.options.config import Config

@@ -1,23 +1,23 @@
-"""TierSearch: finds a chunk in the tiers and reads it; a worker's part of loading.
+"""TierSearch: carries out a search for a chunk in the tiers; but for host memory, a worker's part of loading.
 
-Verbs: `find` (in the first tier below the host's that has a usable variant), `find_in` (in one tier).
+Verbs: `open` (a search that `chunk_cache.tiers.variant_search` decides), `run` (to its end), `run_in_memory` (as far as
+host memory goes).
 
 Promises: nothing here changes what the scheduler sees; what was tried and what is absent is told, for the ledgers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunk_cache.index.reusability import use_weight
-from chunk_cache.index.variant import Rank
+from chunk_cache.tiers.variant_search import Ask, Held, Read, TierView, VariantSearch
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
 from sglang_chunk_cache.tiers.medium import take_skipped
@@ -44,6 +44,8 @@ class Wanted:
     partition: Partition
     need: Need
     """Where, and which variants fit; the first of several requests that wait for it says so for all."""
+    held: Held | None = None
+    """What the pool has, where only something better is of use."""
 
 
 class Outcome(NamedTuple):
@@ -65,6 +67,7 @@ class Found:
         reads: what was tried to be read, and why it could not be; None = it could.
         seen: variants of it that tiers below the host's have, whether tried or not.
         absent: tiers that were searched and have no variant of it.
+        is_held: there is nothing better than what the pool has.
     """
 
     stored: StoredVariant | None = None
@@ -76,12 +79,13 @@ class Found:
     reads: tuple[tuple[Tier, VariantInfo, str | None], ...] = ()
     seen: tuple[tuple[Tier, EntrySummary], ...] = ()
     absent: tuple[Tier, ...] = ()
+    is_held: bool = False
 
     @property
     def vote(self) -> int:
         """Equal on ranks that found the same, and in the same way; 1 = there is none, 0 = that is not known."""
         if self.stored is None:
-            return int(self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY)))
+            return int(not self.is_held and self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY)))
         # The statistics too: rows are chosen by them, and all ranks must choose the same.
         info = self.stored.info
         hasher = hashlib.blake2b(info.name.encode(), digest_size=7)
@@ -101,6 +105,18 @@ class Found:
 NOT_STORED = Found()
 
 
+@dataclass
+class OpenSearch:
+    """A search, and what it has met so far."""
+
+    chunk: Wanted
+    steps: VariantSearch[VariantInfo]
+    trouble: Found = NOT_STORED
+    reads: list[tuple[Tier, VariantInfo, str | None]] = field(default_factory=list)
+    seen: list[tuple[Tier, EntrySummary]] = field(default_factory=list)
+    absent: list[Tier] = field(default_factory=list)
+
+
 class TierSearch:
     """See the head of this file.
 
@@ -110,83 +126,105 @@ class TierSearch:
     """
 
     def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint, prefers_prepared: bool) -> None:
-        self._tiers = tuple(tiers)
+        self._tiers = {tier.name: tier for tier in tiers}
         self._empty = fingerprint.empty
         self._prefers_prepared = prefers_prepared
 
-    def find(self, chunk: Wanted, num_layers: int | None) -> Found:
-        """The best variant of the first tier below the host's that has one; in a worker.
+    def open(self, chunk: Wanted, load_shares: Mapping[str, float]) -> OpenSearch:
+        """What the ledgers know of a chunk is where its search begins.
+
+        Args:
+            load_shares: by tier, as in `TierView`.
+        """
+        views = []
+        for tier in self._tiers.values():
+            entries = tier.ledger.peers_of(chunk.key)
+            # Of host memory the ledger knows all, and where the pool has a variant nothing is asked at random.
+            if entries or not (tier.is_host or chunk.held is not None):
+                named = {entry_id.name: traits for entry_id, traits in entries.items()}
+                views.append(TierView(tier.name, named, load_shares.get(tier.name, 0.0)))
+        steps = VariantSearch[VariantInfo](chunk.need, views, prefers_prepared=self._prefers_prepared, held=chunk.held)
+        return OpenSearch(chunk, steps)
+
+    def run_in_memory(self, search: OpenSearch) -> Found | None:
+        """What is found in host memory alone; None where other tiers have to be asked, or read."""
+        return self._run(search, None, is_memory=True)
+
+    def run(self, search: OpenSearch, num_layers: int | None) -> Found:
+        """What is found; in a worker.
 
         Args:
             num_layers: that are there when this returns, and a stream brings the others; None = all, without one.
         """
-        trouble = NOT_STORED
-        reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        seen: list[tuple[Tier, EntrySummary]] = []
-        absent: list[Tier] = []
-        for tier in self._tiers:
-            if tier.is_host:
-                continue
-            found = self.find_in(tier, chunk, num_layers)
-            reads += found.reads
-            seen += found.seen
-            absent += found.absent
-            trouble = found if found.stored is not None or found.reason is not None else trouble
-            if found.stored is not None:
-                break
-        return dataclasses.replace(trouble, reads=tuple(reads), seen=tuple(seen), absent=tuple(absent))
+        found = self._run(search, num_layers, is_memory=False)
+        assert found is not None, "every tier may be asked"
+        return found
 
-    def find_in(self, tier: Tier, chunk: Wanted, num_layers: int | None) -> Found:
+    def _run(self, search: OpenSearch, num_layers: int | None, *, is_memory: bool) -> Found | None:
+        while (step := search.steps.next()) is not None:
+            tier = self._tiers[step.tier]
+            if is_memory and not tier.is_host:
+                return None
+            if isinstance(step, Ask):
+                self._ask(search, tier)
+            else:
+                found = self._read(search, tier, step, None if tier.is_host else num_layers)
+                if found is not None:
+                    return found
+        trouble = search.trouble
+        is_held = search.chunk.held is not None and trouble.reason is None
+        return _found(search, reason=trouble.reason, tier=trouble.tier, is_held=is_held)
+
+    def _ask(self, search: OpenSearch, tier: Tier) -> None:
         take_skipped()
+        infos: Sequence[VariantInfo] = ()
         try:
-            infos = tier.medium.find(chunk.key)
+            infos = tier.medium.find(search.chunk.key)
         except TierError as error:
             logger.warning("Chunk cache: tier %s was not searched: %s", tier.name, error)
-            return Found(None, tier.name, f"tier_{error.reason}")
-        if not infos:
-            skipped = take_skipped()
-            if skipped is None:
-                return Found(absent=(tier,))
-            return Found(None, tier.name, f"tier_{skipped}", absent=(tier,) if skipped in BAD_ENTRY else ())
-        seen = () if tier.is_host else tuple((tier, info.listed) for info in infos)
-        reads: list[tuple[Tier, VariantInfo, str | None]] = []
-        for info in self._ranked(infos, chunk.need):
-            start = time.perf_counter()
-            try:
-                if info.token_ids != chunk.token_ids:
-                    raise TierError("mismatch", str(info.entry_id), "holds other tokens", "delete it")
-                stored, stream = self._read(tier, info, num_layers)
-            except TierError as error:
-                logger.warning("Chunk cache: a chunk was not read from tier %s: %s", tier.name, error)
-                reads.append((tier, info, error.reason))
-                continue
-            reads.append((tier, info, None))
-            weight = use_weight(chunk.need.unit_cfo(info), len(info.token_ids))
-            return Found(stored, tier.name, None, time.perf_counter() - start, weight, stream, tuple(reads), seen)
-        return Found(None, tier.name, f"tier_{reads[-1][2]}" if reads else None, reads=tuple(reads), seen=seen)
+            search.trouble = Found(None, tier.name, f"tier_{error.reason}")
+        else:
+            skipped = None if infos else take_skipped()
+            if skipped is not None:
+                search.trouble = Found(None, tier.name, f"tier_{skipped}")
+            if not infos and (skipped is None or skipped in BAD_ENTRY):
+                search.absent.append(tier)
+        if not tier.is_host:
+            search.seen += [(tier, info.listed) for info in infos]
+        search.steps.told(tier.name, infos)
 
-    def _ranked(self, infos: Sequence[VariantInfo], need: Need) -> list[VariantInfo]:
-        """Those that fit, the best first: fewest tokens to fix, as a lookup in the pool chooses.
+    def _read(self, search: OpenSearch, tier: Tier, read: Read[VariantInfo], num_layers: int | None) -> Found | None:
+        chunk, info = search.chunk, read.variant
+        start = time.perf_counter()
+        try:
+            if info.token_ids != chunk.token_ids:
+                raise TierError("mismatch", str(info.entry_id), "holds other tokens", "delete it")
+            stored, stream = self._read_from(tier, info, num_layers)
+        except TierError as error:
+            logger.warning("Chunk cache: a chunk was not read from tier %s: %s", tier.name, error)
+            search.reads.append((tier, info, error.reason))
+            search.trouble = Found(None, tier.name, f"tier_{error.reason}")
+            search.steps.failed(read)
+            return None
+        search.reads.append((tier, info, None))
+        weight = use_weight(chunk.need.unit_cfo(info), info.length)
+        seconds = time.perf_counter() - start
+        return _found(search, stored=stored, tier=tier.name, seconds=seconds, weight=weight, stream=stream)
 
-        Beside a prepared one other derived ones are passed over. Equal ones come in the order of the medium.
-        """
-        fitting = [info for info in infos if need.fits(info)]
-        if any(info.is_prepared for info in fitting):
-            fitting = [info for info in fitting if info.is_prepared or not info.generation]
-        return sorted(fitting, key=lambda info: self._rank(info, need))
-
-    def _rank(self, info: VariantInfo, need: Need) -> tuple[bool, float, Rank]:
-        is_preferred = info.is_prepared and self._prefers_prepared
-        return not is_preferred, need.unit_cfo(info), info.rank
-
-    def _read(self, tier: Tier, info: VariantInfo, num_layers: int | None) -> tuple[StoredVariant, LayerStream | None]:
+    def _read_from(
+        self, tier: Tier, info: VariantInfo, num_layers: int | None
+    ) -> tuple[StoredVariant, LayerStream | None]:
         if num_layers is None:
             return tier.medium.read(info), None
         with host_memory(info.payload_len):
-            k, v = self._empty(len(info.token_ids))
+            k, v = self._empty(info.length)
         stored = StoredVariant(info, k, v)
-        stream = LayerStream(stored, tier.medium.read_layers(info), tier)
+        stream = LayerStream(stored, tier.medium.read_layers(info), tier.name)
         stream.run_until(num_layers)
         if stream.reason is not None:
             raise TierError(stream.reason, str(info.entry_id), "its first layers were not read", "see the log")
         return stored, stream
+
+
+def _found(search: OpenSearch, **outcome: Any) -> Found:
+    return Found(reads=tuple(search.reads), seen=tuple(search.seen), absent=tuple(search.absent), **outcome)

@@ -1,7 +1,7 @@
 """TierWriter: writes chunks of the KV pool down, and keeps every tier within its budget.
 
 Verbs: `note_stored` (a variant is in the pool), `save_victims` (some are about to be evicted), `put` (a variant into
-one tier), `clear_host`.
+the tiers that take it), `clear_host`. Which tiers these are is decided by `chunk_cache.tiers.placing`.
 
 Promises: the KV is copied out of the pool before the call returns (or, on a GPU, in the order of the stream), so the
 slots may go at once. What does not fit is not written, and counted; nothing waits for a slow tier.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from chunk_cache.keys import partition_key
+from chunk_cache.tiers.placing import Known, Moment, Placing, Write, place, targets
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.pool_view import Pool
 from sglang_chunk_cache.tiers.tier import Tier
@@ -40,7 +41,7 @@ class TierWriter:
 
     Args:
         tiers: from the fastest down.
-        place: names the one tier that a variant is kept in, None = none; given where tiers have costs.
+        cheapest: names the one tier that a variant is kept in, None = none; given where tiers have costs.
         bytes_per_token: KV of this rank, all layers.
     """
 
@@ -53,21 +54,21 @@ class TierWriter:
         pool: Pool,
         metrics: TierMetrics,
         bytes_per_token: int,
-        place: Callable[[Variant], str | None] | None = None,
+        cheapest: Callable[[Variant], str | None] | None = None,
     ) -> None:
         self._config = config
-        self._tiers = tuple(tiers)
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._ledgers = {tier.name: tier.ledger for tier in tiers}
         self._workers = workers
         self._pool = pool
         self._metrics = metrics
         self._bytes_per_token = bytes_per_token
-        self._place = place
+        self._cheapest = cheapest
         self.num_queued_bytes = 0
 
     def note_stored(self, variant: Variant) -> None:
-        """A variant is in the pool; with `write: through` it is written down."""
-        if self._config.write == "through":
-            self._save(variant, self._tiers if self._place is None else self._tiers_named(self._place(variant)))
+        """A variant is in the pool."""
+        self._save(variant, Moment.STORED)
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
         """Writes down what is about to be evicted from the pool, so many tokens, where it is not yet.
@@ -75,32 +76,34 @@ class TierWriter:
         Args:
             variants: in the order in which they go.
         """
-        tiers = self._tiers[:1] if self._config.write == "evict" else self._tiers
-        if self._place is not None:
-            return  # what was not kept before is worth it nowhere
+        if not self._targets(Moment.LEAVES_POOL):
+            return
         for _, variant in zip(range(MAX_LOOKS), variants, strict=False):
             if num_tokens <= 0:
                 return
-            num_tokens -= self._save(variant, tiers)
+            num_tokens -= self._save(variant, Moment.LEAVES_POOL)
 
     def put(
         self,
-        tier: Tier,
         stored: StoredVariant,
+        moment: Moment,
         wait: Callable[[], None] = lambda: None,
         frequency: float = 0.0,
     ) -> None:
-        """Writes a variant into one tier, if it takes it.
+        """Writes a variant into the tiers that take it at this moment.
 
         Args:
+            moment: as in `place`.
             wait: returns once the tensors hold what they shall; called where they are read, by a worker.
             frequency: its f_r so far.
         """
-        info = stored.info
-        replaced = None if tier.has(info) else tier.goes_for(info, self._config.max_variants_per_chunk)
-        if replaced is None:
-            return
-        for other in replaced:
+        for action in self._actions(stored.info, moment):
+            if isinstance(action, Write):
+                self._write(action, stored, wait, frequency)
+
+    def _write(self, action: Write, stored: StoredVariant, wait: Callable[[], None], frequency: float) -> None:
+        info, tier = stored.info, self._tiers[action.tier]
+        for other in action.replaces:
             self.forget(tier, other)
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
         gone = None
@@ -154,37 +157,49 @@ class TierWriter:
 
     def clear_host(self) -> None:
         """The cache was flushed."""
-        for tier in self._tiers:
+        for tier in self._tiers.values():
             if tier.is_host:
                 for entry_id in tier.ledger:
                     tier.medium.delete(entry_id)
                 tier.ledger.clear()
                 self._metrics.set_size(tier.name, 0, 0)
 
-    def _tiers_named(self, name: str | None) -> list[Tier]:
-        return [tier for tier in self._tiers if tier.name == name]
+    def _targets(self, moment: Moment, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        if only is None and self._cheapest is not None:
+            only = ()
+        return targets(tuple(self._tiers), moment, write=self._config.write, only=only)
 
-    def _save(self, variant: Variant, tiers: Sequence[Tier]) -> int:
+    def _actions(self, info: VariantInfo, moment: Moment, only: tuple[str, ...] | None = None) -> tuple[Placing, ...]:
+        ledgers = {tier: self._ledgers[tier] for tier in self._targets(moment, only)}
+        return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
+
+    def _save(self, variant: Variant, moment: Moment) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
+        only = None
+        if moment is Moment.STORED and self._cheapest is not None and self._config.write == "through":
+            cheapest = self._cheapest(variant)
+            only = () if cheapest is None else (cheapest,)
+        if not self._targets(moment, only):
+            return variant.length
         info = _info_of(variant, self._bytes_per_token)
-        for tier in tiers:
-            if tier.has(info):
-                tier.ledger.note_frequency(info.entry_id, variant.reuse_frequency)
-        most = self._config.max_variants_per_chunk
-        takers = [tier for tier in tiers if not tier.has(info) and tier.goes_for(info, most) is not None]
-        if not takers:
+        actions = self._actions(info, moment, only)
+        for action in actions:
+            if isinstance(action, Known):
+                self._ledgers[action.tier].note_frequency(info.entry_id, variant.reuse_frequency)
+        writes = [action for action in actions if isinstance(action, Write)]
+        if not writes:
             return variant.length
         try:
             kv = self._pool.kv_of(variant)
         except TierError as error:
             logger.warning("Chunk cache: a chunk of %d tokens was not written down: %s", variant.length, error)
-            for tier in takers:
-                self._metrics.count_write(tier.name, error.reason)
+            for action in writes:
+                self._metrics.count_write(action.tier, error.reason)
             return variant.length
         if kv is None:
             return 0
-        for tier in takers:
-            self.put(tier, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
+        for action in writes:
+            self._write(action, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
         return variant.length
 
     def _prepare(self, tier: Tier, listed: EntrySummary, frequency: float) -> tuple[EntryId, ...] | None:
@@ -205,10 +220,9 @@ class TierWriter:
     def _drop(self, tier: Tier, entry_id: EntryId) -> None:
         """The ledger has evicted it: down one tier, where chunks go down only then."""
         self._metrics.count_eviction(tier.name)
-        below = self._tiers[self._tiers.index(tier) + 1 :][:1]
-        if tier.is_host and below and self._config.write == "evict":
+        if tier.is_host and self._targets(Moment.LEAVES_HOST):
             (info,) = (info for info in tier.medium.find(entry_id.key) if info.name == entry_id.name)
-            self.put(below[0], tier.medium.read(info))
+            self.put(tier.medium.read(info), Moment.LEAVES_HOST)
         self._delete(tier, entry_id)
 
     def _delete(self, tier: Tier, entry_id: EntryId) -> None:

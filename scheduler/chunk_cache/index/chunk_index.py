@@ -27,7 +27,7 @@ from chunk_cache.index.index_quota import IndexQuota
 from chunk_cache.index.need import Need, system_charge
 from chunk_cache.index.observer import Observer
 from chunk_cache.index.paths import PathLedger
-from chunk_cache.index.peers import behind, check_peers, find_same, is_superseded, ranked
+from chunk_cache.index.peers import behind, beside_prepared, check_peers, find_same, is_superseded, ranked
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Rank, Variant, holder_of, rank_of
 from chunk_cache.index.victims import AGEING, victim_order
 from chunk_cache.keys import partition_key
@@ -50,6 +50,13 @@ class Lookup:
     """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where it was not asked for."""
     other_system: float | None = None
     """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
+
+    @property
+    def share_to_compute(self) -> float:
+        """Tokens that are not stored, and `unit_cfo` of the others, as a share of the chunk; 1 without a variant."""
+        if self.variant is None:
+            return 1.0
+        return 1.0 - (1.0 - (self.unit_cfo or 0.0)) * self.covered_len / self.variant.length
 
     def __post_init__(self) -> None:
         assert (self.variant is None) == (self.covered_len == 0), f"{self.covered_len} tokens of {self.variant}"
@@ -181,9 +188,15 @@ class ChunkIndex:
         same = find_same(peers, start, place, is_prepared)
         if same is not None:
             return same.generation >= generation
-        return len(peers) < self.max_variants_per_chunk or rank_of(generation, is_prepared) <= max(
-            peer.rank for peer in peers
-        )
+        worst = self.worst_rank(key)
+        return worst is None or rank_of(generation, is_prepared) <= worst
+
+    def worst_rank(self, key: bytes) -> Rank | None:
+        """Where a chunk has as many variants as it may have: one that arrives is refused above this; None = there is
+        room.
+        """
+        peers = self._by_key.get(key, ())
+        return None if len(peers) < self.max_variants_per_chunk else max(peer.rank for peer in peers)
 
     def add(
         self,
@@ -274,21 +287,33 @@ class ChunkIndex:
                 None = none are, and CFO is not looked at.
         """
         self.counters.num_lookups += 1
+        found = self.best(key, resolve, need)
+        if found.variant is not None:
+            if found.covered_len == found.variant.length:
+                self.counters.num_full += 1
+            else:
+                self.counters.num_partial += 1
+        return found
+
+    def best(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
+        """As `lookup`, which counts it."""
         peers = self._by_key.get(key)
         if peers is None:
             return self._gone_keys.get(key, _NOT_STORED)
-        allowed, passed_over = peers, None
+        allowed, passed_over = list(peers), None
         if need is not None:
             obstacles = [need.obstacle(peer) for peer in peers]
             allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
             passed_over = next((one for one in (_OTHER_SYSTEM, _GENERATION_LIMIT) if one.reason in obstacles), None)
         prepared = next((p for p in allowed if p.is_prepared), None)
-        if prepared is not None:
-            allowed = self._beside_prepared(prepared, allowed, resolve)
+        if prepared is not None and resolve(prepared) == 0:
+            self._forget_gone(prepared)
+            allowed.remove(prepared)
+        allowed.sort(key=lambda variant: -variant.last_use)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in ranked(allowed, need):
-            if best is not None and best_share <= (cfo or 0.0):
+        for cfo, variant in ranked(beside_prepared(allowed), need, self._prefers_prepared):
+            if best is not None and (best_share <= (cfo or 0.0) or (self._prefers_prepared and best.is_prepared)):
                 break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
             assert 0 <= covered_len <= variant.length, f"{covered_len} tokens stored of {variant}"
@@ -300,25 +325,12 @@ class ChunkIndex:
                 best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
         if best is None:
             return passed_over or self._gone_keys.get(key, _EVICTED)
-        if best_len == best.length:
-            self.counters.num_full += 1
-        else:
-            self.counters.num_partial += 1
         charge = None if need is None or best.system == need.system else system_charge(best, need.system)
         return Lookup(best, best_len, None, best_cfo, charge)
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether the chunk was stored, and is remembered as gone."""
         return key in self._gone_keys and key not in self._by_key
-
-    def _beside_prepared(self, prepared: Variant, variants: Sequence[Variant], resolve: Resolve) -> list[Variant]:
-        """Those that a lookup chooses from; all but the prepared one where that is gone, which is forgotten."""
-        if resolve(prepared) == 0:
-            self._forget_gone(prepared)
-            return [variant for variant in variants if variant is not prepared]
-        if self._prefers_prepared:
-            return [prepared]
-        return [variant for variant in variants if variant.is_exact or variant is prepared]
 
     def sweep(self, resolve: Resolve, num_evicted: int) -> int:
         """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.

@@ -1,16 +1,22 @@
-"""Peers: the variants of one chunk, which stand beside each other and of which a lookup takes the best."""
+"""Peers: the variants of one chunk, which stand beside each other and of which a lookup takes the best.
+
+The rule of what is best, `beside_prepared` and `ranked`, is the same in the pool and in the tiers below it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
-from chunk_cache.index.need import Need, unit_cfo_of
+from chunk_cache.index.need import Described, Need, unit_cfo_of
 from chunk_cache.index.reusability import first_places
 from chunk_cache.index.variant import Variant
 
 Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
 """What a variant was computed behind: the marks of its system prompt, and its context."""
+Order: TypeAlias = tuple[bool, float, int]
+"""Smaller is better."""
+V = TypeVar("V", bound=Described)
 
 
 def behind(variant: Variant) -> Behind:
@@ -29,14 +35,42 @@ def is_superseded(peer: Variant, generation: int, place: Behind, is_prepared: bo
     return peer.generation > 0 and behind(peer) == place and (is_same or not generation)
 
 
-def ranked(variants: Sequence[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
-    """Best first, each with its CFO at alpha 1 where it is needed."""
-    if need is None:
-        return [(None, v) for v in sorted(variants, key=lambda v: (v.generation, -v.last_use))]
-    place = first_places(need.context)
-    found = [(unit_cfo_of(variant, place, need.system), variant) for variant in variants]
-    found.sort(key=lambda item: (item[0], item[1].generation, -item[1].last_use))
-    return [(cfo, variant) for cfo, variant in found]
+def order_of(cost: float, generation: int, is_preferred: bool) -> Order:
+    """Place of a variant among those of its chunk; the smallest is used.
+
+    Args:
+        cost: CFO at alpha 1, and where a variant has to be loaded what that costs.
+        is_preferred: a prepared variant where these are preferred.
+    """
+    return not is_preferred, cost, generation
+
+
+def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
+    """Those that may be chosen: beside a prepared variant other derived ones are passed over."""
+    if not any(variant.is_prepared for variant in variants):
+        return variants
+    return [variant for variant in variants if variant.is_prepared or not variant.generation]
+
+
+def ranked(
+    variants: Iterable[V],
+    need: Need | None,
+    prefers_prepared: bool = False,
+    charge: Callable[[V], float] | None = None,
+) -> list[tuple[float | None, V]]:
+    """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order.
+
+    Args:
+        charge: what loading a variant costs, added to its CFO.
+    """
+    place = None if need is None else first_places(need.context)
+    found = []
+    for variant in variants:
+        cfo = None if need is None or place is None else unit_cfo_of(variant, place, need.system)
+        cost = (cfo or 0.0) + (0.0 if charge is None else charge(variant))
+        found.append((order_of(cost, variant.generation, prefers_prepared and variant.is_prepared), cfo, variant))
+    found.sort(key=lambda item: item[0])
+    return [(cfo, variant) for _, cfo, variant in found]
 
 
 def check_peers(chunks: Mapping[bytes, Sequence[Variant]], variants: Iterable[Variant], max_per_chunk: int) -> None:

@@ -5,7 +5,6 @@
     Estimates          whether such estimates came true
     LoadingController  load or compute, chunk by chunk (extends CacheBlend section 5.1 to whole chunks)
     hidden_ratio       the recompute ratio whose work hides behind the load (CacheBlend section 5.1, first question)
-    placement          the cheapest tier whose load still hides (CacheBlend section 5.1, second question)
     preload_depth      L_p: layers to have loaded before the forward pass starts (Cache-Craft eq. 16)
 
 Ranks measure different times, so they would decide differently: decide by the frozen records of one rank, sent to all.
@@ -28,6 +27,8 @@ MAX_SURPRISE = 4.0
 """After `MIN_OBSERVATIONS`, one that took more times its estimate counts as that many: a stall is no trend."""
 PRIOR_LATENCY_S, PRIOR_BYTES_PER_S, PRIOR_S_PER_ROW = 1e-4, 1e10, 1e-4
 """Latency, bandwidth and seconds per row before the first observation: a fast device and a slow model."""
+MIN_PATIENCE_S = 0.25
+"""A load that takes this long is not given up for being slow: the first loads have no estimate."""
 PROBE_EVERY = 100
 """Chunks of a tier in a row that would be computed sooner, of which one is loaded: only what is tried is learnt."""
 
@@ -180,6 +181,14 @@ class LoadOption:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What becomes of the chunks of a request, one decision for each option, and how long it waits for all of them."""
+
+    decisions: tuple[LoadDecision, ...]
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadDecision:
     """Action ("load", "compute") and reason: nobody waits for the load ("hidden"); it delays less ("faster") or more
     ("slower") than computing; it is tried ("probe").
@@ -206,6 +215,43 @@ class LoadingController:
     def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps
         self._num_slower: dict[str, int] = {}
+
+    def load_or_compute(
+        self,
+        options: Sequence[LoadOption],
+        anyway: Sequence[LoadOption],
+        channels: Channels,
+        prefill: PrefillRecord,
+        *,
+        queued_bytes: Mapping[str, int],
+        hidden_s: float,
+        ratio: float,
+        timeout_s: float,
+    ) -> LoadPlan:
+        """Decide for a request that begins to wait.
+
+        It waits for twice what loads and computing were estimated to take, after `hidden_s`: an estimate may be wrong,
+        but not for ever.
+
+        Args:
+            options: chunks that a tier is known to have.
+            anyway: chunks that are looked for in any case, and worth as much: only a store that is asked may have them,
+                or what a tier has is better than another variant by more than its load.
+            hidden_s: seconds that the request waits in the queue anyway.
+            ratio: of the tokens that are loaded, how many the pass computes again while layers arrive.
+            timeout_s: the most that it waits.
+        """
+        free_s = hidden_s
+        if self._overlaps:  # the forward computes some rows of these chunks in any case
+            num_rows = round(ratio * sum(option.num_rows for option in options))
+            free_s += prefill.estimate(num_rows, max((option.num_keys for option in (*options, *anyway)), default=0))
+        decisions = self.decide(options, channels, prefill, queued_bytes=queued_bytes, hidden_s=free_s)
+        loads = [decision for decision in decisions if decision.action == "load"]
+        worth_s = max((load.load_s for load in loads), default=0.0) + sum(load.compute_s for load in loads)
+        for option in anyway:
+            load_s = channels[option.tier].estimate(option.num_bytes)
+            worth_s += load_s + prefill.marginal(option.num_rows, option.num_keys)
+        return LoadPlan(decisions, min(timeout_s, hidden_s + max(MIN_PATIENCE_S, 2.0 * worth_s)))
 
     def decide(
         self,
@@ -249,14 +295,34 @@ class LoadingController:
         return tuple(decisions)
 
 
-def hidden_ratio(load_s: float, prefill_s: float, min_ratio: float) -> float:
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """The rest of a chunk that a forward waits for: seconds until it is there, and its share of the chunk."""
+
+    load_s: float
+    share: float
+
+
+def hidden_ratio(left: Sequence[Unloaded], prefill_s: float, min_ratio: float) -> float:
     """The largest recompute ratio whose work hides behind the load: r with T_recompute(r) = r T_prefill = T_load.
 
-    Loading and prefill are seconds of one layer. The ratio is at least `min_ratio`, which quality asks for (r* in the
-    paper), and at most 1.
+    The ratio is at least `min_ratio`, which quality asks for (r* in the paper), and at most 1.
+
+    Args:
+        left: what is still to be loaded.
+        prefill_s: of computing in full what is brought in, all layers; those that are there already hide nothing.
     """
+    load_s = sum(rest.load_s for rest in left)
+    prefill_s *= max((rest.share for rest in left), default=0.0)
     assert min(load_s, prefill_s) >= 0.0, f"{load_s} s to load, {prefill_s} s to compute"
+    if not left:
+        return min_ratio
     return 1.0 if load_s >= prefill_s else max(min_ratio, load_s / prefill_s)
+
+
+def load_share(load_s: float, compute_s: float, hidden_s: float) -> float:
+    """What loading a chunk costs, as a share of what computing it costs; what `hidden_s` hides costs nothing."""
+    return max(0.0, load_s - hidden_s) / max(compute_s, 1e-12)
 
 
 def preload_depth(num_layers: int, load_s: float, compute_s: float) -> int:
@@ -268,16 +334,3 @@ def preload_depth(num_layers: int, load_s: float, compute_s: float) -> int:
     if load_s <= compute_s:
         return 1
     return num_layers - math.floor((num_layers - 1) * compute_s / load_s + 1e-9)  # not one more for a rounding error
-
-
-def placement(monthly_costs: Mapping[str, float], channels: Channels, num_bytes: int, hidden_s: float) -> str | None:
-    """The cheapest tier with T_load <= `hidden_s`, the seconds of work that hide a load: T_recompute(r); else None.
-
-    Of equal costs the faster tier counts, then the one named first.
-
-    Args:
-        monthly_costs: of a GB kept for a month in each tier, C_store in the paper.
-    """
-    load_s = {tier: channels[tier].estimate(num_bytes) for tier in monthly_costs}
-    hiding = [tier for tier in monthly_costs if load_s[tier] <= hidden_s]
-    return min(hiding, key=lambda tier: (monthly_costs[tier], load_s[tier]), default=None)

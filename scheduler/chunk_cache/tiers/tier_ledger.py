@@ -25,7 +25,7 @@ import heapq
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from chunk_cache.index.observer import Observer
@@ -103,6 +103,10 @@ class _Entry(NamedTuple):
         return self.worth, self.last_use, key
 
     @property
+    def traits(self) -> Traits:
+        return Traits(self.generation, self.is_prepared, self.context)
+
+    @property
     def is_stored(self) -> bool:
         return self.state == b"s"
 
@@ -173,14 +177,14 @@ class TierLedger:
         """The variants of a chunk that are found, in the order in which they were stored."""
         return tuple(entry.id_of(key) for entry in self._of(key) if entry.is_stored)
 
-    def first_of(self, entry_ids: Iterable[EntryId]) -> EntryId:
-        """Of entries that are found, that which goes first."""
-        return min(entry_ids, key=lambda entry_id: self._found(entry_id).place(entry_id.key))
+    def peers_of(self, key: bytes) -> dict[EntryId, Traits]:
+        """The variants of a chunk that are found, in the order in which they go."""
+        found = sorted((entry for entry in self._of(key) if entry.is_stored), key=lambda entry: entry.place(key))
+        return {entry.id_of(key): entry.traits for entry in found}
 
     def traits_of(self, entry_id: EntryId) -> Traits:
         """Of an entry that is found."""
-        entry = self._found(entry_id)
-        return Traits(entry.generation, entry.is_prepared, entry.context)
+        return self._found(entry_id).traits
 
     def num_bytes_of(self, entry_id: EntryId) -> int:
         """Of an entry that is found."""

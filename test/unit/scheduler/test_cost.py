@@ -26,10 +26,11 @@ from chunk_cache.tiers.cost import (
     PrefillRecord,
     Throughput,
     ThroughputRecord,
+    Unloaded,
     hidden_ratio,
-    placement,
     preload_depth,
 )
+from chunk_cache.tiers.placing import cheapest
 
 sizes = st.integers(1, 10**10)
 seconds = st.floats(0.0, 1e3, allow_subnormal=False)
@@ -273,13 +274,16 @@ def test_hidden_ratio_is_the_largest_that_hides(num_layers: int, load: int, pref
 
     hidden = [Fraction(k, grid) for k in range(grid + 1) if is_hidden(Fraction(k, grid))]
     oracle = max(hidden) if num_layers > 1 else Fraction(min(load, prefill), prefill)
-    assert hidden_ratio(load, prefill, floor / 20) == pytest.approx(max(floor / 20, float(oracle)))
+    assert hidden_ratio([Unloaded(load, 1.0)], prefill, floor / 20) == pytest.approx(max(floor / 20, float(oracle)))
 
 
 def test_hidden_ratio_of_the_paper() -> None:
-    assert hidden_ratio(16e-3, 3e-3 / 0.15, 0.15) == pytest.approx(0.8)  # Llama-7B, 4K tokens from NVMe
-    assert hidden_ratio(4e-3, 7e-3 / 0.15, 0.15) == 0.15  # Llama-70B: the floor
-    assert hidden_ratio(1.0, 0.5, 0.15) == hidden_ratio(0.0, 0.0, 0.15) == 1.0
+    # Llama-7B, 4K tokens from NVMe; Llama-70B.
+    assert hidden_ratio([Unloaded(16e-3, 1.0)], 3e-3 / 0.15, 0.15) == pytest.approx(0.8)
+    assert hidden_ratio([Unloaded(4e-3, 1.0)], 7e-3 / 0.15, 0.15) == 0.15, "the floor"
+    assert hidden_ratio([Unloaded(1.0, 1.0)], 0.5, 0.15) == hidden_ratio([Unloaded(0.0, 1.0)], 0.0, 0.15) == 1.0
+    assert hidden_ratio([Unloaded(0.1, 0.25), Unloaded(0.1, 0.5)], 1.0, 0.15) == pytest.approx(0.4)
+    assert hidden_ratio([], 1.0, 0.15) == 0.15
 
 
 COSTS = {"host": 3.0, "disk": 0.1, "remote": 0.02}
@@ -294,16 +298,16 @@ CHANNELS = {
     ("hidden_s", "name"), [(1.0, "remote"), (0.16, "remote"), (0.02, "disk"), (2e-3, "host"), (1e-4, None)]
 )
 def test_cheapest_tier_that_hides(hidden_s: float, name: str | None) -> None:
-    assert placement(COSTS, CHANNELS, 10**7, hidden_s) == name
+    assert cheapest(COSTS, CHANNELS, 10**7, hidden_s) == name
 
 
 def test_of_equal_tiers_the_faster_then_the_first() -> None:
     channels = {"slow": ThroughputRecord(0.2), "fast": ThroughputRecord(0.1), "also": ThroughputRecord(0.1)}
-    assert placement(dict.fromkeys(channels, 1.0), channels, 10**9, 1.0) == "fast"
-    assert placement({}, channels, 10**9, 1.0) is None
+    assert cheapest(dict.fromkeys(channels, 1.0), channels, 10**9, 1.0) == "fast"
+    assert cheapest({}, channels, 10**9, 1.0) is None
 
 
 @given(st.floats(0.0, 1.0), st.integers(1, 10**9))
 def test_placement_is_the_cheapest_of_all_that_hide(hidden_s: float, num_bytes: int) -> None:
     hiding = [tier for tier in COSTS if CHANNELS[tier].estimate(num_bytes) <= hidden_s]
-    assert placement(COSTS, CHANNELS, num_bytes, hidden_s) == min(hiding, key=COSTS.__getitem__, default=None)
+    assert cheapest(COSTS, CHANNELS, num_bytes, hidden_s) == min(hiding, key=COSTS.__getitem__, default=None)

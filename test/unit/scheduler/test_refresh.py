@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from chunk_cache.index import ChunkIndex, refresh
+from chunk_cache.index import refresh
+from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.refresh import Origin, RefreshQueue
 from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition

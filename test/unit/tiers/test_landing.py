@@ -27,11 +27,10 @@ from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
 from sglang_chunk_cache.kv.partial_load import LayerCopy, LayerFailed, LayerLoads, PartialLoad, PartialLoads
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import Tier
 from unit.tiers.medium_suite import FINGERPRINT
-from unit.tiers.tier_harness import LENGTH, SIZE, Ranks, stored, variant, wanted
+from unit.tiers.tier_harness import LENGTH, SIZE, Ranks, search, stored, variant, wanted
 
 NUM_SLOTS = 64
 LAYERS = FINGERPRINT.num_layers
@@ -128,7 +127,7 @@ def stream(tmp_path: Path) -> Callable[..., LayerStream]:
         if layer_s:
             medium = Throttled(medium, SIZE / LAYERS / layer_s)
         tier = Tier("disk", medium, TierLedger(None))
-        found = TierSearch([tier], FINGERPRINT, False).find(wanted(number), num_layers)
+        found = search([tier], wanted(number), num_layers)
         assert found.stream is not None
         return found.stream
 

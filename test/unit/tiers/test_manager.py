@@ -22,10 +22,9 @@ from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
-from sglang_chunk_cache.tiers.search import TierSearch
 from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
-from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, Ranks, stored, variant, wanted
+from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, Ranks, search, stored, variant, wanted
 
 NUM_TOKENS, NUM_KEYS = 40, 200
 
@@ -80,11 +79,11 @@ def test_prepared_chunks_are_known_after_a_restart(open_chunk_tiers: Callable[..
     assert tiers.prepared_keys({key: (b, a)}) == set()
     assert tiers.stored_lens([key, wanted(5).key], 0) == {key: LENGTH}
     for prefers, expected in ((False, False), (True, True)):
-        found = TierSearch(tiers._tiers, FINGERPRINT, prefers).find(wanted(3), None)
+        found = search(tiers._tiers, wanted(3), prefers=prefers)
         assert found.stored is not None
         assert found.stored.info.is_prepared == expected
         assert found.stored.info.context == ((a, b) if expected else ())
-    found = TierSearch(tiers._tiers, FINGERPRINT, True).find(wanted(3, max_generation=0), None)
+    found = search(tiers._tiers, wanted(3, max_generation=0), prefers=True)
     assert found.stored is not None
     assert not found.stored.info.is_prepared
 
@@ -105,7 +104,7 @@ def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
     """Of a chunk on its disk, of which so many layers are there."""
     (disk,) = tiers._tiers
     disk.medium.write(stored(variant(1)))
-    found = TierSearch([disk], FINGERPRINT, False).find(wanted(1), num_layers)
+    found = search([disk], wanted(1), num_layers)
     assert found.stream is not None
     return found.stream
 
@@ -403,5 +402,5 @@ def test_ranks_place_a_variant_alike(open_chunk_tiers: Callable[..., ChunkTiers]
     for i, tiers in enumerate(both):
         learn(tiers, load_s=0.001 if i in fast_ranks else 100.0, compute_s=1.0)
     with ThreadPoolExecutor(2) as pool:
-        places = list(pool.map(lambda tiers: tiers._place(variant(1)), both))
+        places = list(pool.map(lambda tiers: tiers._cheapest(variant(1)), both))
     assert places == ["disk" if fast_ranks else None] * 2

@@ -16,6 +16,7 @@ from chunk_cache.index.quota import Shares
 from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.keys import Partition, partition_key
 from chunk_cache.tiers.cost import PrefillCost
+from chunk_cache.tiers.placing import Moment
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
@@ -203,7 +204,7 @@ def test_while_too_much_waits_to_be_written_nothing_more_is(tmp_path: Path, monk
         assert names(tiers, "disk") == [0, 1, 2, 4]
 
 
-def test_the_kv_is_read_when_it_is_there(tiers: Tiers) -> None:
+def test_the_kv_is_read_when_it_is_there(tmp_path: Path) -> None:
     """On a GPU the copy is on its way when it is handed over."""
     one, there, waited = stored(variant(1)), threading.Event(), []
     late = StoredVariant(one.info, torch.zeros_like(one.k), torch.zeros_like(one.v))
@@ -214,11 +215,12 @@ def test_the_kv_is_read_when_it_is_there(tiers: Tiers) -> None:
         late.v.copy_(one.v)
         waited.append(threading.current_thread() is not threading.main_thread())
 
-    tiers.writer.put(tiers.tier("disk"), late, wait)
-    there.set()
-    tiers.check()
-    assert waited == [True]
-    assert_same(tiers.tier("disk").medium.read(one.info), one)
+    with open_tiers({"disk": tmp_path}) as tiers:
+        tiers.writer.put(late, Moment.LEAVES_POOL, wait)
+        there.set()
+        tiers.check()
+        assert waited == [True]
+        assert_same(tiers.tier("disk").medium.read(one.info), one)
 
 
 # What was there before.

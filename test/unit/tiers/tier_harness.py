@@ -34,7 +34,7 @@ from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.loader import TierLoader
 from sglang_chunk_cache.tiers.medium import Medium
-from sglang_chunk_cache.tiers.search import Found, Wanted
+from sglang_chunk_cache.tiers.search import Found, TierSearch, Wanted
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
@@ -123,15 +123,14 @@ class DictPool:
         self.num_gathered += 1
         return kv_of(one)
 
-    def bring_in(self, found: StoredVariant, partition: Partition, stream: Any = None) -> bool:
+    def bring_in(self, found: StoredVariant, need: Need, partition: Partition, stream: Any = None) -> bool:
         assert partition == PARTITION
+        if found.info.key in self.brought and need.fits(self.brought[found.info.key].info):
+            return True
         if self.has_room:
             assert found.info.key not in self.brought, "brought in twice"
             self.brought[found.info.key] = found
         return self.has_room
-
-    def has(self, key: bytes, need: Need) -> bool:
-        return key in self.brought and need.fits(self.brought[key].info)
 
 
 class Tiers:
@@ -254,7 +253,7 @@ class Tiers:
         self.loader.poll(())
         assert self.loader.num_held == 0
         assert self.loader.num_staged_bytes == 0
-        for kept in ("_waiting", "_wanted", "_found", "_estimated_s", "_num_wanting", "_preload", "_staged"):
+        for kept in ("_waiting", "_searches", "_found", "_estimated_s", "_num_wanting", "_preload", "_staged"):
             assert not getattr(self.loader, kept), kept
 
     def close(self) -> None:
@@ -309,6 +308,12 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
+
+
+def search(tiers: Sequence[Tier], chunk: Wanted, num_layers: int | None = None, *, prefers: bool = False) -> Found:
+    """What is found of a chunk in these tiers, whatever loading takes."""
+    found = TierSearch(tiers, FINGERPRINT, prefers)
+    return found.run(found.open(chunk, {}), num_layers)
 
 
 def result(found: Found) -> tuple[str, str | None]:

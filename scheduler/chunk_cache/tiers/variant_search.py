@@ -1,0 +1,242 @@
+"""VariantSearch: which stored variant of a chunk a prompt is given, over the KV pool and all tiers below it.
+
+    next      what to do now: `Ask` a tier what it has, `Read` a variant from it; None = the search is over
+    told      what a tier has, once it was asked
+    failed    a variant could not be read
+    expected  what will probably be read, and how much of the chunk need not be computed then
+
+The order is that of the pool (`index.peers`), where loading from a tier costs a share of what computing the chunk
+would take. A tier is asked while nothing better is known than what it may have. What a `TierLedger` keeps in mind of an
+entry (`Traits`) says what its CFO is at least; the tier itself says all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from chunk_cache.index.need import Described, Need
+from chunk_cache.index.peers import Order, beside_prepared, order_of, ranked
+from chunk_cache.index.variant import Rank, rank_of
+from chunk_cache.tiers.tier_ledger import PLAIN, Traits
+
+
+class Listed(Described, Protocol):
+    """A variant that a tier has."""
+
+    @property
+    def name(self) -> str: ...
+
+
+V = TypeVar("V", bound=Listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The variant of a chunk that the pool would give."""
+
+    share: float
+    """`Lookup.share_to_compute`."""
+    generation: int
+    is_prepared: bool
+    names: frozenset[str]
+    """`variant_name` of all variants of the chunk that the pool has; none of them is loaded."""
+    worst_rank: Rank | None
+    """The pool takes none of a larger rank; None = of any."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """What is known of a tier before it is asked for a chunk.
+
+    Attributes:
+        entries: variants of the chunk that its ledger has, by name.
+        load_share: what loading one takes, as a share of what computing the chunk takes.
+    """
+
+    tier: str
+    entries: Mapping[str, Traits]
+    load_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The tier that is to say what it has of the chunk."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[V]):
+    """The variant that is to be read from a tier."""
+
+    tier: str
+    variant: V
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The tier that a variant will probably be read from, and the share of the chunk that this spares."""
+
+    tier: str
+    share: float
+
+
+Found: TypeAlias = tuple[str, V]
+
+
+def rank(
+    found: Sequence[Found[V]],
+    need: Need,
+    load_shares: Mapping[str, float],
+    *,
+    prefers_prepared: bool = False,
+    held: Held | None = None,
+) -> list[Found[V]]:
+    """Variants that tiers have, the best first: those that fit and are better than what the pool has.
+
+    Args:
+        found: with the names of their tiers, of equal ones the first first.
+        load_shares: by tier; see `TierView`.
+    """
+    tier_of = {id(variant): tier for tier, variant in reversed(found)}
+    fitting = [variant for _, variant in found if need.fits(variant)]
+    if held is not None:
+        fitting = [v for v in fitting if v.name not in held.names and _is_taken(held, v.generation, v.is_prepared)]
+        if held.is_prepared:
+            fitting = [variant for variant in fitting if variant.is_prepared or not variant.generation]
+
+    def charge(variant: V) -> float:
+        return load_shares[tier_of[id(variant)]]
+
+    best = [variant for _, variant in ranked(beside_prepared(fitting), need, prefers_prepared, charge)]
+    if held is not None:
+        limit = _order_of_held(held, prefers_prepared)
+        best = [v for v in best if _order(v, need.unit_cfo(v) + charge(v), prefers_prepared) < limit]
+    return [(tier_of[id(variant)], variant) for variant in best]
+
+
+def is_better(variant: Described, need: Need, held: Held, *, prefers_prepared: bool = False) -> bool:
+    """Whether a variant that is there, loaded already, is better than what the pool has."""
+    if held.is_prepared and variant.generation and not variant.is_prepared:
+        return False
+    return _order(variant, need.unit_cfo(variant), prefers_prepared) < _order_of_held(held, prefers_prepared)
+
+
+def least_unit_cfo(traits: Traits, need: Need) -> float:
+    """The least CFO at alpha 1 of an entry of which a ledger knows this much."""
+    is_apart = traits.is_prepared or traits.context == PLAIN.context
+    return 0.5 if is_apart and need.context else 0.0
+
+
+class VariantSearch(Generic[V]):
+    """See the head of this file.
+
+    Args:
+        views: of the tiers that may be asked, the fastest first.
+        held: what the pool has, where something better is looked for; None = all tiers are asked until one has a
+            variant that fits, known or not.
+    """
+
+    def __init__(
+        self, need: Need, views: Sequence[TierView], *, prefers_prepared: bool = False, held: Held | None = None
+    ) -> None:
+        self._need = need
+        self._views = tuple(views)
+        self._held = held
+        self._prefers_prepared = prefers_prepared
+        self._load_shares = {view.tier: view.load_share for view in views}
+        self._asked: set[str] = set()
+        self._found: list[Found[V]] = []
+
+    def next(self) -> Ask | Read[V] | None:
+        """What to do now; the same until something is reported."""
+        best = self._best()
+        for view in self._views:
+            is_open = view.tier not in self._asked
+            if is_open and ((best is None and self._held is None) or any(self._better(view, best))):
+                return Ask(view.tier)
+        return None if best is None else Read(*best)
+
+    def told(self, tier: str, variants: Sequence[V]) -> None:
+        """What a tier has of the chunk; nothing where it could not be asked."""
+        self._asked.add(tier)
+        self._found += [(tier, variant) for variant in variants]
+
+    def failed(self, read: Read[V]) -> None:
+        """A variant could not be read."""
+        self._found = [one for one in self._found if one[1] is not read.variant]
+
+    @property
+    def has_other(self) -> bool:
+        """Whether the prompt is given another variant where nothing more is loaded."""
+        return self._held is not None or self._best() is not None
+
+    @property
+    def expected(self) -> Expected | None:
+        """None where no tier is known to have a variant that is better than the pool's."""
+        bounds = [
+            (order, view.tier)
+            for view in self._views
+            if view.tier not in self._asked
+            for order in self._better(view, None)
+        ]
+        best = self._best()
+        if best is not None:
+            tier, _ = best
+            bounds.append((self._order_of(best), tier))
+        if not bounds:
+            return None
+        (_, cost, _), tier = min(bounds, key=lambda bound: bound[0])
+        share = 1.0 if self._held is None else self._held.share - cost + self._load_shares[tier]
+        return Expected(tier, max(0.0, min(1.0, share)))
+
+    def _best(self) -> Found[V] | None:
+        best = rank(
+            self._found, self._need, self._load_shares, prefers_prepared=self._prefers_prepared, held=self._held
+        )
+        return best[0] if best else None
+
+    def _order_of(self, found: Found[V]) -> Order:
+        tier, variant = found
+        return _order(variant, self._need.unit_cfo(variant) + self._load_shares[tier], self._prefers_prepared)
+
+    def _better(self, view: TierView, best: Found[V] | None) -> Iterator[Order]:
+        """The best that entries may be, of those that may be better than the best so far and than the pool's."""
+        held, names = self._held, {variant.name for _, variant in self._found}
+        limits = [] if best is None else [self._order_of(best)]
+        is_beside_prepared = any(variant.is_prepared and self._need.fits(variant) for _, variant in self._found)
+        if held is not None:
+            limits.append(_order_of_held(held, self._prefers_prepared))
+            names |= held.names
+            is_beside_prepared |= held.is_prepared
+        for name, traits in view.entries.items():
+            if name in names or traits.generation > self._need.max_generation:
+                continue
+            if is_beside_prepared and traits.generation and not traits.is_prepared:
+                continue
+            if held is not None and not _is_taken(held, traits.generation, traits.is_prepared):
+                continue
+            order = _order(traits, least_unit_cfo(traits, self._need) + view.load_share, self._prefers_prepared)
+            if all(order < limit for limit in limits):
+                yield order
+
+
+class _Ranked(Protocol):
+    @property
+    def generation(self) -> int: ...
+    @property
+    def is_prepared(self) -> bool: ...
+
+
+def _order(variant: _Ranked, cost: float, prefers_prepared: bool) -> Order:
+    return order_of(cost, variant.generation, prefers_prepared and variant.is_prepared)
+
+
+def _order_of_held(held: Held, prefers_prepared: bool) -> Order:
+    return _order(held, held.share, prefers_prepared)
+
+
+def _is_taken(held: Held, generation: int, is_prepared: bool) -> bool:
+    return held.worst_rank is None or rank_of(generation, is_prepared) <= held.worst_rank
