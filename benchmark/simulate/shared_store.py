@@ -5,9 +5,10 @@
     StoreReplay                a replica: before a prompt is planned, what the pool has not comes from the store
 
 What is real: the decisions of `chunk_cache.tiers` (which variant of a passage, to load or to compute it, what it
-replaces in the store), the ledger of what a replica knows of the store, and all that `engine` runs. A passage that was asked for before the simulation begins is
-stored as its first request computed it, exactly. A load takes the latency, and its bytes through two pipes, the
-replica's and the store's; requests come at equal distances, and how long a forward takes delays nobody.
+replaces in the store), the ledger of what a replica knows of the store, and all that `engine` runs. A passage that was
+asked for before the simulation begins is stored as its first request computed it, exactly. A load takes the latency,
+and its bytes through two pipes, the replica's and the store's; requests come at equal distances, and how long a forward
+takes delays nobody.
 """
 
 from __future__ import annotations

@@ -242,9 +242,14 @@ class ChunkManager:
         variant = found.variant
         if variant is None or not need.fits(variant):
             return None
-        names = frozenset(one.name for one in self.index.variants_of(key))
-        worst = self.index.worst_rank(key)
-        return Held(found.share_to_compute, variant.generation, variant.is_prepared, names, worst)
+        peers = self.index.variants_of(key)
+        return Held(
+            found.share_to_compute,
+            variant.generation,
+            has_prepared=any(one.is_prepared and need.obstacle(one) is None for one in peers),
+            names=frozenset(one.name for one in peers),
+            worst_rank=self.index.worst_rank(key),
+        )
 
     def accept(self, variant: Arriving, need: Need) -> Accept | None:
         """A variant from a tier that goes into the pool; None = the pool has one as good by now, or would not keep it.

@@ -1,11 +1,11 @@
 """Peers: the variants of one chunk, which stand beside each other and of which a lookup takes the best.
 
-The rule of what is best, `beside_prepared` and `ranked`, is the same in the pool and in the tiers below it.
+The rule of what is best, `beside_prepared` and `order_of`, is the same in the pool and in the tiers below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from chunk_cache.index.need import Described, Need, unit_cfo_of
@@ -53,22 +53,14 @@ def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
 
 
 def ranked(
-    variants: Iterable[V],
-    need: Need | None,
-    prefers_prepared: bool = False,
-    charge: Callable[[V], float] | None = None,
-) -> list[tuple[float | None, V]]:
-    """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order.
-
-    Args:
-        charge: what loading a variant costs, added to its CFO.
-    """
+    variants: Iterable[Variant], need: Need | None, prefers_prepared: bool
+) -> list[tuple[float | None, Variant]]:
+    """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order."""
     place = None if need is None else first_places(need.context)
     found = []
     for variant in variants:
         cfo = None if need is None or place is None else unit_cfo_of(variant, place, need.system)
-        cost = (cfo or 0.0) + (0.0 if charge is None else charge(variant))
-        found.append((order_of(cost, variant.generation, prefers_prepared and variant.is_prepared), cfo, variant))
+        found.append((order_of(cfo or 0.0, variant.generation, prefers_prepared and variant.is_prepared), cfo, variant))
     found.sort(key=lambda item: item[0])
     return [(cfo, variant) for _, cfo, variant in found]
 

@@ -12,12 +12,13 @@ entry (`Traits`) says what its CFO is at least; the tier itself says all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from chunk_cache.index.need import Described, Need
-from chunk_cache.index.peers import Order, beside_prepared, order_of, ranked
+from chunk_cache.index.peers import Order, beside_prepared, order_of
 from chunk_cache.index.variant import Rank, rank_of
 from chunk_cache.tiers.tier_ledger import PLAIN, Traits
 
@@ -39,7 +40,8 @@ class Held:
     share: float
     """`Lookup.share_to_compute`."""
     generation: int
-    is_prepared: bool
+    has_prepared: bool
+    """Whether the pool has a prepared variant that may be used; beside it other derived ones are passed over."""
     names: frozenset[str]
     """`variant_name` of all variants of the chunk that the pool has; none of them is loaded."""
     worst_rank: Rank | None
@@ -100,26 +102,25 @@ def rank(
         found: with the names of their tiers, of equal ones the first first.
         load_shares: by tier; see `TierView`.
     """
-    tier_of = {id(variant): tier for tier, variant in reversed(found)}
-    fitting = [variant for _, variant in found if need.fits(variant)]
+    fitting = [one for one in found if need.fits(one[1])]
     if held is not None:
-        fitting = [v for v in fitting if v.name not in held.names and _is_taken(held, v.generation, v.is_prepared)]
-        if held.is_prepared:
-            fitting = [variant for variant in fitting if variant.is_prepared or not variant.generation]
-
-    def charge(variant: V) -> float:
-        return load_shares[tier_of[id(variant)]]
-
-    best = [variant for _, variant in ranked(beside_prepared(fitting), need, prefers_prepared, charge)]
+        fitting = [(tier, v) for tier, v in fitting if v.name not in held.names and _is_taken(held, v)]
+        if held.has_prepared:
+            fitting = [(tier, v) for tier, v in fitting if not _is_other_derived(v)]
+    orders = [
+        (_order(variant, need.unit_cfo(variant) + load_shares[tier], prefers_prepared), (tier, variant))
+        for tier, variant in fitting
+    ]
     if held is not None:
         limit = _order_of_held(held, prefers_prepared)
-        best = [v for v in best if _order(v, need.unit_cfo(v) + charge(v), prefers_prepared) < limit]
-    return [(tier_of[id(variant)], variant) for variant in best]
+        orders = [(order, one) for order, one in orders if order < limit]
+    allowed = {id(variant) for variant in beside_prepared([variant for _, (_, variant) in orders])}
+    return [one for _, one in sorted(orders, key=lambda item: item[0]) if id(one[1]) in allowed]
 
 
 def is_better(variant: Described, need: Need, held: Held, *, prefers_prepared: bool = False) -> bool:
     """Whether a variant that is there, loaded already, is better than what the pool has."""
-    if held.is_prepared and variant.generation and not variant.is_prepared:
+    if held.has_prepared and _is_other_derived(variant):
         return False
     return _order(variant, need.unit_cfo(variant), prefers_prepared) < _order_of_held(held, prefers_prepared)
 
@@ -152,12 +153,12 @@ class VariantSearch(Generic[V]):
 
     def next(self) -> Ask | Read[V] | None:
         """What to do now; the same until something is reported."""
-        best = self._best()
+        ranked = self._ranked()
         for view in self._views:
             is_open = view.tier not in self._asked
-            if is_open and ((best is None and self._held is None) or any(self._better(view, best))):
+            if is_open and (not (ranked or self._held) or any(self._better(view, ranked))):
                 return Ask(view.tier)
-        return None if best is None else Read(*best)
+        return Read(*ranked[0]) if ranked else None
 
     def told(self, tier: str, variants: Sequence[V]) -> None:
         """What a tier has of the chunk; nothing where it could not be asked."""
@@ -180,7 +181,7 @@ class VariantSearch(Generic[V]):
             (order, view.tier)
             for view in self._views
             if view.tier not in self._asked
-            for order in self._better(view, None)
+            for order in self._better(view, ())
         ]
         best = self._best()
         if best is not None:
@@ -192,35 +193,40 @@ class VariantSearch(Generic[V]):
         share = 1.0 if self._held is None else self._held.share - cost + self._load_shares[tier]
         return Expected(tier, max(0.0, min(1.0, share)))
 
-    def _best(self) -> Found[V] | None:
-        best = rank(
+    def _ranked(self) -> list[Found[V]]:
+        return rank(
             self._found, self._need, self._load_shares, prefers_prepared=self._prefers_prepared, held=self._held
         )
-        return best[0] if best else None
+
+    def _best(self) -> Found[V] | None:
+        return next(iter(self._ranked()), None)
 
     def _order_of(self, found: Found[V]) -> Order:
         tier, variant = found
         return _order(variant, self._need.unit_cfo(variant) + self._load_shares[tier], self._prefers_prepared)
 
-    def _better(self, view: TierView, best: Found[V] | None) -> Iterator[Order]:
-        """The best that entries may be, of those that may be better than the best so far and than the pool's."""
-        held, names = self._held, {variant.name for _, variant in self._found}
-        limits = [] if best is None else [self._order_of(best)]
-        is_beside_prepared = any(variant.is_prepared and self._need.fits(variant) for _, variant in self._found)
-        if held is not None:
-            limits.append(_order_of_held(held, self._prefers_prepared))
-            names |= held.names
-            is_beside_prepared |= held.is_prepared
+    def _better(self, view: TierView, ranked: Sequence[Found[V]]) -> Iterator[Order]:
+        """The best that entries may be, of those that may be better than all that was ranked and than the pool's."""
+        held, need = self._held, self._need
+        met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
+        worst = _NOTHING if held is None else _order_of_held(held, self._prefers_prepared)
+        best = self._order_of(ranked[0]) if ranked else worst
+        # Beside a prepared one other derived ones are passed over, whatever it costs itself.
+        is_beside_prepared = (held is not None and held.has_prepared) or any(v.is_prepared for _, v in ranked)
+        is_derived = bool(ranked) and ranked[0][1].generation > 0 and not is_beside_prepared
         for name, traits in view.entries.items():
-            if name in names or traits.generation > self._need.max_generation:
+            if traits.generation > need.max_generation or (is_beside_prepared and _is_other_derived(traits)):
                 continue
-            if is_beside_prepared and traits.generation and not traits.is_prepared:
+            if held is not None and (name in held.names or not _is_taken(held, traits)):
                 continue
-            if held is not None and not _is_taken(held, traits.generation, traits.is_prepared):
-                continue
-            order = _order(traits, least_unit_cfo(traits, self._need) + view.load_share, self._prefers_prepared)
-            if all(order < limit for limit in limits):
+            least = need.unit_cfo(met[name]) if name in met else least_unit_cfo(traits, need)
+            order = _order(traits, least + view.load_share, self._prefers_prepared)
+            limit = worst if is_derived and traits.is_prepared else best
+            if order < limit and least <= need.max_unit_cfo:
                 yield order
+
+
+_NOTHING: Order = (True, math.inf, 0)
 
 
 class _Ranked(Protocol):
@@ -235,8 +241,12 @@ def _order(variant: _Ranked, cost: float, prefers_prepared: bool) -> Order:
 
 
 def _order_of_held(held: Held, prefers_prepared: bool) -> Order:
-    return _order(held, held.share, prefers_prepared)
+    return order_of(held.share, held.generation, prefers_prepared and held.has_prepared)
 
 
-def _is_taken(held: Held, generation: int, is_prepared: bool) -> bool:
-    return held.worst_rank is None or rank_of(generation, is_prepared) <= held.worst_rank
+def _is_other_derived(variant: _Ranked) -> bool:
+    return variant.generation > 0 and not variant.is_prepared
+
+
+def _is_taken(held: Held, variant: _Ranked) -> bool:
+    return held.worst_rank is None or rank_of(variant.generation, variant.is_prepared) <= held.worst_rank
