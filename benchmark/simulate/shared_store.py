@@ -201,7 +201,7 @@ class StoreReplay(Replay):
         hardware = self.store.hardware
         load_s = self._channel().estimate(length * hardware.token_bytes, self._queued_bytes())
         share = load_share(load_s, self._prefill().marginal(length, num_keys), 0.0)
-        views = [TierView(REMOTE, entries, share)] if entries or missing.held is None else []
+        views = [TierView(REMOTE, entries, share)] if entries or not missing.held.is_of_use else []
         prefers = self.settings.config.prefer_prepared
         return VariantSearch(missing.need, views, prefers_prepared=prefers, held=missing.held)
 
@@ -229,7 +229,7 @@ class StoreReplay(Replay):
     def _choose(self, layout: Layout, found: Sequence[tuple[Missing, Variant]]) -> list[tuple[Missing, Variant]]:
         """Those that are loaded: sooner there than computed, or better than what the pool has by more than the load."""
         hardware = self.store.hardware
-        open_ones = [variant for missing, variant in found if missing.held is None]
+        open_ones = [variant for missing, variant in found if not missing.held.is_of_use]
         plan = self.controller.load_or_compute(
             [LoadOption(REMOTE, v.length * hardware.token_bytes, v.length, layout.length) for v in open_ones],
             (),

@@ -109,8 +109,8 @@ class Missing:
 
     chunk: int
     need: Need
-    held: Held | None
-    """What the pool has, where only something better is of use."""
+    held: Held
+    """What the pool has; only something better is of use."""
 
 
 _Version: TypeAlias = tuple[int, int]
@@ -233,19 +233,16 @@ class ChunkManager:
                 continue
             need = self.need(prompt, i)
             held = self._held(key, need)
-            if held is None or held.share or held.generation:
+            if held.share or held.generation:
                 yield Missing(i, need, held)
 
-    def _held(self, key: bytes, need: Need) -> Held | None:
-        """What the pool would give where a chunk is needed; None where that is nothing, or costs too much."""
-        found = self.index.best(key, self.store.resolve, need)
-        variant = found.variant
-        if variant is None or not need.fits(variant):
-            return None
-        peers = self.index.variants_of(key)
+    def _held(self, key: bytes, need: Need) -> Held:
+        """What the pool would give where a chunk is needed."""
+        found, peers = self.index.best(key, self.store.resolve, need), self.index.variants_of(key)
+        fits = found.variant is not None and need.fits(found.variant)
         return Held(
-            found.share_to_compute,
-            variant.generation,
+            found.share_to_compute if fits else math.inf,
+            0 if found.variant is None else found.variant.generation,
             has_prepared=any(one.is_prepared and need.obstacle(one) is None for one in peers),
             names=frozenset(one.name for one in peers),
             worst_rank=self.index.worst_rank(key),
@@ -258,7 +255,7 @@ class ChunkManager:
             need: where it is needed.
         """
         held = self._held(variant.key, need)
-        if held is not None and not is_better(variant, need, held, prefers_prepared=self.config.prefer_prepared):
+        if not is_better(variant, need, held, prefers_prepared=self.config.prefer_prepared):
             return None
         is_wanted = self.index.wants(
             variant.key,

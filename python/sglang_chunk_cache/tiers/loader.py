@@ -152,7 +152,7 @@ class TierLoader:
     def _open_searches(self, chunks: Sequence[Wanted], num_keys: int, hidden_s: float) -> dict[bytes, OpenSearch]:
         """Searches by key; of what the pool has only where some rank knows of something that may be better."""
         chunks = tuple({chunk.key: chunk for chunk in chunks}.values())
-        is_held = any(chunk.held is not None for chunk in chunks)
+        is_held = any(chunk.held.is_of_use for chunk in chunks)
         shares = np.zeros((len(chunks), len(self._tiers)))
         if self._config.controller and (is_held or len(self._tiers) > 1):
             channels, queued = {tier.name: tier.reads.record() for tier in self._tiers}, self._queued_bytes()
@@ -169,7 +169,7 @@ class TierLoader:
             searches[chunk.key] = self._search.open(chunk, dict(zip(names, row, strict=True)))
         if not is_held:
             return searches
-        of_use = [search.chunk.held is None or search.steps.next() is not None for search in searches.values()]
+        of_use = [not search.chunk.held.is_of_use or search.steps.next() is not None for search in searches.values()]
         agreed = self._agreed(np.array(of_use, dtype=float)).tolist()
         return {key: search for (key, search), is_of_use in zip(searches.items(), agreed, strict=True) if is_of_use}
 
@@ -278,7 +278,7 @@ class TierLoader:
         for key, search in searches.items():
             found, expected, chunk = waiting.decided.get(key), self._expected(search), search.chunk
             is_brought = expected is not None if found is None else found.stored is not None
-            if is_brought and chunk.held is None:
+            if is_brought and not chunk.held.is_of_use:
                 num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids))
             if found is None:
                 to_load.append(key)
@@ -289,7 +289,7 @@ class TierLoader:
     def _expected(self, search: OpenSearch) -> Expected | None:
         """What is known to be there; another server may have written it where we share a tier."""
         asked = (Expected(tier.name, 1.0) for tier in self._tiers if tier.is_asked)
-        return search.steps.expected or (None if search.chunk.held is not None else next(asked, None))
+        return search.steps.expected or (None if search.chunk.held.is_of_use else next(asked, None))
 
     def _tier(self, name: str) -> Tier:
         return next(tier for tier in self._tiers if tier.name == name)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunk_cache.index.reusability import use_weight
-from chunk_cache.tiers.variant_search import Ask, Held, Read, TierView, VariantSearch
+from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, Held, Read, TierView, VariantSearch
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
 from sglang_chunk_cache.tiers.medium import take_skipped
@@ -44,8 +44,8 @@ class Wanted:
     partition: Partition
     need: Need
     """Where, and which variants fit; the first of several requests that wait for it says so for all."""
-    held: Held | None = None
-    """What the pool has, where only something better is of use."""
+    held: Held = NOTHING_HELD
+    """What the pool has; only something better is of use."""
 
 
 class Outcome(NamedTuple):
@@ -140,7 +140,7 @@ class TierSearch:
         for tier in self._tiers.values():
             entries = tier.ledger.peers_of(chunk.key)
             # Of host memory the ledger knows all, and where the pool has a variant nothing is asked at random.
-            if entries or not (tier.is_host or chunk.held is not None):
+            if entries or not (tier.is_host or chunk.held.is_of_use):
                 named = {entry_id.name: traits for entry_id, traits in entries.items()}
                 views.append(TierView(tier.name, named, load_shares.get(tier.name, 0.0)))
         steps = VariantSearch[VariantInfo](chunk.need, views, prefers_prepared=self._prefers_prepared, held=chunk.held)
@@ -172,7 +172,7 @@ class TierSearch:
                 if found is not None:
                     return found
         trouble = search.trouble
-        is_held = search.chunk.held is not None and trouble.reason is None
+        is_held = search.chunk.held.is_of_use and trouble.reason is None
         return _found(search, reason=trouble.reason, tier=trouble.tier, is_held=is_held)
 
     def _ask(self, search: OpenSearch, tier: Tier) -> None:

@@ -38,7 +38,7 @@ class Held:
     """The variant of a chunk that the pool would give."""
 
     share: float
-    """`Lookup.share_to_compute`."""
+    """`Lookup.share_to_compute`; infinite where the pool has none that fits."""
     generation: int
     has_prepared: bool
     """Whether the pool has a prepared variant that may be used; beside it other derived ones are passed over."""
@@ -46,6 +46,13 @@ class Held:
     """`variant_name` of all variants of the chunk that the pool has; none of them is loaded."""
     worst_rank: Rank | None
     """The pool takes none of a larger rank; None = of any."""
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.share < math.inf
+
+
+NOTHING_HELD = Held(math.inf, 0, has_prepared=False, names=frozenset(), worst_rank=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ def rank(
     load_shares: Mapping[str, float],
     *,
     prefers_prepared: bool = False,
-    held: Held | None = None,
+    held: Held = NOTHING_HELD,
 ) -> list[Found[V]]:
     """Variants that tiers have, the best first: those that fit and are better than what the pool has.
 
@@ -103,17 +110,15 @@ def rank(
         load_shares: by tier; see `TierView`.
     """
     fitting = [one for one in found if need.fits(one[1])]
-    if held is not None:
-        fitting = [(tier, v) for tier, v in fitting if v.name not in held.names and _is_taken(held, v)]
-        if held.has_prepared:
-            fitting = [(tier, v) for tier, v in fitting if not _is_other_derived(v)]
+    fitting = [(tier, v) for tier, v in fitting if v.name not in held.names and _is_taken(held, v)]
+    if held.has_prepared:
+        fitting = [(tier, v) for tier, v in fitting if not _is_other_derived(v)]
     orders = [
         (_order(variant, need.unit_cfo(variant) + load_shares[tier], prefers_prepared), (tier, variant))
         for tier, variant in fitting
     ]
-    if held is not None:
-        limit = _order_of_held(held, prefers_prepared)
-        orders = [(order, one) for order, one in orders if order < limit]
+    limit = _order_of_held(held, prefers_prepared)
+    orders = [(order, one) for order, one in orders if order < limit]
     allowed = {id(variant) for variant in beside_prepared([variant for _, (_, variant) in orders])}
     return [one for _, one in sorted(orders, key=lambda item: item[0]) if id(one[1]) in allowed]
 
@@ -136,12 +141,12 @@ class VariantSearch(Generic[V]):
 
     Args:
         views: of the tiers that may be asked, the fastest first.
-        held: what the pool has, where something better is looked for; None = all tiers are asked until one has a
-            variant that fits, known or not.
+        held: what the pool has; where that is of no use, all tiers are asked until one has a variant that fits, known
+            or not.
     """
 
     def __init__(
-        self, need: Need, views: Sequence[TierView], *, prefers_prepared: bool = False, held: Held | None = None
+        self, need: Need, views: Sequence[TierView], *, prefers_prepared: bool = False, held: Held = NOTHING_HELD
     ) -> None:
         self._need = need
         self._views = tuple(views)
@@ -156,7 +161,7 @@ class VariantSearch(Generic[V]):
         ranked = self._ranked()
         for view in self._views:
             is_open = view.tier not in self._asked
-            if is_open and (not (ranked or self._held) or any(self._better(view, ranked))):
+            if is_open and (not (ranked or self._held.is_of_use) or any(self._better(view, ranked))):
                 return Ask(view.tier)
         return Read(*ranked[0]) if ranked else None
 
@@ -172,7 +177,7 @@ class VariantSearch(Generic[V]):
     @property
     def has_other(self) -> bool:
         """Whether the prompt is given another variant where nothing more is loaded."""
-        return self._held is not None or self._best() is not None
+        return self._held.is_of_use or bool(self._ranked())
 
     @property
     def expected(self) -> Expected | None:
@@ -183,23 +188,17 @@ class VariantSearch(Generic[V]):
             if view.tier not in self._asked
             for order in self._better(view, ())
         ]
-        best = self._best()
-        if best is not None:
-            tier, _ = best
-            bounds.append((self._order_of(best), tier))
+        bounds += [(self._order_of(found), found[0]) for found in self._ranked()[:1]]
         if not bounds:
             return None
         (_, cost, _), tier = min(bounds, key=lambda bound: bound[0])
-        share = 1.0 if self._held is None else self._held.share - cost + self._load_shares[tier]
+        share = self._held.share - cost + self._load_shares[tier]
         return Expected(tier, max(0.0, min(1.0, share)))
 
     def _ranked(self) -> list[Found[V]]:
         return rank(
             self._found, self._need, self._load_shares, prefers_prepared=self._prefers_prepared, held=self._held
         )
-
-    def _best(self) -> Found[V] | None:
-        return next(iter(self._ranked()), None)
 
     def _order_of(self, found: Found[V]) -> Order:
         tier, variant = found
@@ -209,24 +208,21 @@ class VariantSearch(Generic[V]):
         """The best that entries may be, of those that may be better than all that was ranked and than the pool's."""
         held, need = self._held, self._need
         met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
-        worst = _NOTHING if held is None else _order_of_held(held, self._prefers_prepared)
+        worst = _order_of_held(held, self._prefers_prepared)
         best = self._order_of(ranked[0]) if ranked else worst
         # Beside a prepared one other derived ones are passed over, whatever it costs itself.
-        is_beside_prepared = (held is not None and held.has_prepared) or any(v.is_prepared for _, v in ranked)
+        is_beside_prepared = held.has_prepared or any(v.is_prepared for _, v in ranked)
         is_derived = bool(ranked) and ranked[0][1].generation > 0 and not is_beside_prepared
         for name, traits in view.entries.items():
             if traits.generation > need.max_generation or (is_beside_prepared and _is_other_derived(traits)):
                 continue
-            if held is not None and (name in held.names or not _is_taken(held, traits)):
+            if name in held.names or not _is_taken(held, traits):
                 continue
             least = need.unit_cfo(met[name]) if name in met else least_unit_cfo(traits, need)
             order = _order(traits, least + view.load_share, self._prefers_prepared)
             limit = worst if is_derived and traits.is_prepared else best
             if order < limit and least <= need.max_unit_cfo:
                 yield order
-
-
-_NOTHING: Order = (True, math.inf, 0)
 
 
 class _Ranked(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,12 +18,14 @@ from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
 from chunk_cache.index.system_prompt import share_elsewhere
-from chunk_cache.index.variant import PathHome, PathTokens, Variant
+from chunk_cache.index.variant import PathHome, PathTokens, Variant, variant_name
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep, Promote
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
+from chunk_cache.tiers.tier_ledger import Traits, context_digest
+from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch
 from chunk_cache.types import Status
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 
@@ -91,7 +93,7 @@ class Server:
     def promote(self, action: Promote) -> None:
         home = new_node(action.variant.token_ids, self.page_size)
         self.store.put(home, action.variant.length)
-        self.manager.index.move(action.variant, home)
+        self.manager.complete_promote(action, home)
 
     def bring_in(self) -> None:
         """A variant comes from elsewhere; a tier may have some of more generations than are used here."""
@@ -498,3 +500,120 @@ def test_a_plan_is_never_out_of_date(seed: int, is_used: bool) -> None:
 def without_variants(plan: RecomputePlan) -> RecomputePlan:
     chunks = (replace(chunk, variant_id=None, shift=0) for chunk in plan.chunks)
     return replace(plan, chunks=tuple(chunks))
+
+
+# What comes up from the tiers.
+
+
+@dataclass(frozen=True, eq=False)
+class InTier:
+    """A variant that a tier has."""
+
+    key: bytes
+    length: int
+    start: int
+    generation: int
+    context: tuple[bytes, ...]
+    is_prepared: bool = False
+    system: bytes = b""
+    statistics: ChunkStatistics | None = None
+
+    @property
+    def name(self) -> str:
+        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.generation, self.is_prepared, context_digest(self.context))
+
+
+def drawn_in_tier(server: Server, prompt: ChunkPrompt, chunk: int) -> InTier:
+    """Often just what the prompt needs."""
+    rng = server.rng
+    context = rng.choice((prompt.context(chunk), tuple(rng.choices(KEYS, k=rng.randrange(3)))))
+    is_prepared = rng.random() < 0.2
+    generation = 1 if is_prepared else rng.choice((0, 0, 1, 2))
+    start = rng.choice((prompt.options.spans[chunk][0], rng.randrange(9)))
+    return InTier(
+        prompt.keys[chunk],
+        prompt.length(chunk),
+        start,
+        generation,
+        context,
+        is_prepared,
+        rng.choice((b"", prompt.system)),
+    )
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_what_is_searched_and_loaded_is_accepted_and_used(prefers: bool) -> None:
+    num_accepted = num_refused = 0
+    for seed in range(300):
+        server = Server(seed, prefer_prepared=prefers)
+        manager = server.manager
+        for _ in range(4):
+            server.send()
+        for _ in range(6):
+            server.evict_some()
+            prompt, tokens = server.draw_prompt()
+            for missing in manager.missing(prompt):
+                found = drawn_in_tier(server, prompt, missing.chunk)
+                search: VariantSearch[InTier] = VariantSearch(
+                    missing.need,
+                    [TierView("disk", {found.name: found.traits})],
+                    prefers_prepared=prefers,
+                    held=missing.held,
+                )
+                if search.next() == Ask("disk"):
+                    search.told("disk", [found])
+                is_read = search.next() is not None
+                accept = manager.accept(found, missing.need)
+                if not is_read:
+                    continue  # it may be accepted nevertheless, where it came for another prompt
+                if accept is None:
+                    # What no ledger tells: the index has it, or better, of just this context.
+                    peers = manager.index.variants_of(found.key)
+                    assert any(one.context == found.context for one in peers), f"seed {seed}: loaded in vain"
+                    num_refused += 1
+                    continue
+                home = new_node(TOKENS[KEYS.index(found.key)], server.page_size)
+                server.store.put(home, found.length)
+                variant = manager.complete_accept(accept, home)
+                assert manager.look_up(prompt, missing.chunk).variant is variant, f"seed {seed}: loaded in vain"
+                num_accepted += 1
+            server.plan(prompt, tokens)
+            manager.check_integrity()
+    assert num_accepted > 200, "the prompts are not what they should be"
+    assert num_refused < num_accepted / 10
+
+
+def test_what_the_pool_has_as_needed_is_not_missing() -> None:
+    server = Server(0, max_variants_per_chunk=8, max_variants=100, max_generation=8, system_prompts="any", max_cfo=None)
+    prompt, tokens = prompt_of([0, 1])
+    assert [(one.chunk, one.held) for one in server.manager.missing(prompt)] == [(0, NOTHING_HELD), (1, NOTHING_HELD)]
+    path = PathTokens(tokens, Partition())
+    server.store.put(path, len(tokens))
+    for keep in server.manager.remember_exact(prompt, None, in_tree=len(tokens), up_to=len(tokens)):
+        assert isinstance(keep, Keep)
+        server.manager.complete(prompt, keep, PathHome(path, prompt.options.spans[keep.chunk][0]))
+    assert list(server.manager.missing(prompt)) == []
+    other, _ = prompt_of([1])
+    (missing,) = server.manager.missing(other)
+    assert 0.0 < missing.held.share <= 1.0, "it was computed behind another chunk"
+    assert list(server.manager.missing(prompt_of([1], mode="exact")[0])) == []
+
+
+def test_a_reason_not_to_load_leaves_a_plan_without_hits() -> None:
+    server = Server(0, max_variants_per_chunk=8, max_variants=100, max_generation=8, system_prompts="any", max_cfo=None)
+    prompt, tokens = prompt_of([3, 1])
+    server.bring_in()
+    for seed in range(40):
+        server.rng.seed(seed)
+        server.bring_in()
+    lens = {"prompt_len": len(tokens) + QUESTION_LEN, "prefix_len": 0, "max_prefix_len": len(tokens)}
+    plan = server.manager.plan(prompt, **lens)
+    assert plan.num_reused
+    without = server.manager.plan(prompt, **lens, no_load="unsupported")
+    assert (without.num_reused, without.fallback_reason) == (0, "unsupported")
+    assert without == server.manager.without_load(plan, "unsupported")
+    assert server.manager.plan(prompt, **lens) == plan

@@ -142,7 +142,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 home = new_node(variant.token_ids, self.page_size)
                 self.store.put(home, variant.length)
                 self.is_exact[home] = self.is_exact[path]
-                self.manager.index.move(variant, home)
+                self.manager.complete_promote(promotion, home)
                 assert variant.home is home
                 assert self.manager.index.get(variant.variant_id) is variant
 

@@ -24,7 +24,17 @@ from chunk_cache.tiers.cost import (
 )
 from chunk_cache.tiers.placing import Known, Moment, Write, place, targets
 from chunk_cache.tiers.tier_ledger import EntryId, TierLedger, Traits, context_digest
-from chunk_cache.tiers.variant_search import Ask, Held, Read, TierView, VariantSearch, is_better, least_unit_cfo, rank
+from chunk_cache.tiers.variant_search import (
+    NOTHING_HELD,
+    Ask,
+    Held,
+    Read,
+    TierView,
+    VariantSearch,
+    is_better,
+    least_unit_cfo,
+    rank,
+)
 
 SEEDS = range(600)
 CONTEXTS = [tuple(keys) for n in range(3) for keys in itertools.permutations((b"a", b"b"), n)]
@@ -57,7 +67,7 @@ class Case:
     need: Need
     tiers: dict[str, list[One]]
     load_shares: dict[str, float]
-    held: Held | None
+    held: Held
     prefers_prepared: bool
 
     @classmethod
@@ -71,7 +81,7 @@ class Case:
         pool = {name: drawn_variant(rng, name) for name in names}
         tiers = {tier: [pool[name] for name in rng.sample(names, rng.randint(0, 3))] for tier in TIERS}
         shares = {tier: rng.choice((0.0, 0.0, 0.1, 0.3, 0.7)) for tier in TIERS}
-        held = None
+        held = NOTHING_HELD
         if rng.random() < 0.6:
             worst = rng.choice((None, rank_of(0, False), rank_of(1, True), rank_of(2, False)))
             held_names = frozenset(rng.sample(names, rng.randint(0, 2)))
@@ -106,8 +116,6 @@ class Case:
             return False
         if need.unit_cfo(one) > need.max_unit_cfo:
             return False
-        if held is None:
-            return True
         if one.name in held.names or (held.has_prepared and one.generation > 0 and not one.is_prepared):
             return False
         return held.worst_rank is None or (one.generation, not one.is_prepared) <= held.worst_rank
@@ -118,8 +126,6 @@ class Case:
 
     def beats_pool(self, tier: str, one: One) -> bool:
         held = self.held
-        if held is None:
-            return True
         preference = 0 if self.prefers_prepared and held.has_prepared else 1
         return self.value(tier, one) < (preference, held.share, held.generation)
 
@@ -191,7 +197,7 @@ def test_tiers_that_nobody_listed_are_asked_until_one_has_it() -> None:
             case.need, case.views(are_listed=False), prefers_prepared=case.prefers_prepared, held=case.held
         )
         found = run(case, search)
-        if case.held is not None:
+        if case.held.is_of_use:
             assert found is None, "nobody knows of anything better"
             continue
         first = next((tier for tier, ones in case.tiers.items() if any(map(case.fits, ones))), None)
@@ -208,7 +214,7 @@ def test_what_is_expected_is_at_least_as_good_as_what_is_read() -> None:
         if best is None:
             continue
         assert expected is not None
-        if case.held is not None and not case.prefers_prepared:
+        if case.held.is_of_use and not case.prefers_prepared:
             assert expected.share >= min(1.0, case.held.share - case.need.unit_cfo(best[1])) - 1e-9, f"seed {seed}"
 
 
@@ -222,8 +228,6 @@ def test_what_a_ledger_knows_is_a_bound() -> None:
 def test_what_has_arrived_is_compared_without_its_load() -> None:
     for seed in SEEDS:
         case = Case.drawn(seed)
-        if case.held is None:
-            continue
         case.load_shares = dict.fromkeys(TIERS, 0.0)
         for one in itertools.chain(*case.tiers.values()):
             passed_over = case.held.has_prepared and one.generation > 0 and not one.is_prepared

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.index.need import Need
-from chunk_cache.tiers.variant_search import Held
+from chunk_cache.tiers.variant_search import NOTHING_HELD, Held
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.search import Wanted
 from unit.tiers.medium_suite import FINGERPRINT
@@ -19,7 +19,7 @@ HERE = variant(1, start=5, context=(A,))
 ELSEWHERE = variant(1, start=9, context=(B,), generation=1)
 
 
-def needed(held: Held | None = None) -> Wanted:
+def needed(held: Held = NOTHING_HELD) -> Wanted:
     """The chunk, behind A."""
     chunk = wanted(1)
     return Wanted(chunk.key, chunk.token_ids, chunk.partition, Need(3, (A,)), held)
