@@ -232,13 +232,13 @@ class ChunkManager:
             if i == prompt.to_prepare:
                 continue
             need = self.need(prompt, i)
-            held = self._held(key, need)
-            if held.share or held.generation:
-                yield Missing(i, need, held)
+            found = self.index.best(key, self.store.resolve, need)
+            if found.variant is None or found.share_to_compute or found.variant.generation:
+                yield Missing(i, need, self._held(key, need, found))
 
-    def _held(self, key: bytes, need: Need) -> Held:
+    def _held(self, key: bytes, need: Need, found: Lookup) -> Held:
         """What the pool would give where a chunk is needed."""
-        found, peers = self.index.best(key, self.store.resolve, need), self.index.variants_of(key)
+        peers = self.index.variants_of(key)
         fits = found.variant is not None and need.fits(found.variant)
         return Held(
             found.share_to_compute if fits else math.inf,
@@ -254,7 +254,7 @@ class ChunkManager:
         Args:
             need: where it is needed.
         """
-        held = self._held(variant.key, need)
+        held = self._held(variant.key, need, self.index.best(variant.key, self.store.resolve, need))
         if not is_better(variant, need, held, prefers_prepared=self.config.prefer_prepared):
             return None
         is_wanted = self.index.wants(

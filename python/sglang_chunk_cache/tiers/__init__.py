@@ -1,10 +1,9 @@
 """Where chunks are kept below the KV pool. Importing this package loads nothing.
 
-A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes, and its *ledger*
-(`chunk_cache.tiers.tier_ledger`) decides by ids and sizes what it keeps.
+A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes. What is decided about it (what
+it keeps, which variant is read, what is written where) is `chunk_cache.tiers`; here it is carried out.
 
-    base          the contract of a medium (`Medium`), what it moves, why it fails
-    fingerprint   what must agree for stored KV to be usable
+    medium        the contract of a medium (`Medium`)
     record        the bytes of an entry's description, shared by the media that leave the process
     host          memory of this process
     disk          one file per variant in a folder, shared by servers; `files` writes them
@@ -15,8 +14,8 @@ A *tier* is a place below the pool as the scheduler sees it; its *medium* moves 
     tier          a tier: name, medium, ledger, measured speed; `registry` opens those of the configuration
     manager       all tiers, for the radix cache and the scheduler
     writer        pool -> tiers; `workers` move the bytes
-    loader        tiers -> pool, for requests that wait; `search` finds, `stream` and `landing` go layer by layer
-    pool          what all of them need of the KV pool
+    loader        tiers -> pool, for requests that wait; `search` carries out what `chunk_cache.tiers.variant_search` says
+    pool_view     what all of them need of the KV pool
 
 A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.options.tier_config.TierConfig`, and
 a class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.
