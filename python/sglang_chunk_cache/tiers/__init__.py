@@ -1,7 +1,7 @@
 """Where chunks are kept below the KV pool. Importing this package loads nothing.
 
-A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes. What is decided about it (what
-it keeps, which variant is read, what is written where) is `chunk_cache.tiers`; here it is carried out.
+A *tier* is a place below the pool as the scheduler sees it; its *medium* moves the bytes. `chunk_cache.tiers` decides
+what it keeps, which variant is read, and what is written where; here that is carried out.
 
     medium        the contract of a medium (`Medium`)
     record        the bytes of an entry's description, shared by the media that leave the process
@@ -14,7 +14,7 @@ it keeps, which variant is read, what is written where) is `chunk_cache.tiers`; 
     tier          a tier: name, medium, ledger, measured speed; `registry` opens those of the configuration
     manager       all tiers, for the radix cache and the scheduler
     writer        pool -> tiers; `workers` move the bytes
-    loader        tiers -> pool, for requests that wait; `search` carries out what `chunk_cache.tiers.variant_search` says
+    loader        tiers -> pool, for requests that wait; `search` asks tiers and reads variants
     pool_view     what all of them need of the KV pool
 
 A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.options.tier_config.TierConfig`, and

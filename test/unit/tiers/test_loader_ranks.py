@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.need import Need
+from chunk_cache.tiers.variant_search import Held
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import (
@@ -191,3 +193,37 @@ def test_ranks_with_other_statistics_of_the_same_variant_use_none(pair: Pair) ->
         one = replace(one, info=replace(one.info, statistics=statistics))
         DiskMedium(folder, FINGERPRINT).write(one)
     assert pair.load(1) == [[("disk", "tier_ranks")]] * 2
+
+
+@pytest.mark.parametrize(("known", "load_s", "is_used"), [((0, 1), (1e-3, 2e-3), True), ((0,), (1e-3, 1e-3), False)])
+@pytest.mark.parametrize("slow_rank", [None, 0, 1])
+def test_ranks_look_alike_for_what_is_better_than_the_pools(
+    tmp_path: Path, known: tuple[int, ...], load_s: tuple[float, float], is_used: bool, slow_rank: int | None
+) -> None:
+    """All or none wait, by the slowest load; what one rank lacks no rank uses, and it stays where it is."""
+    one, context = variant(1, context=(wanted(8).key,)), (wanted(8).key,)
+    held = Held(1.0, 1, has_prepared=False, names=frozenset(), worst_rank=None)
+    chunk = replace(wanted(1), need=Need(3, context), held=held)
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, controller=True)
+        for rank, tiers in enumerate(pair.ranks):
+            disk = tiers.tier("disk")
+            if rank in known:
+                disk.medium.write(stored(one))
+                tiers.writer.adopt(disk, stored(one).info.listed)
+            for i in range(40):
+                num = 1 + i % 3
+                disk.reads.observe(num * SIZE, num * (9.0 if rank == slow_rank else load_s[rank]))
+                tiers.prefill_cost.observe(50 * num, 50 * num, 0.5 * num)
+
+        def load(tiers: Tiers) -> tuple[bool, dict[bytes, Any]]:
+            tiers.want("r", chunk)
+            is_held = tiers.loader.is_held("r")
+            tiers.settle("r")
+            return is_held, {key: found.stored for key, found in tiers.loader.bring_in("r").items()}
+
+        outcomes = pair.both(load)
+        assert [is_held for is_held, _ in outcomes] == [slow_rank is None] * 2
+        for rank, (_, found) in enumerate(outcomes):
+            assert any(stored is not None for stored in found.values()) == (is_used and slow_rank is None)
+            assert pair.ranks[rank].tier("disk").ledger.contains(stored(one).info.entry_id) == (rank in known)
