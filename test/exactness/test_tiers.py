@@ -111,6 +111,13 @@ def test_the_forward_is_judged_by_the_rows_that_it_computes(layerwise: dict[str,
     assert checked(layerwise["rows_beside_a_load"]) == [100 + 60 + 9]
 
 
+def test_a_better_variant_on_disk_is_used_although_the_pool_has_another(layerwise: dict[str, Any]) -> None:
+    from_disk, again, off = checked(layerwise["a_better_variant_below"])
+    assert [tiers(reply)[-2:] for reply in (from_disk, again)] == [["disk", "disk"], ["pool", "pool"]]
+    same(from_disk, off)
+    same(again, off)
+
+
 def test_an_update_that_loaded_nothing_leaves_the_tiers_on(layerwise: dict[str, Any]) -> None:
     found = checked(layerwise["weights_that_were_not_changed"])
     assert found["success"] == [False, False, False]

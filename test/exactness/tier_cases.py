@@ -246,6 +246,20 @@ def case_weights_that_were_not_changed(s: Session) -> dict[str, Any]:
     }
 
 
+def case_a_better_variant_below(s: Session) -> list[Reply]:
+    """The disk has a chunk as computed behind the one that the prompt has in front of it; the pool, behind another."""
+    before, other, chunk = s.chunks(61, 67, 71)
+    s.send(s.prompt([before, chunk], question=20), max_new_tokens=1)
+    only_on_disk(s)
+    s.send(s.prompt([other, chunk], question=20), options={"mode": "exact"}, max_new_tokens=1)
+    settle(s)
+    probe = s.prompt([s.tokens(5), before, chunk])
+    replies = s.send(probe, ratio=1.0)
+    replies += s.send(probe, ratio=1.0)
+    replies += s.send(probe, options={"mode": "off"})
+    return replies
+
+
 def case_weights(s: Session) -> dict[str, Any]:
     """Comes last: the model is another one from then on."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
