@@ -355,7 +355,7 @@ class ChunkManager:
     def with_open_ratio(self, prompt: ChunkPrompt, prefix_len: int) -> list[Variant]:
         """Variants behind the exact prefix whose recompute ratio may grow with what hides behind their loads.
 
-        None where the prompt says how it is computed, or all of them are there before their rows are computed.
+        Empty where the prompt says how it is computed, or all is there before any row is computed.
         """
         if prompt.options.names_method or prompt.options.mode == "off":
             return []

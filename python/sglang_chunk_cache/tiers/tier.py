@@ -37,6 +37,3 @@ class Tier:
     def is_host(self) -> bool:
         """Whether its medium is memory of this process, so that it is used without a worker."""
         return self.name == HOST
-
-    def has(self, info: VariantInfo) -> bool:
-        return self.ledger.contains(info.entry_id)
