@@ -46,7 +46,7 @@ def fill(tiers: Tiers, *, load_s: float | None = None) -> None:
         assert load_s is not None
         disk.reads.observe(SIZE * (1 + i % 3), load_s * (1 + i % 3))
         rows = 50 * (1 + i % 4)
-        tiers.prefill_cost.observe(rows, rows, 1e-2 * rows)
+        tiers.prefill_cost.observe(rows, rows, float(rows))
 
 
 @pytest.fixture(params=["prefetch", "layerwise"])
@@ -54,9 +54,9 @@ def loading(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("load_s", "tier"), [(None, "disk"), (1e-3, "disk"), (1.0, "host")])
+@pytest.mark.parametrize(("load_s", "tier"), [(None, "disk"), (1e-3, "disk"), (100.0, "host")])
 def test_below_host_memory(tmp_path: Path, loading: str, load_s: float | None, tier: str) -> None:
-    """Computing the chunk takes 0.05 s, and from host memory all of it would have to be fixed."""
+    """Computing the chunk takes 5 s, and from host memory all of it would have to be fixed."""
     with opened(tmp_path, controller=load_s is not None, loading=loading) as tiers:
         fill(tiers, load_s=load_s)
         (found,) = tiers.load(needed())
@@ -65,7 +65,7 @@ def test_below_host_memory(tmp_path: Path, loading: str, load_s: float | None, t
         assert found.stored.info.context == ((A,) if tier == "disk" else (B,))
 
 
-@pytest.mark.parametrize(("load_s", "tier"), [(None, "disk"), (1e-3, "disk"), (1.0, None)])
+@pytest.mark.parametrize(("load_s", "tier"), [(None, "disk"), (1e-3, "disk"), (100.0, None)])
 def test_below_the_pool(tmp_path: Path, loading: str, load_s: float | None, tier: str | None) -> None:
     with opened(tmp_path, in_host=False, controller=load_s is not None, loading=loading) as tiers:
         fill(tiers, load_s=load_s)

@@ -213,8 +213,8 @@ def test_ranks_look_alike_for_what_is_better_than_the_pools(
                 tiers.writer.adopt(disk, stored(one).info.listed)
             for i in range(40):
                 num = 1 + i % 3
-                disk.reads.observe(num * SIZE, num * (9.0 if rank == slow_rank else load_s[rank]))
-                tiers.prefill_cost.observe(50 * num, 50 * num, 0.5 * num)
+                disk.reads.observe(num * SIZE, num * (900.0 if rank == slow_rank else load_s[rank]))
+                tiers.prefill_cost.observe(50 * num, 50 * num, 50.0 * num)
 
         def load(tiers: Tiers) -> tuple[bool, dict[bytes, Any]]:
             tiers.want("r", chunk)
