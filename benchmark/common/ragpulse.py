@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from chunk_cache_tools.verify.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 TRACE_FILE = "trace.jsonl"
 FILES: Mapping[str, tuple[str, str]] = MappingProxyType(

@@ -15,7 +15,7 @@ from benchmark.demo.session import Clocked, Exchange
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.conditions import REFERENCE, Condition
 
 GROUP = 10  # questions in one row of the cold table
 LEGEND_WARM = (

@@ -15,7 +15,7 @@ from benchmark.common.server import Server, Timed
 from benchmark.demo.corpus import Passage, Question
 from benchmark.quality.prompts import SEPARATOR, Prompt
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.conditions import REFERENCE, Condition
 
 SYSTEM = (
     "You answer questions about a software project. Use only the passages below, which were taken from its "

@@ -34,7 +34,7 @@ from benchmark.serving.prompt import Prompt
 from benchmark.serving.traces import from_ragpulse
 
 from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 from gateway import QUICK, Gateway, find_gateway
 
 SHAPE = LlamaShape(layers=8, hidden=256, heads=4, kv_heads=4, intermediate=704, vocab=4096)

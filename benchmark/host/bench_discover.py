@@ -28,7 +28,7 @@ from benchmark.serving.traces import from_ragpulse
 
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.plan.discover import Discoverer
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 
 VOCAB = 100_000
 PARTITION = Partition()

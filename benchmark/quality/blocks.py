@@ -27,9 +27,8 @@ from benchmark.quality.tasks import Task, TaskOptions, load_tasks
 from rich.progress import Progress
 
 from chunk_cache.prompt.marks import split_marked
-from chunk_cache_tools.explain.ask import ExplainClient
-from chunk_cache_tools.explain.specs import MethodSpec
-from chunk_cache_tools.verify.conditions import Condition, parse_method
+from chunk_cache_tools.explain.explain_client import ExplainClient
+from chunk_cache_tools.conditions import Condition, parse_method
 from sglang_chunk_cache.forward.runs import Runs
 
 METHODS = ("random", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift")
@@ -58,9 +57,7 @@ def count_runs(client: ExplainClient, prompts: Sequence[Prompt]) -> dict[str, li
         assert marked is not None
         client.prime(marked)
         for condition in conditions():
-            assert condition.method is not None
-            spec = MethodSpec(condition.method.method, RATIO, dict(condition.method.options))
-            chunks = client.explain(marked, spec, 1)["meta_info"]["chunk_cache"]["chunks"]
+            chunks = client.explain(marked, condition, 1)["meta_info"]["chunk_cache"]["chunks"]
             positions = [position for chunk in chunks for position in chunk["recomputed_positions"]]
             found.setdefault(condition.label, []).append(run_lens(positions))
     return found

@@ -25,7 +25,7 @@ from benchmark.quality.table import Row
 from benchmark.quality.tasks import Task
 from rich.progress import Progress, TaskID
 
-from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
 from benchmark.quality.table import MASTERED, Row
 
-from chunk_cache_tools.verify.conditions import REFERENCE
+from chunk_cache_tools.conditions import REFERENCE
 
 # The families whose full prefill must be right, or the checks below say nothing; a family beyond them is only marked.
 REQUIRED = ("needle", "multi", "carry")

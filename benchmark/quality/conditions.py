@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
 from chunk_cache.methods.method_options import ALPHA
-from chunk_cache_tools.verify.conditions import Condition, MethodSpec, grid
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.conditions import Condition, MethodSpec, grid
+from chunk_cache_tools.jsonl import DataError
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)

@@ -17,7 +17,7 @@ from benchmark.quality.prompts import Prompt
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, parse_method
+from chunk_cache_tools.conditions import REFERENCE, Condition, parse_method
 from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
 from chunk_cache_tools.verify.session import ALONE, Session
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chunk_cache_tools.verify.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmark.quality.question import DataError
 from benchmark.quality.spread import MethodCurve, Point, curves_of, reference_of
 from benchmark.quality.table import MASTERED, Row, read_table, write_table
 
-from chunk_cache_tools.verify.conditions import REFERENCE
+from chunk_cache_tools.conditions import REFERENCE
 
 NAME = "quality"
 SMALL_LOSS = 0.05  # nats a token of the answer

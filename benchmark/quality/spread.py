@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS
-from chunk_cache_tools.verify.conditions import REFERENCE, parse_method
+from chunk_cache_tools.conditions import REFERENCE, parse_method
 
 
 @dataclass(frozen=True)

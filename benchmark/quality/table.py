@@ -22,7 +22,7 @@ from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
 from benchmark.quality.question import DataError, Question
 from scipy.stats import bootstrap
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.verify.reply_log import FORCED, Reply
 
 MASTERED = 0.95

@@ -24,7 +24,7 @@ from benchmark.quality.question import DataError
 from benchmark.serving.prompt import Piece, Prompt, num_tokens
 from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
 
-from chunk_cache_tools.verify.conditions import Condition, parse_method
+from chunk_cache_tools.conditions import Condition, parse_method
 
 NO_CACHE, STOCK, REORDER, REBUILD, SET_CACHE = "no-cache", "stock", "reorder", "rebuild", "set-cache"
 DEFAULT_RATIO = 0.15

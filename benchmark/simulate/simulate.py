@@ -34,7 +34,7 @@ from benchmark.simulate.settings import REMEMBER, Settings, SettingsError
 from benchmark.simulate.trace import PRESETS, Trace, TraceError, TraceSpec, generate, spec_fields
 
 from chunk_cache.index.victims import AGEING
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 
 if TYPE_CHECKING:
     from benchmark.simulate.report import Report

@@ -1,16 +1,13 @@
 """ServerClient: a running server, as commands and benchmarks ask it.
 
 Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `lines` (an answer line by line),
-`flush` (its caches), `add_server_flags` (of a command: `--url` and `--api-key`). Promises: what a user can mend is a
-`ServerRefused` of one sentence that names the flag and the remedy; what may pass, because the server is being
-restarted, is a `ServerGone`.
+`flush` (its caches). Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the
+remedy; what may pass, because the server is being restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,15 +35,6 @@ class ServerGone(Exception):
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}; {remedy}")
         self.problem = problem
-
-
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """`--url` and `--api-key`; the key is taken from the environment where it is not given."""
-    url = "http://127.0.0.1:30000"
-    parser.add_argument("--url", default=url, help="a server with --chunk-cache (default: %(default)s)")
-    parser.add_argument(
-        "--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})"
-    )
 
 
 class ServerClient:

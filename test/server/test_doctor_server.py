@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.types import REASONS
-from chunk_cache_tools.doctor.compare import Cause
+from chunk_cache_tools.doctor.comparison import Cause
 from chunk_cache_tools.doctor.doctor_command import main
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
 from server.contract import encode, generated, marked, reasons, statuses

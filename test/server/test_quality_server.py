@@ -21,7 +21,7 @@ from benchmark.quality.experiment import Experiment
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
 from chunk_cache_tools.verify.reply_log import ReplyLog
 from chunk_cache_tools.verify.session import Session, SetupError
 from server.conftest import TRAINED_MODEL as MODEL

@@ -28,7 +28,7 @@ from benchmark.quality.lab.rows import KV, RowModel, attention_of
 from benchmark.quality.lab.study import prompt_of, read
 
 from chunk_cache.index.reusability import context_impact
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 
 CHECK_LAYER = 1
 SHARE, LOOKED_AT = 0.15, 0.2

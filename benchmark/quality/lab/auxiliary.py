@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, mean_and_error, named, run_markdown
 
 from sglang_chunk_cache.selector.auxiliary import ATTENTION, AuxiliaryModel
-from sglang_chunk_cache.selector_training.train_selector import (
+from sglang_chunk_cache.selector_training import (
     Score,
     TrainError,
     compare,

@@ -33,7 +33,7 @@ from benchmark.quality.lab.rows import RowModel
 from benchmark.quality.prompts import VERBATIM, Prompt, build_chat_prompt, build_prompt
 from benchmark.quality.question import Question, question_of
 
-from chunk_cache_tools.verify.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 PARTS = ("causes", "choices", "ape")
 MEASURES = {

@@ -1,26 +1,28 @@
 """The command `chunk-cache doctor`: `main`.
 
-    chunk-cache doctor                                          this machine
-    chunk-cache doctor --chunk-cache-config @FILE               and these options of a server
-    chunk-cache doctor --url http://127.0.0.1:30000             a running server
-    chunk-cache doctor --url ... --prompt A.txt --prompt B.txt  why B reuses nothing of A
-
-Promises: nothing is changed, neither here nor on the server; what is written to a tier is deleted. Exit codes: 0
-nothing fails, 1 something does, 2 a mistake in the command.
+Promises: nothing is changed, neither here nor on the server; what is written to a tier is deleted.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from chunk_cache.advice import Level
-from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.errors import request_error
+from chunk_cache_tools.command_line import (
+    URL,
+    CommandParser,
+    add_json_flag,
+    add_server_flags,
+    add_tokenizer_flag,
+    exit_code,
+    progress,
+)
 from chunk_cache_tools.doctor.checks import Check, as_json, print_checks, refused_check
-from chunk_cache_tools.server_client import ServerGone, ServerRefused, add_server_flags
+from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from sglang_chunk_cache.flags.server_args import StartRefused, add_flags, from_flags
 
 if TYPE_CHECKING:
@@ -32,12 +34,12 @@ PROG = "chunk-cache doctor"
 def main(argv: Sequence[str] | None = None) -> int:
     """Looks, prints what was found; returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        _check_arguments(args)
-        checks = list(_machine(args) if args.url is None else _server(args))
-    except ChunkCacheRequestError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 2
+    return exit_code(PROG, lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_arguments(args)
+    checks = list(_machine(args) if args.url is None else _server(args))
     if args.json:
         print(as_json(checks))
     else:
@@ -45,20 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(check.level is Level.FAILURE for check in checks))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Say what is wrong with this machine, or with a running server, and what to do about it.",
-        epilog="docs/doctor.md",
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        "Say what is wrong with this machine, or with a running server, and what to do about it.",
+        examples=(
+            "",
+            """--chunk-cache-config '{"tiers": {"host_bytes": "1GB"}}'""",
+            f"--url {URL} --watch 60",
+            f"--url {URL} --prompt first.txt --prompt second.txt",
+        ),
+        exit_codes={0: "nothing fails", 1: "something fails, or the server does not answer", 2: "the command is wrong"},
+        page="docs/doctor.md",
     )
-    add_server_flags(parser)
-    parser.set_defaults(url=None)
+    add_server_flags(parser, default=None)
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="FILE", help="a prompt, or JSON lines of requests; the last "
         "request of all files is the one that reuses nothing of those before it")  # fmt: skip
-    add("--model-path", metavar="DIR", help="where the tokenizer is (default: where the server has it from)")
+    add_tokenizer_flag(parser)
     add("--watch", type=float, default=0.0, metavar="S", help="judge only the requests of the next S seconds")
-    add("--json", action="store_true", help="print the checks as JSON")
+    add_json_flag(parser)
     add_flags(parser)
     return parser
 
@@ -72,8 +80,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _machine(args: argparse.Namespace) -> Iterator[Check]:
-    from chunk_cache_tools.doctor.machine_checks import machine_checks
-    from chunk_cache_tools.doctor.tier_checks import try_tiers
+    from chunk_cache_tools.doctor.machine_checks import has_torch, machine_checks
 
     yield from machine_checks()
     args.chunk_cache = True  # whether or not it was given with the flags that need it
@@ -85,7 +92,10 @@ def _machine(args: argparse.Namespace) -> Iterator[Check]:
     assert options is not None, "the chunk cache is on"
     words = f"{options.method} at {options.ratio}, separator {options.separator!r}"
     yield Check("options", Level.OK, f"{words}, {len(options.config)} keys in --chunk-cache-config")
-    yield from try_tiers(options.parsed_config)
+    if has_torch():
+        from chunk_cache_tools.doctor.tier_checks import try_tiers
+
+        yield from try_tiers(options.parsed_config)
 
 
 def _server(args: argparse.Namespace) -> Iterator[Check]:
@@ -95,7 +105,7 @@ def _server(args: argparse.Namespace) -> Iterator[Check]:
         with DoctorClient(args.url, args.api_key) as client:
             counts = client.chunk_counts()
             if args.watch and counts is not None:
-                time.sleep(args.watch)
+                _wait(args.watch)
                 counts = (client.chunk_counts() or counts) - counts
             checks = [*server_checks(client, counts), *_prompts(client, args)]
     except (ServerGone, ServerRefused) as error:
@@ -103,15 +113,23 @@ def _server(args: argparse.Namespace) -> Iterator[Check]:
     yield from checks
 
 
+def _wait(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with progress(seconds, "watching", "s", bar_format="{desc}: {percentage:3.0f}%|{bar}| {remaining} left") as bar:
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(1.0, left))
+            bar.update(min(1.0, left))
+
+
 def _prompts(client: DoctorClient, args: argparse.Namespace) -> Iterator[Check]:
     if not args.prompt:
         return
-    from chunk_cache_tools.doctor.compare import compare
+    from chunk_cache_tools.doctor.comparison import compare
     from chunk_cache_tools.doctor.request_checks import read_requests
-    from chunk_cache_tools.explain.shown_prompt import load_tokenizer
+    from chunk_cache_tools.local_tokenizer import load_tokenizer
 
     config = client.stats["config"]
-    tokenizer = load_tokenizer(args.model_path or client.info["tokenizer_path"] or client.info["model_path"])
+    tokenizer = load_tokenizer(args.tokenizer or client.info["tokenizer_path"] or client.info["model_path"])
     requests = read_requests(args.prompt, tokenizer, config["separator"])
     if not requests:
         raise request_error(f"--prompt {args.prompt[0]}", "holds no request", "give a prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -29,12 +30,28 @@ print(len(hooks.HOOKS))
 """  # in a process of its own: hooks stay where they were applied
 
 
+SERVER = "server"
+"""The extra with what a server needs."""
+
+
 def machine_checks() -> Iterator[Check]:
-    """Python, packages, hooks, and what the model would run on."""
+    """Python, packages, hooks, and what the model would run on; the last two where a server is installed."""
     yield _python()
+    if not (has_torch() or importlib.util.find_spec("sglang")):
+        found = "its packages are not installed: SGLang, torch and others; the tools run without them"
+        remedy = f"to serve on this machine, run `pip install '{DISTRIBUTION}[{SERVER}]'`"
+        yield Check(SERVER, Level.WARNING, found, remedy)
+        yield from _packages(extra="")
+        return
     yield from _packages()
-    yield _hooks()
-    yield _device()
+    if has_torch() and importlib.util.find_spec("sglang"):
+        yield _hooks()
+        yield _device()
+
+
+def has_torch() -> bool:
+    """Whether what a server computes with is installed."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def _python() -> Check:
@@ -47,18 +64,18 @@ def _python() -> Check:
 
 def pinned(name: str) -> Requirement:
     """What this project asks for of a package."""
-    return next(one for one in _requirements() if one.name == name)
+    return next(one for one in _requirements(SERVER) if one.name == name)
 
 
-def _requirements() -> list[Requirement]:
+def _requirements(extra: str) -> list[Requirement]:
     found = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
-    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
-def _packages() -> Iterator[Check]:
+def _packages(extra: str = SERVER) -> Iterator[Check]:
     """SGLang and torch each, the others together."""
     fitting = []
-    for wanted in _requirements():
+    for wanted in _requirements(extra):
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:

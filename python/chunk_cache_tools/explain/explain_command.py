@@ -1,12 +1,10 @@
-"""The command `chunk-cache explain`: `main`.
-
-Promise: a user's mistake is one sentence on the standard error, and exit code 2.
-"""
+"""The command `chunk-cache explain`: `main`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import uuid
 from collections.abc import Sequence
@@ -18,48 +16,57 @@ from chunk_cache.methods import METHODS
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
 from chunk_cache.prompt.marks import MarkedText
 from chunk_cache.types import Span
+from chunk_cache_tools.command_line import (
+    URL,
+    CommandParser,
+    add_json_flag,
+    add_server_flags,
+    add_tokenizer_flag,
+    exit_code,
+    progress,
+)
+from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.explain import replies
-from chunk_cache_tools.explain.ask import ExplainClient
-from chunk_cache_tools.explain.shown_prompt import PromptTokens, load_tokenizer, read_prompt, tokenize
-from chunk_cache_tools.explain.specs import MethodSpec, make_specs, parse_options
+from chunk_cache_tools.explain.asked_conditions import asked_conditions, parse_options
+from chunk_cache_tools.explain.explain_client import ExplainClient
+from chunk_cache_tools.explain.shown_prompt import PromptTokens, read_prompt, tokenize
 from chunk_cache_tools.explain.states import Explanation, differing
 from chunk_cache_tools.explain.summary import print_tables, unranked
-from chunk_cache_tools.server_client import ServerGone, add_server_flags
+from chunk_cache_tools.local_tokenizer import load_tokenizer
 
 PROG = "chunk-cache explain"
-EXTRA_PACKAGES = ("matplotlib", "rich")
-ENDINGS = (".png", ".svg", ".html")
+PAGE = ".html"
+ENDINGS = (".png", ".svg", PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Asks, prints the table, writes the pictures; returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        _run(args)
-    except ChunkCacheRequestError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 2
-    except ServerGone as error:
-        print(f"{PROG}: --url {args.url}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(PROG, lambda: _run(args), where=f"--url {args.url}: ")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Show what became of every token of one prompt, under several methods.",
-        epilog="docs/explain.md",
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        "Show what became of every token of one prompt, under several methods.",
+        examples=(
+            f"--url {URL} --prompt prompt.txt --out explain.html",
+            "--prompt prompt.txt --ratio 0.2 --methods epic epic:ratio=0.5 a3:check_layer=2",
+            "--replies kept.jsonl --out explain.svg",
+        ),
+        exit_codes={0: "the pictures are written", 2: "the command is wrong, or the server does not answer"},
+        page="docs/explain.md",
     )
     add = parser.add_argument
     add_server_flags(parser)
     add("--prompt", metavar="FILE", help="a text with separators around its chunks; - reads the standard input")
     add(
-        *("--method", "-m"),
-        action="append",
+        *("--methods", "--method", "-m"),
+        nargs="+",
+        action="extend",
         default=[],
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"may be given several times; {', '.join(METHODS)} (default: all but those that need a selector)",
+        help=f"any of {', '.join(METHODS)} (default: all but those that need a selector)",
     )
     add("--ratio", type=float, help="recompute ratio, 0 to 1 (default: the server's)")
     add("--options", default="{}", metavar="JSON", help="options for all methods that know them")
@@ -70,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a picture: .png, .svg or .html; may be given several times (default: explain.png)",
     )
     add("--tokens", metavar="START:END", help="show only these positions of the prompt")
-    add("--model-path", metavar="DIR", help="where the tokenizer is (default: where the server has it from)")
+    add_tokenizer_flag(parser)
     add("--separator", default=DEFAULT_SEPARATOR, help="the server's --chunk-cache-separator (default: %(default)s)")
     add(
         "--prime",
@@ -81,23 +88,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--extra-key", metavar="KEY", help="partition of the cache (default: a new one, or none with --no-prime)")
     add("--max-new-tokens", type=int, default=8, metavar="NUM", help="tokens of each answer (default: %(default)s)")
     add("--save", metavar="FILE.jsonl", help="keep the replies")
-    add("--json", metavar="FILE.jsonl", help="draw kept replies instead of asking a server")
+    add("--replies", metavar="FILE.jsonl", help="draw kept replies instead of asking a server")
+    add_json_flag(parser)
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    _need_packages()
-    from rich.console import Console
-
+def _run(args: argparse.Namespace) -> int:
     outputs = [_output(path) for path in args.out or ["explain.png"]]
+    if any(path.suffix != PAGE for path in outputs) and importlib.util.find_spec("matplotlib") is None:
+        remedy = f'run `pip install "sglang-chunk-cache[bench]"`, or write a page by --out explain{PAGE}'
+        raise request_error("matplotlib", "not installed", remedy)
     notes: list[str] = []
-    if args.json is not None:
-        read_tokens = None if args.prompt is None or args.model_path is None else lambda: _local_tokens(args)
-        tokens, explanations = replies.load(args.json, read_tokens)
+    if args.replies is not None:
+        read_tokens = None if args.prompt is None or args.tokenizer is None else lambda: _local_tokens(args)
+        tokens, explanations = replies.load(args.replies, read_tokens)
     else:
         tokens, explanations, notes = _ask(args)
     shown = _range(args.tokens, len(tokens.texts))
-    print_tables(explanations, Console())
+    if args.json:
+        found = [{"label": one.label, "answer": one.answer, "chunk_cache": one.reply} for one in explanations]
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        print_tables(explanations)
     others = differing(explanations)
     if others:
         notes.append(
@@ -109,13 +121,8 @@ def _run(args: argparse.Namespace) -> None:
         notes += _write(path, tokens, explanations, shown)
     for note in notes:
         print(f"Note: {note}.", file=sys.stderr)
-    print(f"Wrote {', '.join(map(str, outputs))}.")
-
-
-def _need_packages() -> None:
-    missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise request_error(", ".join(missing), "not installed", 'run `pip install "sglang-chunk-cache[bench]"`')
+    print(f"Wrote {', '.join(map(str, outputs))}.", file=sys.stderr if args.json else sys.stdout)
+    return 0
 
 
 def _output(path: str) -> Path:
@@ -130,25 +137,26 @@ def _output(path: str) -> Path:
 
 def _local_tokens(args: argparse.Namespace) -> PromptTokens:
     marked = read_prompt(args.prompt, args.separator)
-    return tokenize(load_tokenizer(args.model_path), marked)
+    return tokenize(load_tokenizer(args.tokenizer), marked)
 
 
 def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], list[str]]:
     """Prompt, one explanation per method, and notes."""
     if args.prompt is None:
-        raise request_error("--prompt", "missing", "give a text file, or kept replies by --json")
+        raise request_error("--prompt", "missing", "give a text file, or kept replies by --replies")
     if args.max_new_tokens < 1:
         raise request_error("--max-new-tokens", "below 1", "give 1 or more")
-    specs = make_specs(args.method, args.ratio, parse_options(args.options))
+    conditions = asked_conditions(args.methods, args.ratio, parse_options(args.options))
     marked = read_prompt(args.prompt, args.separator)
     # What earlier requests left behind would give the methods a prompt that is known already.
     extra_key = uuid.uuid4().hex if args.prime and args.extra_key is None else args.extra_key
     with ExplainClient(args.url, args.api_key, args.separator, extra_key) as client:
-        tokenizer = load_tokenizer(args.model_path or client.tokenizer_path())
+        tokenizer = load_tokenizer(args.tokenizer or client.tokenizer_path())
         tokens = tokenize(tokenizer, marked)
-        if args.prime:
-            client.prime(marked)
-        answers, notes = _ask_all(client, marked, specs, args)
+        with progress(len(conditions), "asking", "methods") as bar:
+            if args.prime:
+                client.prime(marked)
+            answers, notes = _ask_all(client, marked, conditions, args, bar)
     explanations = [replies.explain_reply(label, reply, tokens, f"--url {args.url}") for label, reply in answers]
     if args.save is not None:
         _save(args.save, answers, tokens)
@@ -156,19 +164,20 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
 
 
 def _ask_all(
-    client: ExplainClient, marked: MarkedText, specs: Sequence[MethodSpec], args: argparse.Namespace
+    client: ExplainClient, marked: MarkedText, conditions: Sequence[Condition], args: argparse.Namespace, bar: Any
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
     """Labelled replies. A method that the user did not name may be refused, and is then only noted."""
     answers = []
     refused: list[str] = []
-    for spec in specs:
+    for condition in conditions:
         try:
-            answers.append((spec.label, client.explain(marked, spec, args.max_new_tokens)))
+            answers.append((condition.label, client.explain(marked, condition, args.max_new_tokens)))
         except ChunkCacheRequestError as error:
-            if args.method:
+            if args.methods:
                 raise
-            refused.append(f"{spec.label} is left out: {error}")
+            refused.append(f"{condition.label} is left out: {error}")
             last = error
+        bar.update()
     if not answers:
         raise last
     return answers, refused
@@ -203,7 +212,7 @@ def _write(path: Path, tokens: PromptTokens, explanations: Sequence[Explanation]
     from chunk_cache_tools.explain import picture
 
     try:
-        if path.suffix == ".html":
+        if path.suffix == PAGE:
             page.write(path, tokens, explanations, shown)
             return []
         return picture.draw(path, tokens, explanations, shown)

@@ -36,7 +36,7 @@ def explain_reply(label: str, reply: Mapping[str, Any], tokens: PromptTokens, pa
         problem = f"the reply speaks of {len(one.states)} tokens, the prompt has {len(tokens.texts)}"
         if len(one.states) == len(tokens.texts):
             problem = f"the reply has its chunks at {list(one.spans)}, the prompt at {list(tokens.spans)}"
-        remedy = "give the prompt of the reply, and the tokenizer of its server by --model-path"
+        remedy = "give the prompt of the reply, and the tokenizer of its server by --tokenizer"
         raise request_error(path, problem, remedy)
     return one
 
@@ -62,7 +62,7 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
     tokens: PromptTokens | None = None
     explanations = []
     for number, value in _read_lines(path):
-        where = f"--json {path}:{number}"
+        where = f"--replies {path}:{number}"
         reply = value.get("reply", value)
         if not isinstance(reply, Mapping):
             raise request_error(where, "not a reply", "save replies of /generate, one per line")
@@ -74,17 +74,17 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
             tokens = tokens or PromptTokens(texts, _spans(reply, where))
         elif tokens is None:
             if read_tokens is None:
-                remedy = "give --prompt and --model-path too"
+                remedy = "give --prompt and --tokenizer too"
                 raise request_error(where, "the reply does not hold the prompt's tokens", remedy)
             tokens = read_tokens()
         explanations.append(explain_reply(str(value.get("label", "")), reply, tokens, where))
     if tokens is None:
-        raise request_error(f"--json {path}", "no replies", "save some with --save FILE")
+        raise request_error(f"--replies {path}", "no replies", "save some with --save FILE")
     return tokens, explanations
 
 
 def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
-    where = f"--json {path}"
+    where = f"--replies {path}"
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")  # the texts may hold other line ends
     except OSError as error:

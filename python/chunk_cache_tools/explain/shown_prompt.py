@@ -1,6 +1,6 @@
 """Prompt: a marked text, its token ids and its tokens as people read them.
 
-Verbs: `read_prompt` (from a file), `load_tokenizer`, `tokenize`, `token_texts` and `visible` (readable tokens).
+Verbs: `read_prompt` (from a file), `tokenize`, `token_texts` and `visible` (readable tokens).
 """
 
 from __future__ import annotations
@@ -59,22 +59,6 @@ def read_prompt(path: str, separator: str) -> MarkedText:
         remedy = "put one before and one after each chunk, or name the server's separator by --separator"
         raise request_error(where, problem, remedy)
     return marked
-
-
-def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer of a model folder or name.
-
-    Raises:
-        ChunkCacheRequestError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        problem = f"no tokenizer in {path!r} ({' '.join(str(error).split())[:120]})"
-        remedy = "name a folder with the tokenizer of the server's model"
-        raise request_error("--model-path", problem, remedy) from None
 
 
 def tokenize(tokenizer: Any, marked: MarkedText) -> PromptTokens:

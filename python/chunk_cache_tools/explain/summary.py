@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from chunk_cache_tools.explain.shown_prompt import visible
 from chunk_cache_tools.explain.states import Explanation
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NONE = "-"
 MAX_RUNS = 3
@@ -116,12 +118,9 @@ def unranked(explanations: Sequence[Explanation]) -> list[str]:
     return sentences
 
 
-def print_tables(explanations: Sequence[Explanation], console: Console) -> None:
+def print_tables(explanations: Sequence[Explanation]) -> None:
     """Prints them to a terminal, or to a file as plain text."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+    console = Console()
     for table in tables(explanations):
         shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1))
         for name, is_number in zip(table.names, table.is_number, strict=True):

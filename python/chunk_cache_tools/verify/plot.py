@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from chunk_cache_tools.verify.recommend import family_of
+from chunk_cache_tools.verify.recommendation import family_of
 from chunk_cache_tools.verify.results import Findings, budget_of, name_of, title_of
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito (2008)

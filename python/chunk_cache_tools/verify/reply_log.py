@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from chunk_cache_tools.verify.conditions import Condition
-from chunk_cache_tools.verify.jsonl import DataError, read_jsonl
+from chunk_cache_tools.conditions import Condition
+from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 HASHED_BYTES = 1 << 20  # of each file of weights; training changes all of them
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.methods.method_options import ALPHA
-from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.fit import Check
-from chunk_cache_tools.verify.recommend import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
+from chunk_cache_tools.verify.recommendation import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
 
 NAME = "verify"
 HEADER = (

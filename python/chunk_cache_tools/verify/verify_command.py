@@ -32,11 +32,11 @@ from chunk_cache.options.defaults import DEFAULT_SEPARATOR
 from chunk_cache_tools.explain.shown_prompt import load_tokenizer
 from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
 from chunk_cache_tools.server_client import KEY_ENV, ServerClient, ServerGone
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
+from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
 from chunk_cache_tools.verify.fit import Check, check_fit, tolerance_of
-from chunk_cache_tools.verify.jsonl import read_jsonl
-from chunk_cache_tools.verify.measure import measure
-from chunk_cache_tools.verify.recommend import Outcome, judge, recommend
+from chunk_cache_tools.jsonl import read_jsonl
+from chunk_cache_tools.verify.measurement import measure
+from chunk_cache_tools.verify.recommendation import Outcome, judge, recommend
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.results import (
     Findings,

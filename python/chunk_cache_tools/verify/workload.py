@@ -29,7 +29,7 @@ from chunk_cache.options.request_options import parse_request
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import MarkedText, Marks, map_texts, split_marked
 from chunk_cache.types import Span
-from chunk_cache_tools.verify.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, read_jsonl
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
 RECEIVED = "request.received"

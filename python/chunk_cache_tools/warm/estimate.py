@@ -45,6 +45,20 @@ class Estimate:
         """Tokens that are computed, each of which is stored."""
         return sum(self.alone.values()) + sum(own for own, _ in self.prepared.values())
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What it prints, by name, for a program."""
+        return {
+            "lines": self.num_lines,
+            "alone": len(self.alone),
+            "behind neighbours": len(self.prepared),
+            "already there": self.num_already,
+            "failed": self.num_failed,
+            "tokens": self.num_tokens,
+            "kv_bytes": round(self.num_tokens * self._bytes_per_token),
+            "capacity_tokens": self.capacity_tokens,
+        }
+
     def __str__(self) -> str:
         num_read = sum(read for _, read in self.prepared.values())
         return (

@@ -1,15 +1,13 @@
 """The command `chunk-cache warm`: `main`.
 
-    chunk-cache warm corpus.jsonl --url http://127.0.0.1:30000
-
 Promises: it can be ended at any time, and goes on where it was; a second run of a finished task only asks whether it
-is still the same server; a dry run changes nothing; a user's mistake is one sentence on the standard error. Exit codes:
-0 all is stored, 1 something failed or the server stayed away, 2 a mistake in the command, 130 interrupted.
+is still the same server; a dry run changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,10 +16,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.errors import request_error
 from chunk_cache.options.warming_limits import MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER
-from chunk_cache_tools.server_client import ServerGone, add_server_flags
+from chunk_cache_tools.command_line import URL, CommandParser, add_json_flag, add_server_flags, exit_code, progress
+from chunk_cache_tools.server_client import ServerGone
 from chunk_cache_tools.warm import corpus_neighbours as neighbours
 from chunk_cache_tools.warm.corpus import Corpus, Line, open_corpus
 from chunk_cache_tools.warm.corpus_neighbours import Neighbourhood
@@ -40,22 +39,24 @@ NUM_SHOWN_FAILURES = 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Warms, prints the summary; returns the exit code."""
     args = _parser().parse_args(argv)
-    try:
-        return _run(args)
-    except ChunkCacheRequestError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 2
-    except ServerGone as error:
-        print(f"{PROG}: --url {args.url}: {error.problem}; start the server and run the command again", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    return exit_code(PROG, lambda: _run(args), interrupted="interrupted; the same command goes on from here")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG, description="Have a server compute the chunks of a corpus ahead of time.", epilog="docs/admin.md"
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        "Have a server compute the chunks of a corpus ahead of time.",
+        examples=(
+            f"corpus.jsonl --url {URL} --api-key KEY",
+            "corpus.jsonl --field passage --prefix 'Answer from the passages.' --dry-run",
+            "corpus.jsonl --neighbours 10",
+        ),
+        exit_codes={
+            0: "all is stored",
+            1: "a line failed, or the server stayed away",
+            2: "the command is wrong",
+        },
+        page="docs/admin.md",
     )
     add = parser.add_argument
     add("corpus", type=Path, metavar="FILE.jsonl", help="one JSON object per line")
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="compute nothing, say what it would cost")
     add("--state", type=Path, default=None, metavar="FILE", help="progress (default: FILE.jsonl.warm-state)")
     add("--fresh", action="store_true", help="begin at the first line, whatever was done before")
+    add_json_flag(parser)
     add("--retry-s", type=float, default=300.0, metavar="S", help="wait so long for the server (default: %(default)s)")
     return parser
 
@@ -85,14 +87,18 @@ def _run(args: argparse.Namespace) -> int:
         raise request_error(str(args.corpus), f"cannot be read ({error.strerror})", "name a file") from None
     neighbourhood = _neighbourhood(args, corpus)
     path = args.state or args.corpus.with_name(f"{args.corpus.name}.warm-state")
-    with WarmServer(args.url, args.api_key) as server:
-        task = Task(args, corpus, server, path, neighbourhood)
-        if args.dry_run:
-            estimate = task.estimate()
-            print(estimate)
-            return 1 if estimate.num_failed else 0
-        state = task.run()
-    _print_summary(args.corpus, corpus, state)
+    try:
+        with WarmServer(args.url, args.api_key) as server:
+            task = Task(args, corpus, server, path, neighbourhood)
+            if args.dry_run:
+                estimate = task.estimate()
+                print(json.dumps(estimate.numbers) if args.json else estimate)
+                return 1 if estimate.num_failed else 0
+            state = task.run()
+    except ServerGone as error:
+        _note(f"--url {args.url}: {error.problem}; start the server and run the command again")
+        return 1
+    _print_summary(args.corpus, corpus, state, as_json=args.json)
     return 1 if state.num_failed else 0
 
 
@@ -149,7 +155,7 @@ class Task:
             ServerGone: no server for longer than the user wants to wait.
         """
         state: WarmState | None = None
-        with tqdm(total=self._corpus.num_lines, unit="lines", disable=None, dynamic_ncols=True) as bar:
+        with progress(self._corpus.num_lines, "warming", "lines") as bar:
             while True:
                 try:
                     state = self._begin(state)
@@ -273,15 +279,16 @@ def _note(sentence: str) -> None:
     tqdm.write(f"{PROG}: {sentence}", file=sys.stderr)
 
 
-def _print_summary(path: Path, corpus: Corpus, state: WarmState) -> None:
+def _print_summary(path: Path, corpus: Corpus, state: WarmState, *, as_json: bool) -> None:
     for number, problem in sorted(state.failures)[:NUM_SHOWN_FAILURES]:
         print(f"{path}:{number}: {problem}", file=sys.stderr)
     if state.num_failed > NUM_SHOWN_FAILURES:
         print(f"... and {state.num_failed - NUM_SHOWN_FAILURES} more that failed", file=sys.stderr)
-    print(
-        f"{corpus.num_lines} lines: {state.num_stored} stored, {state.num_already} already there, "
-        f"{state.num_failed} failed."
-    )
+    counts = {"stored": state.num_stored, "already there": state.num_already, "failed": state.num_failed}
+    if as_json:
+        print(json.dumps({"lines": corpus.num_lines, **counts}))
+    else:
+        print(f"{corpus.num_lines} lines: {', '.join(f'{num} {what}' for what, num in counts.items())}.")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmark.common.ragpulse import FILES, TRACE_FILE, block_tokens, read_ragpulse
 
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 from pulse_files import REQUESTS, write_pulse
 
 

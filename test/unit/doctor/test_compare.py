@@ -13,7 +13,7 @@ import pytest
 from chunk_cache.advice import Level
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.keys import Partition
-from chunk_cache_tools.doctor.compare import REMEDIES, Cause, compare
+from chunk_cache_tools.doctor.comparison import REMEDIES, Cause, compare
 from chunk_cache_tools.doctor.request_checks import Request, read_requests
 from chunk_cache_tools.doctor.server_checks import Stored
 from tiny_models import make_tokenizer

@@ -5,7 +5,7 @@ import pytest
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS_OF_ANY_SERVER
 from chunk_cache.options.request_options import parse_request
-from chunk_cache_tools.explain.specs import make_specs, parse_options, parse_spec
+from chunk_cache_tools.explain.asked_conditions import make_specs, parse_options, parse_spec
 
 
 @pytest.mark.parametrize(

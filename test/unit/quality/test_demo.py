@@ -11,7 +11,7 @@ from benchmark.demo.report import cold_table, draw_plot, kinds_table, name_of, s
 from benchmark.demo.session import Clocked, Exchange
 from rich.console import Console
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition
+from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.verify.reply_log import Forced, Reply
 
 

@@ -13,7 +13,7 @@ from benchmark.quality.conditions import (
 from benchmark.quality.question import DataError
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, parse_method
+from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, parse_method
 from chunk_cache_tools.verify.reply_log import Forced, Reply, ReplyLog
 
 SETTINGS = {"model": "abc", "asking": {"max_new_tokens": 4, "stop": ()}}

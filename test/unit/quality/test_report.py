@@ -14,7 +14,7 @@ from benchmark.quality.spread import Point, curves_of, reference_of
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
-from chunk_cache_tools.verify.conditions import Condition, MethodSpec
+from chunk_cache_tools.conditions import Condition, MethodSpec
 
 TEMPLATE = Row(
     model="m",

@@ -11,7 +11,7 @@ from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
 from benchmark.quality.question import DataError, Question
 from benchmark.quality.table import Row, read_table, tabulate, write_table
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
 from chunk_cache_tools.verify.reply_log import Forced, Reply
 
 EPIC = Condition(MethodSpec("epic"), 0.3)

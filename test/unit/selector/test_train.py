@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
-from sglang_chunk_cache.selector_training.train_selector import (
+from sglang_chunk_cache.selector_training import (
     kl_divergence,
     load,
     main,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from chunk_cache.options.config import parse_config
-from chunk_cache_tools.verify.conditions import Condition, MethodSpec, parse_method
+from chunk_cache_tools.conditions import Condition, MethodSpec, parse_method
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.plot import draw
-from chunk_cache_tools.verify.recommend import Measured, judge, recommend
+from chunk_cache_tools.verify.recommendation import Measured, judge, recommend
 from chunk_cache_tools.verify.results import Findings, config_of, flags_of, request_of, sentences, write_results
 from chunk_cache_tools.verify.verify_command import conditions_of, main, parse_args
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from chunk_cache_tools.verify.conditions import Condition, MethodSpec, parse_method
-from chunk_cache_tools.verify.recommend import (
+from chunk_cache_tools.conditions import Condition, MethodSpec, parse_method
+from chunk_cache_tools.verify.recommendation import (
     MIN_PROMPTS,
     Floats,
     Measured,

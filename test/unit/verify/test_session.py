@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
-from chunk_cache_tools.verify.measure import rows_of
+from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
+from chunk_cache_tools.verify.measurement import rows_of
 from chunk_cache_tools.verify.reply_log import Reply
 from chunk_cache_tools.verify.session import ALONE, SHUFFLED, Asking, Session, SetupError
 from chunk_cache_tools.verify.token_prompt import TokenPrompt

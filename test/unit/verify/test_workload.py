@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 from chunk_cache_tools.verify.reply_log import Reply
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts

@@ -259,7 +259,7 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_chunk_cache.selector_training.train_selector",
+        prog="python -m sglang_chunk_cache.selector_training",
         description="Fine-tune an auxiliary model to the attention of the main one.",
         epilog="docs/methods.md",
     )

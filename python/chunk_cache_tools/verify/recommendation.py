@@ -24,7 +24,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache_tools.verify.conditions import Condition
+from chunk_cache_tools.conditions import Condition
 
 CONFIDENCE = 0.95
 MIN_PROMPTS = 30

@@ -1,6 +1,7 @@
 """Conditions: under which method and ratio a prompt is asked.
 
-- `parse_method` reads `epic`, `cacheblend:focus_window=3,group_size=8` or `a3:keep_tokens=512`.
+- `parse_method` reads `epic`, `epic:ratio=0.3`, `cacheblend:focus_window=3,group_size=8` or `a3:keep_tokens=512`; it is
+  what every command takes a method by.
 - `grid` gives one condition per method and ratio; a method that ignores the ratio gets one in all.
 - `REFERENCE` is stock SGLang's full prefill; everything else is compared with it.
 """
@@ -9,16 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import ChunkCacheRequestError, request_error, show
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
 from chunk_cache.methods.method_options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_of
-from chunk_cache_tools.verify.jsonl import DataError
+from chunk_cache_tools.jsonl import DataError
 
 REFERENCE_LABEL = "off"
+FLAG = "--methods"
+RATIO = "ratio"
 KEEP_TOKENS = "keep_tokens"
 """Of the request, not of its method; it works while an answer is decoded, so likelihoods say nothing of it."""
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
@@ -26,17 +29,24 @@ _COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method with its options, checked, and what decoding keeps of the prompt (None: as the server says)."""
+    """A method with its options, checked.
+
+    Attributes:
+        keep_tokens: what decoding keeps of the prompt; None = as the server says.
+        ratio: the method's own, where it was written beside its options.
+    """
 
     method: str
     options: Options = ()
     keep_tokens: int | None = None
+    ratio: float | None = None
 
     @property
     def label(self) -> str:
         """The name that the command line and tables have for it."""
-        kept = () if self.keep_tokens is None else ((KEEP_TOKENS, self.keep_tokens),)
-        options = ",".join(f"{name}={_format_value(value)}" for name, value in (*self.options, *kept))
+        of_request = ((KEEP_TOKENS, self.keep_tokens), (RATIO, self.ratio))
+        given = (*self.options, *((name, value) for name, value in of_request if value is not None))
+        options = ",".join(f"{name}={_format_value(value)}" for name, value in given)
         return f"{self.method}:{options}" if options else self.method
 
     @property
@@ -76,26 +86,55 @@ class Condition:
 REFERENCE = Condition(None)
 
 
-def parse_method(text: str) -> MethodSpec:
+def parse_method(text: str, common: Mapping[str, Any] | None = None) -> MethodSpec:
     """`name` or `name:option=value,...`; a value is a number, a word, or a list such as [0,1].
+
+    Args:
+        common: options for every method that knows them; one that the text names itself stays as it is.
 
     Raises:
         DataError: no such method or option, or a value outside its range.
     """
-    name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    for item in filter(None, _COMMA.split(rest)):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise DataError(f"--methods: {item!r} in {text!r} is not OPTION=VALUE; write {name}:shift=0.")
-        options[key] = value_of(value)
-    kept = options.pop(KEEP_TOKENS, None)
-    if kept is not None and (type(kept) is not int or kept < 1):
-        raise DataError(f"--methods: {KEEP_TOKENS}={kept} in {text!r} is no number of tokens; give one of at least 1.")
+    path = f"{FLAG} {text}"
+    name, colon, rest = text.partition(":")
     try:
-        return MethodSpec(name, find_method(name, "--methods").check_options(options, f"--methods {name}"), kept)
+        method = find_method(name, path)
+        own = _own_options(rest, path) if colon else {}
+        kept, ratio = own.pop(KEEP_TOKENS, None), own.pop(RATIO, None)
+        if kept is not None and (type(kept) is not int or kept < 1):
+            raise request_error(path, f"{KEEP_TOKENS}={show(kept)} is no number of tokens", "give one of at least 1")
+        check_ratio(ratio, path)
+        known = {option.name for option in method.options_schema}
+        options = {key: value for key, value in (common or {}).items() if key in known} | own
+        return MethodSpec(name, method.check_options(options, path), kept, ratio)
     except ChunkCacheRequestError as error:
-        raise DataError(f"{error}.") from error
+        raise DataError(str(error)) from error
+
+
+def _own_options(text: str, path: str) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for item in _COMMA.split(text):
+        key, _, value = item.partition("=")
+        if not (key and value):
+            remedy = "write NAME or NAME:OPTION=VALUE,OPTION=VALUE"
+            raise request_error(path, f"{show(item)} is not OPTION=VALUE", remedy)
+        if key in own:
+            raise request_error(path, f"{key} is given twice", "leave one of them out")
+        own[key] = value_of(value)
+    return own
+
+
+def check_ratio(ratio: object, path: str) -> None:
+    """Checks a recompute ratio that a user gave; None is the server's.
+
+    Raises:
+        ChunkCacheRequestError: it is none.
+    """
+    if ratio is None:
+        return
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
+        problem = f"{show(ratio)} is not a number from 0 to 1"
+        raise request_error(path, problem, "give a recompute ratio in that range")
 
 
 def check_likelihood(methods: Iterable[MethodSpec]) -> None:
@@ -110,10 +149,16 @@ def check_likelihood(methods: Iterable[MethodSpec]) -> None:
 
 
 def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Condition]:
-    """All methods x ratios, without those that ask for the same thing twice; a method with an `alpha` has no ratio."""
+    """All methods x ratios, without those that ask for the same thing twice; a method with an `alpha` has no ratio.
+
+    Raises:
+        DataError: a method names a ratio of its own.
+    """
     ratios = list(ratios)
     found: dict[Condition, None] = {}
     for spec in methods:
+        if spec.ratio is not None:
+            raise DataError(f"{FLAG}: all are asked at the same ratios, {spec.label!r} too; give it to --ratios.")
         for ratio in ratios:
             effective = None if spec.alpha else METHODS[spec.method].effective_ratio(ratio, ratio)
             found[Condition(spec, effective)] = None

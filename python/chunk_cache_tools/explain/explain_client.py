@@ -10,7 +10,7 @@ from typing import Any
 
 from chunk_cache.errors import user_error
 from chunk_cache.prompt.marks import MarkedText
-from chunk_cache_tools.explain.specs import MethodSpec
+from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.server_client import START, ServerClient, ServerRefused
 
 _KEY = "chunk_cache"
@@ -34,7 +34,7 @@ class ExplainClient(ServerClient):
         info = self.ask("GET", "/model_info")
         path = info.get("tokenizer_path") or info.get("model_path")
         if not path:
-            raise self.refused("the server does not name its tokenizer", "name it with --model-path")
+            raise self.refused("the server does not name its tokenizer", "name it with --tokenizer")
         return str(path)
 
     def prime(self, marked: MarkedText) -> None:
@@ -42,9 +42,9 @@ class ExplainClient(ServerClient):
         for chunk in dict.fromkeys(marked.chunks):
             self._generate((marked.pieces[0], chunk, ""), {"mode": "auto"}, 0)
 
-    def explain(self, marked: MarkedText, spec: MethodSpec, max_new_tokens: int) -> dict[str, Any]:
+    def explain(self, marked: MarkedText, condition: Condition, max_new_tokens: int) -> dict[str, Any]:
         """The reply of `/generate` to the whole prompt."""
-        return self._generate(marked.pieces, spec.params(), max_new_tokens)
+        return self._generate(marked.pieces, {**condition.request, "explain": True}, max_new_tokens)
 
     def _generate(self, pieces: tuple[str, ...], params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from chunk_cache.methods import METHODS, Stage
-from chunk_cache_tools.verify.conditions import REFERENCE, Condition
-from chunk_cache_tools.verify.recommend import Floats, Measured
+from chunk_cache_tools.conditions import REFERENCE, Condition
+from chunk_cache_tools.verify.recommendation import Floats, Measured
 from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 

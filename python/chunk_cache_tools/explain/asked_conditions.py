@@ -1,0 +1,54 @@
+"""Asked conditions: the methods that one prompt is explained under, with their ratios and options.
+
+Verbs: `asked_conditions` (of the command line's flags), `parse_options` (the object of `--options`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chunk_cache.errors import request_error, show
+from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
+from chunk_cache_tools.conditions import Condition, check_ratio, parse_method
+
+
+def asked_conditions(texts: Sequence[str], ratio: float | None, options: Mapping[str, Any]) -> list[Condition]:
+    """One condition per text, or one per method that any server has where there is no text.
+
+    Args:
+        ratio: of the methods that name none; None leaves it to the server.
+        options: given to every method that knows them, unless it names the option itself.
+
+    Raises:
+        ChunkCacheRequestError: a text is malformed, a method or an option is unknown, or a value is out of range.
+    """
+    check_ratio(ratio, "--ratio")
+    specs = [parse_method(text, options) for text in texts or METHODS_OF_ANY_SERVER]
+    known = {option.name for spec in specs for option in METHODS[spec.method].options_schema}
+    for name in options:
+        if name not in known:
+            problem = f"no method that is asked knows {show(name)}"
+            raise request_error("--options", problem, f"known options: {', '.join(sorted(known))}")
+    for text in texts:
+        if texts.count(text) > 1:
+            raise request_error(f"--methods {text}", "given twice", "leave one of them out")
+    return [Condition(spec, ratio if spec.ratio is None else spec.ratio) for spec in specs]
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """The object of `--options`.
+
+    Raises:
+        ChunkCacheRequestError: it is not a JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise request_error(
+            "--options", f"not JSON ({error.msg})", 'give an object such as {"top_k": "chunk"}'
+        ) from None
+    if not isinstance(value, dict):
+        raise request_error("--options", "not an object", 'give one such as {"top_k": "chunk"}')
+    return value

@@ -1,0 +1,93 @@
+"""The tokenizer of a model folder, read on this machine; `load_tokenizer`, `load_num_layers`.
+
+With transformers installed it is the one that a server has; without, it is read from `tokenizer.json` by the package
+tokenizers, which knows no chat templates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chunk_cache.errors import request_error
+
+INSTALL = "or run `pip install transformers`"
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def load_tokenizer(path: str, flag: str = "--tokenizer") -> Any:
+    """The tokenizer of a model folder, or with transformers of a Hugging Face name.
+
+    Raises:
+        ChunkCacheRequestError: there is none; the message names `flag`.
+    """
+    if not _has_transformers():
+        return PlainTokenizer(path, flag)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        problem = f"no tokenizer in {path!r} ({' '.join(str(error).split())[:120]})"
+        raise request_error(flag, problem, "name a folder with the tokenizer of the server's model") from None
+
+
+def load_num_layers(path: str, flag: str) -> int:
+    """Layers of the model of a folder, or with transformers of a Hugging Face name.
+
+    Raises:
+        ChunkCacheRequestError: there is none; the message names `flag`.
+    """
+    try:
+        if _has_transformers():
+            from transformers import AutoConfig
+
+            return int(AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        return int(next(config[name] for name in _LAYERS if name in config))
+    except (OSError, ValueError, StopIteration) as error:
+        problem = f"no model in {path!r} ({' '.join(str(error).split())[:120]})"
+        remedy = "name a Hugging Face folder, or with --tokenizer where it lies"
+        raise request_error(flag, problem, remedy if _has_transformers() else f"{remedy}, {INSTALL}") from None
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+class PlainTokenizer:
+    """The verbs of a Hugging Face tokenizer that the tools need, on a `tokenizer.json`."""
+
+    is_fast = False  # so that it is asked text by text
+    chat_template = None
+
+    def __init__(self, path: str, flag: str) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            text = (Path(path) / "tokenizer.json").read_text(encoding="utf-8")
+            json.loads(text)["model"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            problem = f"no tokenizer.json in {path!r} ({' '.join(str(error).split())[:120]})"
+            remedy = f"name a folder with the tokenizer of the server's model, {INSTALL}"
+            raise request_error(flag, problem, remedy) from None
+        self._core = Tokenizer.from_str(text)
+
+    def __len__(self) -> int:
+        return int(self._core.get_vocab_size())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._core.decode(list(ids), skip_special_tokens=False))
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        """The token as the vocabulary spells it."""
+        return str(self._core.id_to_token(token_id))

@@ -1,1 +1,0 @@
-"""Training of the small model that selects (CacheClip section 3.5)."""
