@@ -17,11 +17,12 @@
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make bundle   SGLang and this project in parts for a CUDA host without internet, in build/bundle (BUNDLE='--gpu 90'; docs/gpu.md)
 # make docs      the documentation as a web site, in build/site
+# make wheel     dist/*.whl: the tools alone, and with the extra `server` all of it (README.md)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers soak-fleet bench-quality gpu-check bundle docs \
+.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers soak-fleet bench-quality gpu-check bundle docs wheel \
 	clean distclean
 
 BIN := .venv/bin
@@ -40,7 +41,7 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml .ci/install
-	.ci/install $(STAMP) --editable '.[dev,bench]'
+	.ci/install $(STAMP) --editable '.[server,dev,bench]'
 
 clients: $(CLIENTS_STAMP)
 
@@ -48,10 +49,10 @@ $(CLIENTS_STAMP): pyproject.toml .ci/install
 	.ci/install $(CLIENTS_STAMP) --group clients
 
 gateway: $(STAMP)
-	.ci/install $(STAMP) --editable '.[dev,bench,gateway]'
+	.ci/install $(STAMP) --editable '.[server,dev,bench,gateway]'
 
 mooncake: $(STAMP)
-	.ci/install $(STAMP) --editable '.[dev,bench,mooncake]'
+	.ci/install $(STAMP) --editable '.[server,dev,bench,mooncake]'
 	$(PY) -c 'import mooncake.store' 2>/dev/null || (mkdir -p .tools/mooncake && cd .tools/mooncake && \
 		apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for file in *.deb; do dpkg-deb -x $$file .; done)
 
@@ -110,6 +111,9 @@ bundle: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) docs/site.py
+
+wheel:
+	.ci/install --wheel dist
 
 clean:
 	rm -rf .cache .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -70,7 +70,7 @@ def make_environment(folder: Path, requirements: list[str]) -> bool:
     overrides.parent.mkdir(exist_ok=True)
     overrides.write_text("\n".join(requirements) + "\n")
     into = ["--python", folder, "--override", overrides]
-    install = [uv(), "pip", "install", *into, "--editable", ".[dev,bench]"]
+    install = [uv(), "pip", "install", *into, "--editable", ".[server,dev,bench]"]
     steps = ([uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder], install)
     return all(subprocess.run(step, cwd=ROOT).returncode == 0 for step in steps)
 

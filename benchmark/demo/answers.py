@@ -19,8 +19,8 @@ from benchmark.quality.question import Question
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 
 from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO
-from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
+from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.reply_log import Reply
 from chunk_cache_tools.verify.session import Asking, Session
 

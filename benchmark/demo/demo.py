@@ -59,9 +59,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.local_tokenizer import load_tokenizer
 from chunk_cache_tools.server_client import ServerGone
-from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.session import SetupError
 
 OUT_DIR = ROOT / ".cache" / "demo"

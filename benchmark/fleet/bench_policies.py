@@ -33,8 +33,8 @@ from benchmark.common.server import Server, leave_on_sigterm, offline_env
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.traces import from_ragpulse
 
-from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
 from chunk_cache_tools.jsonl import DataError
+from chunk_cache_tools.routing import KEY_HEADER, REPLICA_HEADER, ReplicaKeys, routing_key
 from gateway import QUICK, Gateway, find_gateway
 
 SHAPE = LlamaShape(layers=8, hidden=256, heads=4, kv_heads=4, intermediate=704, vocab=4096)

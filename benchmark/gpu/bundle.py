@@ -90,9 +90,9 @@ def install(uv: str, args: argparse.Namespace, tree: Path) -> None:
     assumed = args.assume.read_text() if args.assume else ""
     pins.write_text(assumed)  # uv keeps versions that it finds there wherever they fit
     host = ("--python-version", args.python, "--python-platform", args.platform)
-    quiet = ("--quiet", "--no-header", "--no-annotate")
+    quiet, extras = ("--quiet", "--no-header", "--no-annotate"), ("--extra", "server", "--extra", "bench")
     subprocess.run(
-        [uv, "pip", "compile", *quiet, *host, "--extra", "bench", "--output-file", pins, ROOT / "pyproject.toml"],
+        [uv, "pip", "compile", *quiet, *host, *extras, "--output-file", pins, ROOT / "pyproject.toml"],
         check=True,
     )
     there, without = set(assumed.split()), {_normal(name) for name in args.without}

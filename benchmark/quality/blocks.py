@@ -27,8 +27,8 @@ from benchmark.quality.tasks import Task, TaskOptions, load_tasks
 from rich.progress import Progress
 
 from chunk_cache.prompt.marks import split_marked
-from chunk_cache_tools.explain.explain_client import ExplainClient
 from chunk_cache_tools.conditions import Condition, parse_method
+from chunk_cache_tools.explain.explain_client import ExplainClient
 from sglang_chunk_cache.forward.runs import Runs
 
 METHODS = ("random", "h2o", "cache-craft", "cacheblend", "a3", "fusionrag", "question-drift")

@@ -49,8 +49,8 @@ from benchmark.quality.tasks import KINDS, Task, TaskOptions, load_tasks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from chunk_cache_tools.conditions import Condition, check_likelihood, parse_method
+from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from chunk_cache_tools.verify.reply_log import fingerprint
 from chunk_cache_tools.verify.session import SetupError
 

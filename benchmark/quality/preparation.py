@@ -43,9 +43,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from chunk_cache_tools.conditions import REFERENCE, Condition, parse_method
 from chunk_cache_tools.jsonl import DataError
+from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.session import ALONE, SetupError
 

@@ -88,7 +88,7 @@ def exit_code(
         return run()
     except ServerGone as error:
         print(f"{prog}: {where}{error}", file=sys.stderr)
-    except (ChunkCacheRequestError, *mistakes) as error:
+    except (ChunkCacheRequestError, *mistakes) as error:  # type: ignore[misc]
         print(f"{prog}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import sys
 
-from chunk_cache_tools.explain.explain_command import main
+from chunk_cache_tools.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["explain", *sys.argv[1:]]))

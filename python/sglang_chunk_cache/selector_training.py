@@ -1,7 +1,5 @@
 """Fine-tunes an auxiliary model to the attention of the main one (CacheClip section 3.5).
 
-    chunk-cache train-selector --model MAIN --selector SMALL --data questions.jsonl --out DIR
-
 `--data` has one object per line: {"system": "...", "chunks": ["...", ...], "question": "..."}; other keys are ignored.
 The folder that is written is a value for --chunk-cache-selector.
 
@@ -19,7 +17,6 @@ import json
 import logging
 import math
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from chunk_cache_tools.command_line import CommandParser, exit_code, progress
 from sglang_chunk_cache.selector.alignment import share_by_overlap, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
 
 TOP_SHARE = 0.2
 EPSILON = 1e-9
+
+
+PROG = "chunk-cache train-selector"
 
 
 class TrainError(ValueError):
@@ -170,8 +170,11 @@ def compare(target: torch.Tensor, predicted: torch.Tensor) -> Score:
 
 def measure(auxiliary: AuxiliaryModel, examples: Sequence[Example]) -> Score:
     """How close the auxiliary model is to the main one, on average."""
-    with torch.no_grad():
-        scores = [compare(example.target, predict(auxiliary, example).cpu()) for example in examples]
+    scores = []
+    with torch.no_grad(), progress(len(examples), "measuring", "questions") as bar:
+        for example in examples:
+            scores.append(compare(example.target, predict(auxiliary, example).cpu()))
+            bar.update()
     return Score(float(np.mean([one.kl for one in scores])), float(np.mean([one.jaccard for one in scores])))
 
 
@@ -197,17 +200,19 @@ def fine_tune(
         optimizer,
         lambda step: min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps))),
     )
-    for _ in (progress := tqdm(range(steps), unit="step", disable=None)):
-        total = 0.0
-        for example in (rng.choice(examples) for _ in range(batch)):
-            loss = kl_divergence(example.target, predict(auxiliary, example)) / batch
-            loss.backward()
-            total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        progress.set_postfix(kl=f"{total:.3f}")
+    with progress(steps, "training", "steps") as bar:
+        for _ in range(steps):
+            total = 0.0
+            for example in (rng.choice(examples) for _ in range(batch)):
+                loss = kl_divergence(example.target, predict(auxiliary, example)) / batch
+                loss.backward()
+                total += float(loss.detach())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.set_postfix(kl=f"{total:.3f}", refresh=False)
+            bar.update()
 
 
 def save(auxiliary: AuxiliaryModel, path: str, out: Path) -> None:
@@ -239,8 +244,11 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
     prompts = read_prompts(args.data)
     random.Random(args.seed).shuffle(prompts)
     main, auxiliary = load(args.model, "--model", args.device), load(args.selector, "--selector", args.device)
-    about = tqdm(prompts, desc="main model", unit="prompt", disable=None)
-    examples = list(make_examples(about, main, auxiliary))
+    examples: list[Example] = []
+    with progress(len(prompts), "reading by the main model", "prompts") as bar:
+        for prompt in prompts:
+            examples += make_examples([prompt], main, auxiliary)
+            bar.update()
     del main
     num_held_out = max(1, round(args.held_out * len(examples)))
     if len(examples) <= num_held_out:
@@ -257,11 +265,16 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
     return before, after
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_chunk_cache.selector_training",
-        description="Fine-tune an auxiliary model to the attention of the main one.",
-        epilog="docs/methods.md",
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        "Fine-tune the small model of the method cacheclip to the attention of the main model.",
+        examples=(
+            "--model MAIN --selector SMALL --data questions.jsonl --out DIR",
+            "--model MAIN --selector SMALL --data questions.jsonl --out DIR --steps 1000 --device cuda",
+        ),
+        exit_codes={0: "the trained model is written", 2: "the command, the data or a model is wrong"},
+        page="docs/methods.md",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="the main model: Hugging Face folder or name")
@@ -302,13 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    try:
+
+    def run() -> int:
         train(args)
-    except TrainError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return exit_code(PROG, run, TrainError)

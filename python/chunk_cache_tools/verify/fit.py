@@ -7,7 +7,7 @@ ratio 1     does recomputing everything give what a full prefill gives?
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,24 @@ class Check:
     numbers: str
 
 
-def check_fit(client: ServerClient, prompts: Sequence[TokenPrompt], salt: str, tolerance: float) -> list[Check]:
+NUM_STEPS = 5
+"""Calls of `check_fit`, each of which asks all prompts, or their chunks."""
+
+
+def check_fit(
+    client: ServerClient, prompts: Sequence[TokenPrompt], salt: str, tolerance: float, step: Callable[[], object]
+) -> list[Check]:
     """Both checks, by the first token of some prompts; nothing is flushed.
 
     Args:
         salt: partitions of the cache that nobody else uses begin with it.
         tolerance: of log-probabilities at ratio 1.0.
+        step: called after each of `NUM_STEPS` steps.
 
     Raises:
         SetupError: the server did not do what was asked.
     """
-    asked = _Asked(client, salt)
+    asked = _Asked(client, salt, step)
     bodies = [prompt.body for prompt in prompts]
     full = asked.generate(bodies, {"mode": "off"}, "full", top_logprobs_num=TOP)
     tops = [{i: p for p, i, *_ in out["meta_info"]["output_top_logprobs"][0]} for out in full]
@@ -88,6 +95,7 @@ def tolerance_of(client: ServerClient) -> float:
 class _Asked:
     client: ServerClient
     salt: str
+    step: Callable[[], object]
 
     def generate(self, bodies: Sequence[Body], request: dict[str, Any], partition: str, **fields: Any) -> list[Any]:
         """One token for each prompt, as one batch."""
@@ -100,6 +108,7 @@ class _Asked:
             **fields,
         }
         found: list[Any] = self.client.send("POST", "/generate", body).json()
+        self.step()
         return found
 
 

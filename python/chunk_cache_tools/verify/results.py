@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def sentences(findings: Findings) -> list[str]:
         lines.append(
             f"Reuse: {title_of(one)}. It computes {100 * one.measured.rows:.0f} % of the rows of a full prefill "
             f"({1 / one.measured.rows:.1f}x fewer) and costs {_nats(one.loss)} nats per token of full prefill's own "
-            f"answers, surely at most {_nats(one.high)}; the target is {target:g}."
+            f"answers, surely at most {_nats(one.high)}, which is within the target of {target:g}."
         )
         lines.append(
             f"{num} prompts were asked. A kind of prompt that is none of them was not judged: of {num} alike, "
@@ -120,11 +120,18 @@ def sentences(findings: Findings) -> list[str]:
     elif verdict.outcome is Outcome.MORE_PROMPTS:
         assert verdict.closest is not None
         one = verdict.closest
-        lines.append(
-            f"Not decided: {num} prompts are too few. {title_of(one)} costs {_nats(one.loss)} nats per token, but that "
-            f"may be as much as {_nats(one.high)}; the target is {target:g}. About {verdict.num_more} more prompts "
-            "like these would decide."
-        )
+        if one.holds:
+            lines.append(
+                f"Passes so far: {title_of(one)} costs {_nats(one.loss)} nats per token, surely at most "
+                f"{_nats(one.high)}, which is within the target of {target:g}. It is not recommended yet: that takes "
+                f"{num + (verdict.num_more or 0)} prompts, and {num} were asked."
+            )
+        else:
+            lines.append(
+                f"Not decided: {num} prompts are too few. {title_of(one)} costs {_nats(one.loss)} nats per token, but "
+                f"that may be as much as {_nats(one.high)}, above the target of {target:g}. About {verdict.num_more} "
+                "more prompts like these would decide."
+            )
     else:
         assert verdict.closest is not None
         one = verdict.closest
@@ -230,23 +237,59 @@ def write_results(folder: Path, findings: Findings) -> list[Path]:
     return written
 
 
+def as_json(findings: Findings) -> dict[str, Any]:
+    """Everything that was found, as plain JSON values."""
+    chosen = findings.verdict.chosen
+    condition = None if chosen is None else chosen.measured.condition
+    return {
+        "outcome": findings.verdict.outcome,
+        "flags": None if condition is None else flags_of(condition),
+        "request": None if condition is None else request_of(condition),
+        "more_prompts": findings.verdict.num_more,
+        "target": findings.target,
+        "about": findings.about,
+        "checks": [asdict(check) for check in findings.checks],
+        "conditions": [
+            {name: None if isinstance(value, float) and math.isinf(value) else value for name, value in row.items()}
+            for row in map(_numbers_of, findings.judged)
+        ],
+        "sentences": sentences(findings),
+    }
+
+
+def _numbers_of(one: Judged) -> dict[str, Any]:
+    m, spec = one.measured, one.measured.condition.method
+    return {
+        "method": name_of(m.condition),
+        "ratio": m.condition.ratio,
+        "alpha": None if spec is None else spec.alpha,
+        "num_prompts": len(m.losses),
+        "rows": m.rows,
+        "kl_mean": float(m.kls.mean()),
+        "kl_p95": float(np.quantile(m.kls, 0.95)),
+        "same_first": m.same_first,
+        "own_loss": one.loss,
+        "own_loss_low": one.low,
+        "own_loss_high": one.high,
+        "gold_loss": float(m.gold_losses.mean()) if len(m.gold_losses) else None,
+        "holds": one.holds,
+    }
+
+
 def _write_csv(path: Path, findings: Findings) -> None:
-    names = ("method", "ratio", "alpha", "num_prompts", "rows", "kl_mean", "kl_p95", "same_first")
+    rows = [{**_numbers_of(one), "chosen": one is findings.verdict.chosen} for one in findings.judged]
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow((*names, "own_loss", "own_loss_low", "own_loss_high", "gold_loss", "holds", "chosen"))
-        for one in findings.judged:
-            m, spec = one.measured, one.measured.condition.method
-            gold = float(m.gold_losses.mean()) if len(m.gold_losses) else None
-            numbers = (m.rows, float(m.kls.mean()), float(np.quantile(m.kls, 0.95)), m.same_first)
-            cells = [_cell(number) for number in (*numbers, one.loss, one.low, one.high, gold)]
-            budget = [_cell(m.condition.ratio), _cell(None if spec is None else spec.alpha)]
-            answers = ["yes" if yes else "no" for yes in (one.holds, one is findings.verdict.chosen)]
-            writer.writerow((name_of(m.condition), *budget, len(m.losses), *cells, *answers))
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
 
 
-def _cell(number: float | None) -> str:
-    return "" if number is None else f"{number:.6g}"
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else str(value)
 
 
 def _nats(value: float) -> str:

@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from chunk_cache.types import Span
-from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.conditions import REFERENCE, Condition
+from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.distance import first_token_kl
 from chunk_cache_tools.verify.reply_log import Forced, Reply
 

@@ -1,45 +1,44 @@
-"""Says on a model and your own prompts which method and ratio can be trusted, or that none can.
-
-    chunk-cache verify MODEL PROMPTS.jsonl [options] [-- flags of launch_server]
-    chunk-cache verify http://127.0.0.1:30000 PROMPTS.jsonl [options]
-    chunk-cache verify MODEL            # only whether the implementation fits the model
-
-Every prompt is computed in full by stock SGLang, and then with reused chunks under every method and ratio; what is
-measured is how much less likely full prefill's own answer becomes. No right answers are needed. The same command goes
-on where it was ended. Exit code 0: there is a recommendation; 1: do not reuse here, or too few prompts to decide; 2:
-the call is wrong, or a server failed. docs/verify.md says how to read the table.
-"""
+"""The command `chunk-cache verify`: `main`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
-import os
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.errors import request_error
 from chunk_cache.methods.method_options import ALPHA
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
-from chunk_cache_tools.explain.shown_prompt import load_tokenizer
-from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
-from chunk_cache_tools.server_client import KEY_ENV, ServerClient, ServerGone
+from chunk_cache_tools.command_line import (
+    URL,
+    CommandParser,
+    add_json_flag,
+    add_server_flags,
+    add_tokenizer_flag,
+    exit_code,
+    progress,
+)
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
-from chunk_cache_tools.verify.fit import Check, check_fit, tolerance_of
 from chunk_cache_tools.jsonl import read_jsonl
+from chunk_cache_tools.local_tokenizer import load_num_layers, load_tokenizer
+from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
+from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.verify.fit import NUM_STEPS, Check, check_fit, tolerance_of
 from chunk_cache_tools.verify.measurement import measure
-from chunk_cache_tools.verify.recommendation import Outcome, judge, recommend
+from chunk_cache_tools.verify.recommendation import MIN_PROMPTS, Outcome, judge, recommend
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.results import (
     Findings,
+    as_json,
     check_lines,
     rows_of_table,
     sentences,
@@ -57,19 +56,36 @@ RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
 NUM_FIT = 8  # prompts that the implementation is checked with
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
+ABOUT = """\
+Say on a model and your own prompts which method and ratio can be trusted, or that none can.
+
+Every prompt is computed in full by stock SGLang, and then with reused chunks under every method and ratio; what is
+measured is how much less likely full prefill's own answer becomes. No right answers are needed. The same command goes
+on where it was ended."""
 TOLERATED = ("too_short", "prompt_end")  # such chunks are computed for every user, too
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROG,
+        ABOUT,
+        examples=(
+            "MODEL prompts.jsonl",
+            "MODEL requests.log --num 300 -- --tp-size 2       # flags of launch_server",
+            f"{URL} prompts.jsonl --target 0.02 --methods epic fusionrag",
+            "MODEL                                             # only whether the implementation fits the model",
+        ),
+        exit_codes={
+            0: "a recommendation (without prompts: the implementation fits)",
+            1: "do not reuse here, too few prompts to decide, or the implementation does not fit",
+            2: "the command is wrong, or a server failed",
+        },
+        page="docs/verify.md",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL_OR_URL", help="Hugging Face folder or name, or the URL of a server with --chunk-cache")
+    add("model", nargs="?", metavar="MODEL_OR_URL", help="Hugging Face folder or name, or a server with --chunk-cache")
     add("prompts", nargs="?", metavar="PROMPTS.jsonl", help="your prompts, or a log of requests")
+    add_server_flags(parser, default=None)
     add("--target", type=float, default=TARGET, metavar="NATS", help="lost per token, at most (default: %(default)s)")
     add("--methods", nargs="+", default=METHODS, metavar="NAME[:OPTION=VALUE,...]", help=f"default: {_words(METHODS)}")
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help=f"default: {_words(RATIOS)}")
@@ -84,9 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=32, metavar="NUM", help="of full prefill's answer (default: %(default)s)")
     add("--chat", action="store_true", help="put lines with chunks and a question through the model's chat template")
     add("--separator", default=DEFAULT_SEPARATOR, metavar="TEXT", help="in the prompts (default: %(default)s)")
-    add("--tokenizer", metavar="DIR", help="of the server's model, where its own path is not known here")
-    key = os.environ.get(KEY_ENV)
-    add("--api-key", default=key, metavar="KEY", help=f"of the server at a URL (default: ${KEY_ENV})")
+    add_tokenizer_flag(parser)
+    add_json_flag(parser)
     add("--tolerance", type=float, help="of log-probabilities at ratio 1.0 (default: by number format)")
     add("--out", type=Path, default=Path("chunk-cache-verify"), metavar="DIR", help="default: %(default)s")
     add("--fresh", action="store_true", help="forget the replies that an earlier run has left in --out")
@@ -99,6 +114,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     given = list(argv)
     cut = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:cut])
+    if args.url is not None:  # the first word is then the prompts
+        if args.prompts is not None:
+            parser.error(f"--url {args.url}: {args.model} is named too; leave one of them out")
+        args.model, args.prompts = args.url, args.model
+    if args.model is None:
+        parser.error("the following arguments are required: MODEL_OR_URL")
     for name in ("num", "max_new_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: at least 1")
@@ -144,14 +165,7 @@ def load_model(path: str, name: str) -> Model:
     Raises:
         ChunkCacheRequestError: they are not there.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        problem = f"no model in {path!r} ({' '.join(str(error).split())[:120]})"
-        raise request_error("MODEL", problem, "name a Hugging Face folder, or with --tokenizer where it lies") from None
-    return Model(path, name, config.get_text_config().num_hidden_layers, load_tokenizer(path))
+    return Model(path, name, load_num_layers(path, "MODEL"), load_tokenizer(path))
 
 
 @contextmanager
@@ -183,6 +197,9 @@ def all_flags(given: Sequence[str]) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     """Everything; the exit code."""
+    if not args.is_url and importlib.util.find_spec("sglang") is None:
+        remedy = "run `pip install 'sglang-chunk-cache[server]'`, or name the URL of a running server"
+        raise request_error("MODEL", "SGLang is not installed here, so no server can be started", remedy)
     flags = () if args.is_url else all_flags(given)
     conditions = conditions_of(args)
     if args.prompts is not None:
@@ -193,8 +210,9 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     if args.prompts is not None:
         workload = read_prompts(args.prompts, model.tokenizer, args.separator, chat=args.chat)
     prompts = [] if workload is None else pick(workload.prompts, args.num)
+    told = sys.stderr if args.json else sys.stdout
     for line in _told(workload, prompts, conditions):
-        print(line)
+        print(line, file=told)
     args.out.mkdir(parents=True, exist_ok=True)
     asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
     settings = {
@@ -207,38 +225,62 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     with ReplyLog(log_path, settings, resume=not args.fresh, anew="add --fresh, or name another --out") as log:
         asked = [(p, c) for c in (REFERENCE, *conditions) for p in prompts if log.find(p.key, c) is None]
         checks: Sequence[Check] = []
+        if 0 < len(prompts) < MIN_PROMPTS:
+            print(_too_few(len(prompts), len(asked)), file=told, flush=True)
         if asked or not prompts:
             salt = uuid.uuid4().hex[:8]  # a running server has others to serve, so it is not flushed
             with reached(args, flags) as client:
-                checks = _check(args, client, model, prompts, salt)
+                began = time.monotonic()
+                checks, checked = _check(args, client, model, prompts, salt)
+                print("\n".join(check_lines(checks)), file=told, flush=True)
+                if asked:
+                    speed = (time.monotonic() - began) / (NUM_STEPS * sum(len(prompt.ids) for prompt in checked))
+                    print(f"{len(asked)} replies to ask: {_minutes(asked, speed)}", file=told, flush=True)
                 if all(check.holds for check in checks) and prompts:
                     _ask(Session(client, asking, args.stored, salt if args.is_url else ""), prompts, conditions, log)
         if not all(check.holds for check in checks):
-            print("Do not use this model: the implementation does not fit it, whatever the ratio; please report it.")
+            _say_fit(args, checks, "Do not use this model: the implementation does not fit it; please report it.")
             return 1
         if not prompts:
-            print("The implementation fits the model. Give prompts of yours to learn which method and ratio to use.")
+            _say_fit(args, checks, "The implementation fits the model. Give prompts to learn which method to use.")
             return 0
         return _report(args, model, prompts, conditions, log, checks)
 
 
 def _check(
     args: argparse.Namespace, client: ServerClient, model: Model, prompts: Sequence[TokenPrompt], salt: str
-) -> Sequence[Check]:
+) -> tuple[Sequence[Check], Sequence[TokenPrompt]]:
+    """The checks, and the prompts that they were made with."""
     own = [prompt for prompt in prompts if len(prompt.spans) > 1][:NUM_FIT]
     tolerance = tolerance_of(client) if args.tolerance is None else args.tolerance
     used = own or generate_prompts(NUM_FIT, len(model.tokenizer))
-    checks = check_fit(client, used, salt, tolerance)
-    print("\n".join(check_lines(checks)), flush=True)
-    return checks
+    with progress(NUM_STEPS, "checking the implementation", "steps") as bar:
+        return check_fit(client, used, salt, tolerance, bar.update), used
+
+
+def _say_fit(args: argparse.Namespace, checks: Sequence[Check], sentence: str) -> None:
+    print(json.dumps({"sentences": [sentence], "checks": [asdict(one) for one in checks]}) if args.json else sentence)
+
+
+def _too_few(num: int, num_replies: int) -> str:
+    return (
+        f"{num} prompts are too few for a recommendation, which takes {MIN_PROMPTS}: the {num_replies} replies that "
+        "are still to be asked will only show where it leads"
+    )
+
+
+def _minutes(asked: Sequence[tuple[TokenPrompt, Condition]], token_s: float) -> str:
+    """How long these replies will take, at so many seconds per token of a prompt."""
+    # Each is one prefill for the first token, and one for the likelihood of each answer.
+    seconds = token_s * sum((2 + bool(prompt.gold)) * len(prompt.ids) for prompt, _ in asked)
+    return f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {seconds:.0f} seconds"
 
 
 def _ask(session: Session, prompts: Sequence[TokenPrompt], conditions: Sequence[Condition], log: ReplyLog) -> None:
     """Asks what the log lacks, the references first."""
     references = [prompt for prompt in prompts if log.find(prompt.key, REFERENCE) is None]
     missing = [(p, c) for c in conditions for p in prompts if log.find(p.key, c) is None]
-    with tqdm(total=len(references) + len(missing), unit="replies", dynamic_ncols=True, smoothing=0.1) as bar:
-        bar.set_description("full prefill")
+    with progress(len(references) + len(missing), "full prefill", "replies") as bar:
         for replies in session.ask_reference(references) if references else ():
             log.append(replies)
             bar.update(len(replies))
@@ -272,9 +314,12 @@ def _report(
         "answers": f"of at most {args.max_new_tokens} tokens",
     }
     findings = Findings(about, checks, args.target, judged, verdict)
-    print("\n" + "\n".join([*text_table(*rows_of_table(findings)), "", *sentences(findings)]))
-    if verdict.chosen is not None:
-        print("\n".join(served_with(verdict.chosen.measured.condition)))
+    if args.json:
+        print(json.dumps(as_json(findings), indent=2))
+    else:
+        print("\n" + "\n".join([*text_table(*rows_of_table(findings)), "", *sentences(findings)]))
+        if verdict.chosen is not None:
+            print("\n".join(served_with(verdict.chosen.measured.condition)))
     written = write_results(args.out, findings)
     if importlib.util.find_spec("matplotlib") is None:
         print('No plot: matplotlib is not installed; run `pip install "sglang-chunk-cache[bench]"`.', file=sys.stderr)
@@ -284,7 +329,7 @@ def _report(
         plot = args.out / "verify.png"
         draw(plot, findings)
         written.append(plot)
-    print("written: " + ", ".join(map(str, written)))
+    print("written: " + ", ".join(map(str, written)), file=sys.stderr if args.json else sys.stdout)
     return 0 if verdict.outcome is Outcome.REUSE else 1
 
 
@@ -316,14 +361,8 @@ def _words(values: Sequence[object]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse_args(sys.argv[1:] if argv is None else argv)
     leave_on_sigterm()
-    try:
-        return run(args, flags)
-    except (ChunkCacheRequestError, SetupError, ServerError, ServerGone) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 2
+    interrupted = "interrupted; the same command goes on from here"
+    return exit_code(PROG, lambda: run(args, flags), SetupError, ServerError, interrupted=interrupted)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ class Estimate:
         return {
             "lines": self.num_lines,
             "alone": len(self.alone),
-            "behind neighbours": len(self.prepared),
-            "already there": self.num_already,
+            "prepared": len(self.prepared),
+            "already": self.num_already,
             "failed": self.num_failed,
             "tokens": self.num_tokens,
             "kv_bytes": round(self.num_tokens * self._bytes_per_token),

@@ -284,11 +284,14 @@ def _print_summary(path: Path, corpus: Corpus, state: WarmState, *, as_json: boo
         print(f"{path}:{number}: {problem}", file=sys.stderr)
     if state.num_failed > NUM_SHOWN_FAILURES:
         print(f"... and {state.num_failed - NUM_SHOWN_FAILURES} more that failed", file=sys.stderr)
-    counts = {"stored": state.num_stored, "already there": state.num_already, "failed": state.num_failed}
     if as_json:
+        counts = {"stored": state.num_stored, "already": state.num_already, "failed": state.num_failed}
         print(json.dumps({"lines": corpus.num_lines, **counts}))
-    else:
-        print(f"{corpus.num_lines} lines: {', '.join(f'{num} {what}' for what, num in counts.items())}.")
+        return
+    print(
+        f"{corpus.num_lines} lines: {state.num_stored} stored, {state.num_already} already there, "
+        f"{state.num_failed} failed."
+    )
 
 
 if __name__ == "__main__":

@@ -7,5 +7,5 @@ desk        which of the waiting questions comes next, and which chunks are prep
 scorer      chunk and question in, one score per token of the main model out
 auxiliary   the model: keys and values of texts, last-layer attention of a question
 alignment   from the tokens of one tokenizer to those of another, by characters
-train       fine-tunes the model to the main model's attention
+train       the older way to call `chunk-cache train-selector`, which is `sglang_chunk_cache.selector_training`
 """
