@@ -86,7 +86,7 @@ def refusal(capsys, *argv: str) -> str:
 
 def test_pictures_from_kept_replies(tmp_path, kept, capsys):
     outputs = [str(tmp_path / f"out{ending}") for ending in (".png", ".svg", ".html")]
-    assert main(["--json", kept, *(word for path in outputs for word in ("--out", path)), "--tokens", "5:40"]) == 0
+    assert main(["--replies", kept, *(word for path in outputs for word in ("--out", path)), "--tokens", "5:40"]) == 0
     captured = capsys.readouterr()
     assert "cacheblend" in captured.out
     assert "layer 1: median 0.25" in " ".join(captured.out.split())
@@ -100,7 +100,7 @@ def test_pictures_from_kept_replies(tmp_path, kept, capsys):
 
 @pytest.mark.parametrize("text", ["5", "x:3", "7:7", "9:3", "-4:3", "5000:6000", "5000:"])
 def test_a_bad_range_is_named(kept, tmp_path, capsys, text):
-    line = refusal(capsys, "--json", kept, f"--tokens={text}", "--out", str(tmp_path / "out.html"))
+    line = refusal(capsys, "--replies", kept, f"--tokens={text}", "--out", str(tmp_path / "out.html"))
     assert line.startswith(f"--tokens: {text!r} is no range of the prompt of ")
 
 
@@ -110,9 +110,9 @@ def test_a_bad_range_is_named(kept, tmp_path, capsys, text):
         (["--out", "explain.pdf"], "--out explain.pdf: unknown ending '.pdf'; known endings: .png, .svg, .html"),
         (["--out", "nowhere/explain.png"], "--out nowhere/explain.png: no such folder; make it, or name another"),
         (["--prompt", "nowhere.txt"], "--prompt nowhere.txt: cannot be read"),
-        ([], "--prompt: missing; give a text file, or kept replies by --json"),
-        (["--json", "nowhere.jsonl"], "--json nowhere.jsonl: cannot be read"),
-        (["--prompt", "p", "--method", "best"], "--method best: unknown method 'best'; known methods: "),
+        ([], "--prompt: missing; give a text file, or kept replies by --replies"),
+        (["--replies", "nowhere.jsonl"], "--replies nowhere.jsonl: cannot be read"),
+        (["--prompt", "p", "--method", "best"], "--methods best: unknown method 'best'; known methods: "),
         (["--prompt", "p", "--ratio", "7"], "--ratio: 7.0 is not a number from 0 to 1"),
         (["--prompt", "p", "--options", "["], "--options: not JSON"),
         (["--prompt", "p", "--max-new-tokens", "0"], "--max-new-tokens: below 1; give 1 or more"),
@@ -126,7 +126,9 @@ def test_a_bad_argument_is_named(capsys, monkeypatch, tmp_path, argv, words):
 def test_a_package_that_is_missing_is_named(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    assert refusal(capsys) == 'matplotlib: not installed; run `pip install "sglang-chunk-cache[bench]"`'
+    line = refusal(capsys)
+    assert line.startswith('matplotlib: not installed; run `pip install "sglang-chunk-cache[bench]"`, or write a')
+    assert refusal(capsys, "--out", "explain.html").startswith("--prompt: missing")
 
 
 def test_no_server(capsys, prompt):
@@ -158,7 +160,7 @@ def test_a_bad_address(capsys, prompt, url):
 )
 def test_what_a_server_may_answer(capsys, answering, prompt, model_path, status, body, words):
     url = answering(status, body.encode() if isinstance(body, str) else json.dumps(body).encode())
-    line = refusal(capsys, "--prompt", prompt, "--url", url, "--model-path", model_path, "--method", "epic")
+    line = refusal(capsys, "--prompt", prompt, "--url", url, "--tokenizer", model_path, "--method", "epic")
     assert line.startswith(f"--url {url}: " if not words.startswith("--") else words)
     assert words in line
 

@@ -8,15 +8,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache_tools import local_tokenizer
 from chunk_cache_tools.explain.layout import lay_out, segments, text_width
 from chunk_cache_tools.explain.shown_prompt import (
     CONTINUED,
     PromptTokens,
-    load_tokenizer,
     read_prompt,
     token_texts,
     visible,
 )
+from chunk_cache_tools.local_tokenizer import PlainTokenizer, load_num_layers, load_tokenizer
 
 SEP = "<|chunk|>"
 
@@ -91,7 +92,7 @@ def test_a_bad_prompt_is_named(tmp_path, content, words):
 
 def test_a_folder_without_tokenizer_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ChunkCacheRequestError, match=r"^--model-path: no tokenizer in .*; name a folder"):
+    with pytest.raises(ChunkCacheRequestError, match=r"^--tokenizer: no tokenizer in .*; name a folder"):
         load_tokenizer(str(tmp_path))
 
 
@@ -138,3 +139,21 @@ def test_a_line_is_full_before_the_next_begins():
         ["\u21b5"],
     ]
     assert [cell.width for cell in lines[0].cells] == [3, 3, 5]
+
+
+def test_without_transformers_the_tokens_are_the_same(tmp_path, tokenizer, monkeypatch):
+    tokenizer.save_pretrained(tmp_path)
+    plain = PlainTokenizer(str(tmp_path), "--tokenizer")
+    text = "Rome costs $5 <now> & then. 東京 is in\nJapan."
+    ids = tokenizer.encode(text)
+    assert plain.encode(text) == ids
+    assert plain.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
+    assert token_texts(plain, ids) == token_texts(tokenizer, ids)
+    assert len(plain) == len(tokenizer)
+    monkeypatch.setattr(local_tokenizer, "_has_transformers", lambda: False)
+    with pytest.raises(ChunkCacheRequestError, match=r"^--tokenizer: no tokenizer.json in 'org/name' .*transformers"):
+        load_tokenizer("org/name")
+    (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 3}}')
+    assert load_num_layers(str(tmp_path), "MODEL") == 3
+    with pytest.raises(ChunkCacheRequestError, match=r"^MODEL: no model in 'org/name'"):
+        load_num_layers("org/name", "MODEL")

@@ -30,7 +30,7 @@ def test_saved_replies_come_back(tmp_path, tokens, layer_reply, make_reply):
 
 def test_bare_replies_need_the_prompt_and_are_named_after_their_method(tmp_path, tokens, layer_reply):
     path = write(tmp_path / "replies.jsonl", generated(layer_reply))
-    with pytest.raises(ChunkCacheRequestError, match=r"replies.jsonl:1: .* give --prompt and --model-path too$"):
+    with pytest.raises(ChunkCacheRequestError, match=r"replies.jsonl:1: .* give --prompt and --tokenizer too$"):
         replies.load(path, None)
     _, (one,) = replies.load(path, lambda: tokens)
     assert (one.label, one.answer) == ("cacheblend 0.4", "Rome")
@@ -64,5 +64,5 @@ def test_a_bad_file_is_named(tmp_path, text, words):
         path.write_text(text, encoding="utf-8")
     with pytest.raises(ChunkCacheRequestError) as caught:
         replies.load(str(path), None)
-    assert str(caught.value).startswith(f"--json {path}")
+    assert str(caught.value).startswith(f"--replies {path}")
     assert words in str(caught.value)

@@ -126,9 +126,9 @@ def test_what_decoding_keeps_is_of_the_request() -> None:
         ("best", "unknown method 'best'"),
         ("epic:seed=1", "unknown key"),
         ("random:seed=-1", "-1 is not an integer in"),
-        ("a3:keep_tokens=0", "keep_tokens=0 in 'a3:keep_tokens=0' is no number of tokens"),
+        ("a3:keep_tokens=0", "keep_tokens=0 is no number of tokens"),
         ("a3:keep_tokens=true", "is no number of tokens"),
-        ("random:seed", "'seed' in 'random:seed' is not OPTION=VALUE"),
+        ("random:seed", "random:seed: 'seed' is not OPTION=VALUE"),
     ],
 )
 def test_a_wrong_method_is_refused(text: str, problem: str) -> None:

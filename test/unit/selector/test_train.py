@@ -12,6 +12,7 @@ import torch
 
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
 from sglang_chunk_cache.selector_training import (
+    PROG,
     kl_divergence,
     load,
     main,
@@ -104,19 +105,19 @@ def test_bad_data_names_the_line(
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    assert main(flags(main_dir, auxiliary_dir, path, tmp_path / "out")) == 1
+    assert main(flags(main_dir, auxiliary_dir, path, tmp_path / "out")) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"--data: {path}")
+    assert told.startswith(f"{PROG}: --data: {path}")
     assert message in told
 
 
 def test_other_bad_input_names_the_flag(
     main_dir: Path, auxiliary_dir: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(flags(main_dir, tmp_path, data, tmp_path / "out")) == 1
-    assert capsys.readouterr().err.startswith(f"--selector: '{tmp_path}' is neither a Hugging Face folder")
-    assert main(flags(main_dir, auxiliary_dir, tmp_path / "none", tmp_path / "out")) == 1
-    assert capsys.readouterr().err.startswith("--data: cannot read")
+    assert main(flags(main_dir, tmp_path, data, tmp_path / "out")) == 2
+    assert capsys.readouterr().err.startswith(f"{PROG}: --selector: '{tmp_path}' is neither a Hugging Face folder")
+    assert main(flags(main_dir, auxiliary_dir, tmp_path / "none", tmp_path / "out")) == 2
+    assert capsys.readouterr().err.startswith(f"{PROG}: --data: cannot read")
     for more, message in [
         (("--steps", "0"), "--steps: 0; give at least 1"),
         (("--held-out", "1"), "--held-out: 1 is not between 0 and 1"),

@@ -14,7 +14,15 @@ from chunk_cache_tools.conditions import Condition, MethodSpec, parse_method
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.plot import draw
 from chunk_cache_tools.verify.recommendation import Measured, judge, recommend
-from chunk_cache_tools.verify.results import Findings, config_of, flags_of, request_of, sentences, write_results
+from chunk_cache_tools.verify.results import (
+    Findings,
+    as_json,
+    config_of,
+    flags_of,
+    request_of,
+    sentences,
+    write_results,
+)
 from chunk_cache_tools.verify.verify_command import conditions_of, main, parse_args
 
 FITS = [Check("ratio 1.0 equals a full prefill", True, "log-probabilities differ by at most 1e-6")]
@@ -41,6 +49,7 @@ def findings_of(losses: dict[str, float], num: int = 60, target: float = 0.05) -
         (["m", "p", "--ratios", "0.1", "1.5"], "--ratios: 1.5 is not in [0, 1]"),
         (["m", "p", "--alphas", "0"], "--alphas: 0 is not above 0"),
         (["http://x", "p", "--", "--tp", "2"], "-- --tp: a running server has its flags"),
+        (["--url", "http://x", "m", "p"], "--url http://x: m is named too"),
         ([], "the following arguments are required: MODEL_OR_URL"),
         (["m", "p", "--tp", "2"], "unrecognized arguments: --tp"),
     ],
@@ -57,7 +66,7 @@ def test_a_wrong_flag_is_refused(arguments: list[str], message: str, capsys: pyt
         (["nowhere", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["nowhere", "broken.jsonl"], "broken.jsonl:1: not JSON"),
         (["nowhere", "good.jsonl"], "MODEL: no model in 'nowhere'"),
-        (["nowhere", "good.jsonl", "--methods", "best"], "--methods: unknown method 'best'"),
+        (["nowhere", "good.jsonl", "--methods", "best"], "--methods best: unknown method 'best'"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_starts(
@@ -129,9 +138,29 @@ def test_flags_of_an_earlier_run_do_not_outlive_a_refusal(tmp_path: Path) -> Non
 
 
 def test_too_few_prompts_are_counted() -> None:
-    (line,) = sentences(findings_of({"epic@0.5": 0.0}, num=10))
+    (line,) = sentences(findings_of({"epic@0.5": 0.0495}, num=10))
     assert line.startswith("Not decided: 10 prompts are too few.")
-    assert "About 20 more prompts like these would decide." in line
+    assert ", above the target of 0.05. About 20 more prompts like these would decide." in line
+
+
+def test_a_pass_by_too_few_prompts_reads_as_a_pass() -> None:
+    (line,) = sentences(findings_of({"epic@0.5": 0.0}, num=10))
+    assert line.startswith("Passes so far: epic at ratio 0.5 costs 0 nats per token, surely at most 0.00")
+    assert line.endswith("target of 0.05. It is not recommended yet: that takes 30 prompts, and 10 were asked.")
+
+
+def test_what_was_found_is_json() -> None:
+    found = json.loads(json.dumps(as_json(findings_of({"epic@0.15": 0.2, "epic@0.3": 0.01}))))
+    assert (found["outcome"], found["request"]) == ("reuse", None)
+    assert found["flags"] == "--chunk-cache --chunk-cache-method epic --chunk-cache-ratio 0.3"
+    assert [(row["ratio"], row["holds"]) for row in found["conditions"]] == [(0.15, False), (0.3, True)]
+    assert json.loads(json.dumps(as_json(findings_of({"epic@0.5": 0.0}, num=1)), allow_nan=False))["flags"] is None
+
+
+def test_a_server_may_be_named_as_everywhere() -> None:
+    args, _ = parse_args(["--url", "http://x", "prompts.jsonl"])
+    assert (args.model, args.prompts, args.is_url) == ("http://x", "prompts.jsonl", True)
+    assert parse_args(["http://x", "prompts.jsonl"])[0].model == "http://x"
 
 
 def test_luck_is_told() -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS_OF_ANY_SERVER
 from chunk_cache.options.request_options import parse_request
-from chunk_cache_tools.explain.asked_conditions import make_specs, parse_options, parse_spec
+from chunk_cache_tools.conditions import parse_method
+from chunk_cache_tools.explain.asked_conditions import asked_conditions, parse_options
 
 
 @pytest.mark.parametrize(
@@ -22,11 +25,12 @@ from chunk_cache_tools.explain.asked_conditions import make_specs, parse_options
         ("fusionrag:layers=all,ratio=0.1", {"method": "fusionrag", "ratio": 0.1, "options": {"layers": "all"}}),
     ],
 )
-def test_parse_spec(text, params):
-    spec = parse_spec(text)
-    assert spec.label == text
-    assert spec.params() == {**params, "explain": True}
-    parse_request(spec.params())  # the server takes it
+def test_a_method_is_asked_as_it_is_written(text, params):
+    (condition,) = asked_conditions([text], None, {})
+    assert condition.label == text.replace('"', "")
+    sent = json.loads(json.dumps(condition.request))
+    assert sent == params
+    parse_request(sent)  # the server takes it
 
 
 @pytest.mark.parametrize(
@@ -44,27 +48,27 @@ def test_parse_spec(text, params):
         ("a3:ratio=high", "'high' is not a number from 0 to 1"),
     ],
 )
-def test_a_bad_spec_is_named(text, words):
+def test_a_bad_method_is_named(text, words):
     with pytest.raises(ChunkCacheRequestError) as caught:
-        parse_spec(text)
-    assert str(caught.value).startswith(f"--method {text}")
+        parse_method(text)
+    assert str(caught.value).startswith(f"--methods {text}")
     assert words in str(caught.value)
 
 
 def test_all_methods_by_default_with_the_options_they_know():
-    specs = make_specs([], 0.25, {"check_layer": 2, "seed": 5})
-    assert [spec.name for spec in specs] == list(METHODS_OF_ANY_SERVER)
-    assert {spec.ratio for spec in specs} == {0.25}
-    by_name = {spec.name: dict(spec.options) for spec in specs}
+    conditions = asked_conditions([], 0.25, {"check_layer": 2, "seed": 5})
+    assert [condition.method.method for condition in conditions] == list(METHODS_OF_ANY_SERVER)
+    assert {condition.ratio for condition in conditions} == {0.25}
+    by_name = {condition.method.method: dict(condition.method.options) for condition in conditions}
     assert by_name["random"] == {"seed": 5}
     assert by_name["a3"] == {"check_layer": 2}
     assert by_name["epic"] == {}
 
 
 def test_a_method_overrules_what_is_common():
-    one, other = make_specs(["a3:check_layer=3,ratio=0.5", "cacheblend"], 0.1, {"check_layer": 2})
-    assert (one.ratio, dict(one.options)) == (0.5, {"check_layer": 3})
-    assert (other.ratio, dict(other.options)) == (0.1, {"check_layer": 2})
+    one, other = asked_conditions(["a3:check_layer=3,ratio=0.5", "cacheblend"], 0.1, {"check_layer": 2})
+    assert (one.ratio, dict(one.method.options)) == (0.5, {"check_layer": 3})
+    assert (other.ratio, dict(other.method.options)) == (0.1, {"check_layer": 2})
 
 
 @pytest.mark.parametrize(
@@ -73,13 +77,13 @@ def test_a_method_overrules_what_is_common():
         (["epic"], 1.5, {}, "--ratio: 1.5 is not a number from 0 to 1; give"),
         (["epic"], float("nan"), {}, "--ratio: nan is not a number"),
         (["epic"], None, {"check_layer": 1}, "--options: no method that is asked knows 'check_layer'; known options: "),
-        (["epic", "epic"], None, {}, "--method epic: given twice"),
-        (["a3"], None, {"check_layer": "x"}, "--method a3.check_layer: 'x' is not an integer"),
+        (["epic", "epic"], None, {}, "--methods epic: given twice"),
+        (["a3"], None, {"check_layer": "x"}, "--methods a3.check_layer: 'x' is not an integer"),
     ],
 )
 def test_bad_common_values_are_named(texts, ratio, options, words):
     with pytest.raises(ChunkCacheRequestError) as caught:
-        make_specs(texts, ratio, options)
+        asked_conditions(texts, ratio, options)
     assert words in str(caught.value)
 
 
