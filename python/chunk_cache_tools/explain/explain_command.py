@@ -26,7 +26,7 @@ from chunk_cache_tools.command_line import (
     progress,
 )
 from chunk_cache_tools.conditions import Condition
-from chunk_cache_tools.explain import replies
+from chunk_cache_tools.explain import explain_page, replies
 from chunk_cache_tools.explain.asked_conditions import asked_conditions, parse_options
 from chunk_cache_tools.explain.explain_client import ExplainClient
 from chunk_cache_tools.explain.shown_prompt import PromptTokens, read_prompt, tokenize
@@ -208,13 +208,12 @@ def _range(text: str | None, num_tokens: int) -> Span:
 
 def _write(path: Path, tokens: PromptTokens, explanations: Sequence[Explanation], shown: Span) -> list[str]:
     """Writes one picture; returns notes."""
-    from chunk_cache_tools.explain import explain_page as page
-    from chunk_cache_tools.explain import picture
-
     try:
         if path.suffix == PAGE:
-            page.write(path, tokens, explanations, shown)
+            explain_page.write(path, tokens, explanations, shown)
             return []
+        from chunk_cache_tools.explain import picture
+
         return picture.draw(path, tokens, explanations, shown)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
