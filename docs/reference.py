@@ -36,6 +36,7 @@ from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
+EXIT_CODES = (0, 1, 2, 130)
 FILE = Path(__file__).with_suffix(".md")
 HEAD = """\
 # Reference
@@ -60,11 +61,17 @@ def page() -> str:
         "Routes of administration": _table(("route", "meaning"), _routes()),
         "Metrics": _table(("metric", "type", "labels", "meaning"), _metrics()),
     }
-    for name, (function, _) in COMMANDS.items():
-        parser = importlib.import_module(function.partition(":")[0])._parser()
+    parsers = {name: importlib.import_module(of.partition(":")[0])._parser() for name, (_, of, _) in COMMANDS.items()}
+    sections["Exit codes of `chunk-cache`"] = _table(("command", *map(str, EXIT_CODES)), _exit_codes(parsers))
+    for name, parser in parsers.items():
         title = f"Flags of `chunk-cache {name}`"
         sections[title] = _table(("flag", "meaning"), _flags(parser, "--help", "--chunk-cache"))
     return HEAD + "".join(f"\n## {title}\n\n" + "\n".join(table) + "\n" for title, table in sections.items())
+
+
+def _exit_codes(parsers: dict[str, Any]) -> Iterator[Sequence[str]]:
+    for name, parser in parsers.items():
+        yield f"`{name}`", *(parser.exit_codes.get(code, "") for code in EXIT_CODES)
 
 
 def metrics() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -11,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from chunk_cache_tools.command import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 SITE = ROOT / "build" / "site"
@@ -39,8 +42,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        indented = re.findall(r"^    (?:\.venv/bin/)?((?:python|make|sglang) .*)$", text, re.MULTILINE)
-        for line in [*("\n".join(blocks).replace("\\\n", " ").splitlines()), *indented]:
+        indented = re.findall(r"^    (?:\.venv/bin/)?((?:python|make|sglang|chunk-cache) .*)$", text, re.MULTILINE)
+        inline = re.findall(r"`(chunk-cache [^`]*)`", text)
+        for line in [*("\n".join(blocks).replace("\\\n", " ").splitlines()), *indented, *inline]:
             if re.match(r"[a-z.]", line) and not line.startswith(('"', "'")):
                 try:
                     words = shlex.split(line, comments=True)
@@ -68,11 +72,14 @@ def test_a_command_exists_with_its_flags(page: str, words: list[str]) -> None:
     elif program in ("python", "python3"):
         if words[1] == "-m":
             assert find_spec(words[2]) is not None
-            _, _, of_sglang = " ".join(words).partition(" -- ")
-            if words[2].startswith("sglang_chunk_cache"):
-                assert not unknown(flags - set(of_sglang.split()), ROOT / "python" / "sglang_chunk_cache")
+            assert not words[2].startswith("sglang_chunk_cache"), "write chunk-cache"
         elif words[1].endswith(".py"):
             assert (ROOT / words[1]).is_file()
             assert not unknown(flags, ROOT / Path(words[1]).parts[0])
+    elif program == "chunk-cache":
+        _, of, _ = COMMANDS[words[1]]
+        known = importlib.import_module(of.partition(":")[0])._parser()._option_string_actions
+        of_sglang = words[words.index("--") :] if "--" in words else []
+        assert flags - set(of_sglang) <= known.keys()
     else:
         assert program in OTHERS or find_spec(program) or (Path(sys.executable).parent / program).exists()
