@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
 def add_server_flags(parser: argparse.ArgumentParser, default: str | None = URL) -> None:
     """Adds `--url` and `--api-key`; the key is taken from the environment where it is not given."""
     add = parser.add_argument
-    add("--url", default=default, help=f"a running server with --chunk-cache (default: {default or 'none'})")
+    add("--url", default=default, help=f"address of a running server (default: {default or 'none'})")
     add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
 
 

@@ -73,14 +73,14 @@ def test_every_method_is_drawn(ask, prompt, tokenizer, tmp_path, capsys):
 
 
 def test_without_priming_nothing_is_stored(ask, capsys):
-    code, found = ask("--no-prime", "--method", "epic", "--extra-key", "never used before")
+    code, found = ask("--no-prime", "--methods", "epic", "--extra-key", "never used before")
     assert code == 0
     assert [chunk["status"] for chunk in found["epic"].reply["chunks"]] == ["miss"] * 3
     assert positions(found["epic"], Kind.REUSED, Kind.RECOMPUTED) == set()
 
 
 def test_what_the_server_refuses_is_one_sentence(ask, capsys):
-    assert ask("--method", "a3:check_layer=9")[0] == 2
+    assert ask("--methods", "a3:check_layer=9")[0] == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "/generate was answered with 400" in line
     assert "names layer 9, but the model has layers 0 to 1" in line
@@ -88,6 +88,6 @@ def test_what_the_server_refuses_is_one_sentence(ask, capsys):
 
 def test_another_separator_than_the_servers(ask, prompt, server, tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text(prompt.text.replace("<|chunk|>", "@@"), encoding="utf-8")
-    assert ask("--method", "epic", "--separator", "@@")[0] == 2
+    assert ask("--methods", "epic", "--separator", "@@")[0] == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--separator: the server found 0 chunks instead of 1; name the server's --chunk-cache-separator" in line

@@ -83,7 +83,7 @@ def _parser() -> CommandParser:
         page="docs/verify.md",
     )
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL_OR_URL", help="Hugging Face folder or name, or a server with --chunk-cache")
+    add("model", nargs="?", metavar="MODEL_OR_URL", help="Hugging Face folder or name, or address of a running server")
     add("prompts", nargs="?", metavar="PROMPTS.jsonl", help="your prompts, or a log of requests")
     add_server_flags(parser, default=None)
     add("--target", type=float, default=TARGET, metavar="NATS", help="lost per token, at most (default: %(default)s)")

@@ -160,7 +160,7 @@ def test_a_bad_address(capsys, prompt, url):
 )
 def test_what_a_server_may_answer(capsys, answering, prompt, model_path, status, body, words):
     url = answering(status, body.encode() if isinstance(body, str) else json.dumps(body).encode())
-    line = refusal(capsys, "--prompt", prompt, "--url", url, "--tokenizer", model_path, "--method", "epic")
+    line = refusal(capsys, "--prompt", prompt, "--url", url, "--tokenizer", model_path, "--methods", "epic")
     assert line.startswith(f"--url {url}: " if not words.startswith("--") else words)
     assert words in line
 
