@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "best"], "--methods: unknown method 'best'"),
+        (["--methods", "best"], "--methods best: unknown method 'best'"),
         (
             ["--methods", "cache-craft:alpha=1"],
             "leave alpha out, or ask by alpha with chunk-cache verify --alphas",
