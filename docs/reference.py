@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from prometheus_client import REGISTRY
 
@@ -109,8 +109,14 @@ def _fields(owner: type, left_out: Sequence[str] = ()) -> Iterator[Sequence[str]
         if one.name in left_out:
             continue
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        shown = "" if default is MISSING else f"`{_shown(default)}`"
+        is_list = default == () and not _is_mapping(get_type_hints(owner)[one.name])
+        shown = "" if default is MISSING else "`[]`" if is_list else f"`{_shown(default)}`"
         yield f"`{one.name}`", shown, meanings.get(one.name, "")
+
+
+def _is_mapping(hint: Any) -> bool:
+    """Whether a field is a tuple of (name, value), which stands for an object of JSON."""
+    return get_args(get_args(hint)[0])[:1] == (str,)
 
 
 def _shown(value: object) -> str:

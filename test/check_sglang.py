@@ -99,20 +99,25 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
 def describe() -> dict[str, Any]:
     """What `check_signatures` says, and a digest of the source of each name that it looks at."""
     import sglang_signatures
-    from sglang_chunk_cache.start.hook_table import TOUCHED
 
-    names = [*json.loads(sglang_signatures.FILE.read_text()), *(touch.name for touch in TOUCHED)]
+    names = [*json.loads(sglang_signatures.FILE.read_text()), *(touch.name for touch in sglang_signatures.TOUCHED)]
     return {"differences": sglang_signatures.check_signatures(), "bodies": {name: body_of(name) for name in names}}
 
 
 def body_of(name: str) -> str | None:
     """None where there is none: a name that is missing, an attribute; a class has rows for what is overridden of it."""
+    import sglang_signatures
+
     try:
-        value = pkgutil.resolve_name(name)
+        if name in sglang_signatures.READ:
+            text = sglang_signatures.read_definition(name)[1]
+        else:
+            value = pkgutil.resolve_name(name)
+            value = value.fget if isinstance(value, property) else value
+            text = inspect.getsource(value) if inspect.isfunction(value) or inspect.ismethod(value) else ""
     except (ImportError, AttributeError):
         return None
-    value = value.fget if isinstance(value, property) else value
-    return hashlib.sha256(inspect.getsource(value).encode()).hexdigest() if inspect.isroutine(value) else None
+    return hashlib.sha256(text.encode()).hexdigest() if text else None
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Vari
 from chunk_cache.keys import Partition, chunk_key, partition_key
 from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
+from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.types import Status
 
 METHOD = "cache-craft"

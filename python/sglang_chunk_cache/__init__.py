@@ -1,7 +1,7 @@
-"""The SGLang side of the chunk cache: plugin, CPU platform, request handling, assembly and prefill.
+"""The SGLang side of the chunk cache: plugin, request handling, assembly and prefill.
 
 Importing this package loads neither SGLang nor torch, so that the entry points stay cheap in processes that
-do not use them. The parts: `plugin` (what SGLang calls at start-up), `platform_cpu` (serving without an accelerator).
+do not use them. `plugin` is what SGLang calls at start-up.
 """
 
 from __future__ import annotations

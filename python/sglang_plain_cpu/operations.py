@@ -1,38 +1,11 @@
-"""Operations of models that SGLang has for accelerators only, in plain torch.
-
-Verb: `install` (once per process; the kernels' launchers are replaced, so whoever imported their callers gets it too).
-"""
+"""Operations of models that SGLang has for accelerators only, in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-
-
-def install() -> None:
-    """Replaces the launchers of SGLang's kernels by these functions; latent attention runs on `torch_native`.
-
-    LoRA asks for pinned memory wherever it keeps a number, and so does a prefill server that sends: here they get what
-    they would pin.
-    """
-    import sglang.srt.disaggregation.prefill
-    import sglang.srt.lora.backend.torch_backend
-    import sglang.srt.lora.layers
-    from sglang.kernels.ops.activation import softcap
-    from sglang.kernels.ops.elementwise import elementwise
-    from sglang.srt.layers.moe import fused_moe_native
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-
-    AttentionBackendRegistry.register("torch_native", absorbed)
-    softcap._softcap_logits = softcap_logits
-    elementwise._launch_fused_gate_sigmoid_mul = gate_sigmoid_mul
-    fused_moe_native.moe_forward_native = partial(experts_of_rank, fused_moe_native.moe_forward_native)
-    sglang.srt.lora.layers.torch = sglang.srt.lora.backend.torch_backend.torch = _TorchWithoutPins()
-    sglang.srt.disaggregation.prefill.torch = _TorchWithoutPins()
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
 def softcap_logits(logits: torch.Tensor, cap: float | None, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,6 +53,11 @@ def absorbed(_attention: Any, _forward_batch: Any) -> Any:
     return AttnForwardMethod.MLA
 
 
+def unpinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """The tensor itself: no device copies from pinned memory here."""
+    return tensor
+
+
 class _TorchWithoutPins:
     """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory, or be waited for."""
 
@@ -95,3 +73,6 @@ def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         return create(*args, **kwargs)
 
     return created
+
+
+TORCH_WITHOUT_PINS = _TorchWithoutPins()

@@ -4,7 +4,8 @@
 - device `cpu`, attention `torch_native`, sampling `pytorch`, no compilation, no graphs;
 - a float32 checkpoint stays float32;
 - a KV pool of at most a quarter of the free memory (`memory`);
-- CPUs per rank (`threads`).
+- CPUs per rank (`threads`);
+- operations that SGLang has for accelerators only (`patches`).
 A flag or an environment variable of the user wins over each of them.
 
 SGLang imports this file in the middle of its own first imports, so what needs more of SGLang is imported in functions.
@@ -16,17 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_plain_cpu import memory, operations, scaled_kv, speculation, threads
+from sglang_plain_cpu import memory, patches, threads
 from sglang_plain_cpu.compiler import switch_compiler_on
 
 # Weights and pool together may take this part of the memory that is free at start-up. The pool has its own, much
 # lower bound in tokens; SGLang applies the smaller one.
 STATIC_MEMORY_FRACTION = 0.9
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -36,8 +37,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def __init__(self) -> None:
-        register_resolution_hook("handle_cpu_backends")(_leave_backends_open)
-        register_resolution_hook("handle_gpu_memory_settings")(_fit_to_memory)
+        patches.apply("platform")
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fills in the backends and the CPUs per rank, where the user has not."""
@@ -51,7 +51,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.lora_backend = "torch_native"
         server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
         server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
-        speculation.keep_overlap()
+        patches.apply("flags")
         if server_args.enable_torch_compile:
             switch_compiler_on()
         threads.publish_binding(_num_processes(server_args))
@@ -63,11 +63,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm in speculation.ALGORITHMS
+        return algorithm in SPECULATIVE_ALGORITHMS
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         """None, SGLang's own; the one call that tells a platform that this process speculates."""
-        speculation.install()
+        patches.apply("drafting")
         return None
 
     def get_compile_backend(self, mode: str | None = None) -> str:
@@ -91,8 +91,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
         """The CPU. Also binds the process: the one call that tells a platform its rank, before weights are loaded."""
         threads.bind_rank(local_rank)
-        operations.install()
-        scaled_kv.install()
+        patches.apply("rank")
         return torch.device("cpu")
 
     def get_torch_profiler_activity_str(self) -> str:
@@ -102,7 +101,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
 
-def _leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> None:
+def leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Replaces a step that would choose AMX attention and overwrite a sampling backend the user gave."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -110,7 +109,7 @@ def _leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> N
         previous(server_args)
 
 
-def _fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
+def fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs before SGLang's own memory settings, which keep what they find."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
@@ -121,6 +120,10 @@ def _fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
         if chosen:
             declare_resolution(server_args, "platform:chunk_cache_cpu", **chosen)
     previous(server_args)
+
+
+def keep_overlap(_server_args: Any) -> None:
+    """Leaves the overlap schedule on: only SGLang's own CPU engine does not speculate with it."""
 
 
 def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:

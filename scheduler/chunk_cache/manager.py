@@ -32,7 +32,8 @@ from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking, Stage
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan, make_plan, replan_without_load
+from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
 from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer
 from chunk_cache.tiers.variant_search import Held, is_better
 

@@ -10,7 +10,8 @@ import pytest
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkPrompt
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
+from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.types import Status
 from sglang_chunk_cache.admin.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
 from sglang_chunk_cache.request.chunk_request import ChunkRequest

@@ -1,7 +1,7 @@
 """Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
-Verbs: `stats`, `requests`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`, `warm`; `chunks_of` (a
-selection becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is.
+Verbs: `stats`, `requests`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`; `chunks_of` (a selection
+becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is; `warming` computes chunks by it.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
 also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -28,8 +28,7 @@ from chunk_cache.options.warming_limits import MAX_BATCH
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText
 from sglang_chunk_cache.admin import admin_messages as messages
-from sglang_chunk_cache.admin import warming
-from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection, Warm
+from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection
 from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.prepare import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
@@ -231,19 +230,6 @@ class Admin:
             message = f"body: not flushed, {why.rstrip('.')}; send it again when the server is idle, or give timeout_s"
             raise AdminRefused(message, HTTPStatus.CONFLICT)
         return {"flushed": True}
-
-    async def warm(self, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
-        """Computes chunks that are not stored; yields progress, and a summary at the end.
-
-        Args:
-            request: of the client; where it has gone the work stops.
-
-        Raises:
-            ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
-        """
-        work = warming.Warming(self, body, request)
-        await work.find_neighbours()
-        return work.run()
 
     def chunks_of(self, selection: Selection) -> list[Chunk]:
         """The chunks of a selection, in its order.

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_chunk_cache.admin import admin_bodies as body
 from sglang_chunk_cache.admin.administration import Admin
+from sglang_chunk_cache.admin.warming import warm
 
 
 class EngineAdmin:
@@ -58,7 +59,7 @@ class EngineAdmin:
         """POST /chunk_cache/warm; only the summary."""
 
         async def last_line() -> dict[str, Any]:
-            lines = [line async for line in await self._admin.warm(body.parse_warm(fields))]
+            lines = [line async for line in await warm(self._admin, body.parse_warm(fields))]
             return lines[-1]
 
         return self._run(last_line())

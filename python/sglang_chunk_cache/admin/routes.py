@@ -18,6 +18,7 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from sglang_chunk_cache.admin import admin_bodies as body
 from sglang_chunk_cache.admin.admin_page import page
 from sglang_chunk_cache.admin.administration import Admin, AdminRefused
+from sglang_chunk_cache.admin.warming import warm
 
 PREFIX = "/chunk_cache"
 
@@ -80,7 +81,7 @@ async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
 
 async def _warm(admin: Admin, request: Request) -> Response:
     """Computes chunks ahead of time, each alone or behind its neighbours."""
-    lines = await admin.warm(body.parse_warm(await _json(request)), request)
+    lines = await warm(admin, body.parse_warm(await _json(request)), request)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
 

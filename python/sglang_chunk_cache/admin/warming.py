@@ -1,7 +1,6 @@
 """Warming: computes chunks ahead of time, so that the first prompt that holds one finds it.
 
-Verbs: `Warming.find_neighbours`, then `Warming.run`. Each chunk that is not stored is computed by an ordinary request,
-alone or behind its neighbours:
+Verb: `warm`. Each chunk that is not stored is computed by an ordinary request, alone or behind its neighbours:
 
     | prefix (system prompt) | the chunk, marked | one token |      mode exact, and one token is generated
     | prefix (system prompt) | neighbours, marked | the chunk, marked | one token |      mode prepare (FusionRAG eq. 10)
@@ -19,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import HTTPException
 
@@ -29,11 +28,9 @@ from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText
 from sglang_chunk_cache.admin.admin_bodies import Warm
+from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.prepare import check_vocabulary
-
-if TYPE_CHECKING:
-    from sglang_chunk_cache.admin.administration import Admin
 
 NO_ROOM = "computed, but there was no room to keep it"
 
@@ -63,6 +60,20 @@ class _Missing:
     alone: tuple[_Chunk, ...]
     behind: tuple[_Chunk, ...]
     num_repeated: int
+
+
+async def warm(admin: Admin, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+    """Computes chunks that are not stored; yields progress, and a summary at the end.
+
+    Args:
+        request: of the client; where it has gone the work stops.
+
+    Raises:
+        ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
+    """
+    work = Warming(admin, body, request)
+    await work.find_neighbours()
+    return work.run()
 
 
 class Warming:

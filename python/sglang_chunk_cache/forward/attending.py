@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_chunk_cache.forward.rows import whole_rows
+from sglang_chunk_cache.forward.whole_rows import whole_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

@@ -21,39 +21,13 @@ import torch
 
 from sgl_kernel_ext.sparse_extend import SparseExtend
 from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.forward.runs import StockServedRequests
+from sglang_chunk_cache.forward.whole_rows import whole_rows
 from sglang_chunk_cache.kv.layer_kv import LayerKV, write_kv
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from sglang_chunk_cache.forward.runs import StockServedRequests
-
-
-class AttentionNotServed(ValueError):
-    """A model attends with something that rows do not know; its text says with what."""
-
-
-def whole_rows(
-    q: torch.Tensor, k: torch.Tensor | None, layer: RadixAttention, parts: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Q and K of all dimensions; latent attention hands the rotated ones over by themselves.
-
-    Raises:
-        AttentionNotServed: there is something else in `parts`.
-    """
-    others = sorted(name for name, value in parts.items() if value is not None and name not in ("q_rope", "k_rope"))
-    if others:
-        raise AttentionNotServed(f"its attention takes {', '.join(others)}")
-    if parts.get("q_rope") is not None:
-        q = torch.cat([_by_head(q, layer.tp_q_head_num), _by_head(parts["q_rope"], layer.tp_q_head_num)], -1)
-    if parts.get("k_rope") is not None and k is not None:
-        k = torch.cat([_by_head(k, layer.tp_k_head_num), _by_head(parts["k_rope"], layer.tp_k_head_num)], -1)
-    return q, k
-
-
-def _by_head(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    return rows.reshape(len(rows), num_heads, -1)
 
 
 @dataclass

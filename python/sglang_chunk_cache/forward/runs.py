@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_chunk_cache.forward.rows import whole_rows
+from sglang_chunk_cache.forward.whole_rows import whole_rows
 from sglang_chunk_cache.kv.layer_kv import write_kv
 
 if TYPE_CHECKING:

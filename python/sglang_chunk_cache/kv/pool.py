@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
+from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
 from sglang_chunk_cache.kv.partial_load import LayerCopy, PartialLoads

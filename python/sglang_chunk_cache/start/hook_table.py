@@ -1,4 +1,4 @@
-"""Everything of SGLang that is changed, as `hooks.toml` lists it."""
+"""Everything of SGLang that the chunk cache changes, as `hooks.toml` lists it."""
 
 from __future__ import annotations
 
@@ -80,5 +80,4 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     row["handler"]: tuple(row["overrides"]) for row in _TABLE["hook"] + _TABLE["subclass"] if "overrides" in row
 }
 """The names that each class of ours takes from SGLang's, by `"package.module:class"`."""
-CPU_ONLY = frozenset(row["handler"] for row in _TABLE["subclass"] if row["where"] == "cpu")
 TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])

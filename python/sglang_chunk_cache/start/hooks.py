@@ -1,4 +1,4 @@
-"""Hooks are applied here; which there are stands in `table.py`.
+"""Hooks are applied here; `hook_table` says which there are.
 
 Verbs: `register_hooks` (let SGLang's `load_plugins` wrap, replace classes now), `apply_hooks` (everything now),
 `verify_hooks` (stop the start if a name does not carry our handler).
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_chunk_cache.flags.server_args import RADIX_CACHE_BACKEND, refuse
-from sglang_chunk_cache.start.hook_table import API_HOOKS, CPU_ONLY, FLAG_HOOKS, HOOKS, OVERRIDES, SCHEDULER_HOOKS, Hook
+from sglang_chunk_cache.start.hook_table import API_HOOKS, FLAG_HOOKS, HOOKS, OVERRIDES, SCHEDULER_HOOKS, Hook
 
 __all__ = ["API_HOOKS", "FLAG_HOOKS", "HOOKS", "SCHEDULER_HOOKS", "Hook"]
 
@@ -121,7 +121,7 @@ def missing_hooks() -> list[str]:
 def missing_overrides() -> list[str]:
     """The names that our classes take from SGLang's, to be called in their place, and that SGLang does not have."""
     missing = []
-    for handler in OVERRIDES.keys() - CPU_ONLY:
+    for handler in OVERRIDES:
         theirs = [base for base in pkgutil.resolve_name(handler).__mro__ if base.__module__.startswith("sglang.")]
         has = {name for base in theirs for name in vars(base)}
         missing += [f"{theirs[0].__qualname__}.{name}" for name in OVERRIDES[handler] if name not in has]

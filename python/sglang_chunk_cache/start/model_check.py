@@ -34,10 +34,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.forward.forward_changes import ForwardChanges, announce
 from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
-from sglang_chunk_cache.forward.rows import AttentionNotServed, FusedRows
+from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
 from sglang_chunk_cache.forward.selection.executor import FirstPass, LateRows, LayerwiseForward
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +16,9 @@ from chunk_cache.methods.base import TOP_K
 from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.method_options import BLOCK_SIZE, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
 from chunk_cache.types import Span
-
-if TYPE_CHECKING:
-    from chunk_cache.plan.recompute_plan import ChunkPlan
 
 
 @dataclass(frozen=True, slots=True)

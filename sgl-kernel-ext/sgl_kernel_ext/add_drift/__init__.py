@@ -11,58 +11,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 
+from sgl_kernel_ext.add_drift.drift import Drift
 from sgl_kernel_ext.backend import Backend, resolve_backend
-from sgl_kernel_ext.rotary import RotarySpec, Turn
+from sgl_kernel_ext.rotary import RotarySpec
 
 __all__ = ["Drift", "add_drift"]
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Who shows a drift and who gets it: the same at all layers at which the rows are the same.
-
-    R rows show it, of C chunks; N tokens get it.
-
-    Attributes:
-        rows: `[R]` int64, where they stand among the new K and V.
-        row_slots: `[R]` int64, where their old K and V lie.
-        row_bounds: `[C + 1]` int64 from 0 to R: the rows of chunk c are `row_bounds[c]` to `row_bounds[c + 1]`.
-        back: of the rows, to position 0.
-        slots: `[N]` int64, distinct; those of rows may be among them, and get it too.
-        chunk: `[N]` int64, the chunk of each.
-        there: of the tokens, from position 0.
-        strength, prior: see the head of this file.
-    """
-
-    rows: torch.Tensor
-    row_slots: torch.Tensor
-    row_bounds: torch.Tensor
-    back: Turn
-    slots: torch.Tensor
-    chunk: torch.Tensor
-    there: Turn
-    strength: float
-    prior: float
-
-    @cached_property
-    def weights(self) -> torch.Tensor:
-        """`[C, R]` fp32: strength x d_c as a weighted sum of d_r."""
-        at = torch.arange(len(self.rows), device=self.rows.device)
-        bounds = self.row_bounds[:, None]
-        is_of = (at >= bounds[:-1]) & (at < bounds[1:])
-        return ((is_of + self.prior / len(self.rows)) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
-
-    @cached_property
-    def run(self) -> slice | None:
-        """The slots, where they are consecutive; None where they are not. For a CPU: a GPU would be waited for."""
-        first, last = int(self.slots[0]), int(self.slots[-1])
-        is_run = last - first == len(self.slots) - 1 and bool((self.slots.diff() == 1).all())
-        return slice(first, last + 1) if is_run else None
 
 
 def add_drift(

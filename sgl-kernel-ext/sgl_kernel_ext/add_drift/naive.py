@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.add_drift import Drift
+from sgl_kernel_ext.add_drift.drift import Drift
 from sgl_kernel_ext.backend import raw, rounded
 from sgl_kernel_ext.rotary import RotarySpec, rotate, turned_by
 

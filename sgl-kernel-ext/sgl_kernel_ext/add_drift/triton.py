@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.add_drift import Drift
+from sgl_kernel_ext.add_drift.drift import Drift
 from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, load_fp32, pairs

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.rows import AttentionNotServed, FusedRows, whole_rows
+from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
+from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, whole_rows
 from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
 from sglang_chunk_cache.kv.model_layers import ModelLayers, cut_residual, cut_rows
 

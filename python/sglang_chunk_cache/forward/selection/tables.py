@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chunk_cache.plan.recompute_plan import ChunkPlan, RecomputePlan
+from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.row_plan import blocks_of
 
 

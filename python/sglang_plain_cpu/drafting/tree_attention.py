@@ -118,3 +118,7 @@ def draft_decode_backend(factory: Any) -> DraftSteps | None:
     if factory.speculative_num_steps <= 1:
         return None
     return DraftSteps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+
+
+def no_draft_extend_backend(_factory: Any) -> None:
+    """None: the backend of the draft's own runner reads what was accepted."""

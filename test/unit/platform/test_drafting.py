@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_plain_cpu import speculation
+from sglang_plain_cpu.drafting import acceptance, draft_trees, slots
 
 #    0
 #   / \
@@ -39,7 +39,7 @@ def assert_links(positions: torch.Tensor, index: torch.Tensor, children: torch.T
 
 def test_a_tree_from_its_mask() -> None:
     out = empty()
-    speculation.reconstruct_tree(seen().repeat(2, 1).view(-1), torch.tensor([7, 30]), *out, 2, NUM)
+    draft_trees.reconstruct_tree(seen().repeat(2, 1).view(-1), torch.tensor([7, 30]), *out, 2, NUM)
     assert_links(*out)
 
 
@@ -48,7 +48,7 @@ def test_a_tree_from_its_candidates() -> None:
     selected = torch.tensor([[0, 1, 2, 4, 5]] * 2)
     groups = torch.tensor([[-1, 0, 1]] * 2)  # of two candidates each: behind the root, behind 0, behind 1
     mask, out = torch.zeros(2 * NUM * NUM, dtype=torch.bool), empty()
-    speculation.build_tree(groups, selected, torch.tensor([7, 30]), mask, *out, 2, 2, NUM, 1)
+    draft_trees.build_tree(groups, selected, torch.tensor([7, 30]), mask, *out, 2, 2, NUM, 1)
     assert_links(*out)
     assert torch.equal(mask.view(2, NUM, NUM), seen().expand(2, -1, -1))
 
@@ -84,7 +84,7 @@ def verify(kernel: object, drafts: list[int], **says: torch.Tensor) -> tuple[lis
 )
 def test_greedy_verification_follows_what_the_model_says(drafts: list[int], path: list[int], tokens: list[int]) -> None:
     says = torch.tensor([[2, 6, 5, 5, 7, 8]] * 2)
-    assert verify(speculation.verify_tree_greedy, drafts, target_predict=says) == (path, tokens)
+    assert verify(acceptance.verify_tree_greedy, drafts, target_predict=says) == (path, tokens)
 
 
 def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
@@ -94,7 +94,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
     counts = torch.zeros(4)
     for _ in range(4000):
         _, tokens = verify(
-            speculation.tree_speculative_sampling_target_only,
+            acceptance.tree_speculative_sampling_target_only,
             [0, 1, 2, 3, 0, 1],
             uniform_samples=torch.rand(2, NUM),
             uniform_samples_for_final_sampling=torch.rand(2),
@@ -107,9 +107,9 @@ def test_sampled_tokens_have_the_distribution_of_the_model() -> None:
 
 def test_renormed_probabilities() -> None:
     probs = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]])
-    top_2 = speculation.top_k_renorm_prob(probs, torch.tensor([2, 1]))
+    top_2 = acceptance.top_k_renorm_prob(probs, torch.tensor([2, 1]))
     assert torch.allclose(top_2, torch.tensor([[0, 4 / 7, 3 / 7, 0], [1, 0, 0, 0]]))
-    most = speculation.top_p_renorm_prob(probs, torch.tensor([0.8, 0.5]))
+    most = acceptance.top_p_renorm_prob(probs, torch.tensor([0.8, 0.5]))
     assert torch.allclose(most, torch.tensor([[0, 4 / 9, 3 / 9, 2 / 9], [1, 0, 0, 0]]))
 
 
@@ -117,20 +117,20 @@ def test_slots() -> None:
     table = torch.arange(40).view(4, 10)
     rows, start, end = torch.tensor([2, 0]), torch.tensor([3, 5]), torch.tensor([5, 8])
     out = torch.zeros(6, dtype=torch.int64)
-    speculation.assign_extend_cache_locs_cpu(rows, table, start, end, out, 10)
+    slots.assign_extend_cache_locs_cpu(rows, table, start, end, out, 10)
     assert out.tolist() == [23, 24, 5, 6, 7, 0]
     drafts = torch.zeros(8, dtype=torch.int64)
-    speculation.assign_draft_cache_locs_contiguous_cpu(rows, table, start, drafts, 10, 2, 2)
+    slots.assign_draft_cache_locs_contiguous_cpu(rows, table, start, drafts, 10, 2, 2)
     assert drafts.tolist() == [23, 24, 25, 26, 5, 6, 7, 8]
-    speculation.assign_req_to_token_pool_cpu(rows, table, start, end, torch.arange(90, 95), 10)
+    slots.assign_req_to_token_pool_cpu(rows, table, start, end, torch.arange(90, 95), 10)
     assert table[2, 3:5].tolist() == [90, 91]
     assert table[0, 4:9].tolist() == [4, 92, 93, 94, 8]
 
 
 def test_what_was_accepted() -> None:
     bonus = torch.zeros(2, dtype=torch.int64)
-    speculation.fill_bonus_tokens_cpu(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 1]), bonus, 3)
+    slots.fill_bonus_tokens_cpu(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 1]), bonus, 3)
     assert bonus.tolist() == [7, 8]
-    slots = torch.zeros(6, dtype=torch.int64)
-    speculation.fill_accept_out_cache_loc_cpu(torch.tensor([[0, 2, -1], [3, -1, -1]]), torch.arange(50, 56), slots)
-    assert slots.tolist() == [50, 52, 53, 0, 0, 0]
+    taken = torch.zeros(6, dtype=torch.int64)
+    slots.fill_accept_out_cache_loc_cpu(torch.tensor([[0, 2, -1], [3, -1, -1]]), torch.arange(50, 56), taken)
+    assert taken.tolist() == [50, 52, 53, 0, 0, 0]

@@ -1,0 +1,39 @@
+"""Rows as a model hands them to its attention, put together: latent attention has its rotated dimensions apart.
+
+Verb: `whole_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+
+class AttentionNotServed(ValueError):
+    """A model attends with something that rows do not know; its text says with what."""
+
+
+def whole_rows(
+    q: torch.Tensor, k: torch.Tensor | None, layer: RadixAttention, parts: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Q and K of all dimensions; latent attention hands the rotated ones over by themselves.
+
+    Raises:
+        AttentionNotServed: there is something else in `parts`.
+    """
+    others = sorted(name for name, value in parts.items() if value is not None and name not in ("q_rope", "k_rope"))
+    if others:
+        raise AttentionNotServed(f"its attention takes {', '.join(others)}")
+    if parts.get("q_rope") is not None:
+        q = torch.cat([_by_head(q, layer.tp_q_head_num), _by_head(parts["q_rope"], layer.tp_q_head_num)], -1)
+    if parts.get("k_rope") is not None and k is not None:
+        k = torch.cat([_by_head(k, layer.tp_k_head_num), _by_head(parts["k_rope"], layer.tp_k_head_num)], -1)
+    return q, k
+
+
+def _by_head(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return rows.reshape(len(rows), num_heads, -1)

@@ -1,0 +1,129 @@
+"""What the platform changes in SGLang and torch: `patches.toml` lists it, and only `apply` changes it.
+
+Verbs: `apply(when)` puts the rows of one moment in place, once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TABLE = tomllib.loads(Path(__file__).with_name("patches.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A name of SGLang or torch that gets a value of ours; the head of `patches.toml` says what each field means."""
+
+    when: str
+    kind: str
+    target: str
+    why: str
+    breaks: str
+    key: str = ""
+    ours: str = ""
+    value: Any = None
+
+    def replacement(self) -> Any:
+        """Our object, imported now, or the value."""
+        return pkgutil.resolve_name(f"{__package__}.{self.ours}") if self.ours else self.value
+
+    def apply(self) -> None:
+        """Puts our object or the value in place."""
+        _KINDS[self.kind](self)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A name that a file of ours sets under a condition, or takes back.
+
+    Attributes:
+        name: dotted path, or `"module:VARIABLE"` for an environment variable and the module that reads it.
+        file: ours, in this package.
+        why, breaks: as for a patch.
+    """
+
+    name: str
+    file: str
+    why: str
+    breaks: str
+
+
+PATCHES = tuple(Patch(target=target, **{k: v for k, v in row.items() if k != "targets"})
+                for row in _TABLE["patch"] for target in row["targets"])  # fmt: skip
+TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    f"{__package__}.{row['ours']}": tuple(row["overrides"]) for row in _TABLE["subclass"]
+}
+"""The names that each class of ours takes from SGLang's, by `"package.module:class"`."""
+_applied: set[str] = set()
+
+
+def apply(when: str) -> None:
+    """Applies the rows of a moment, in the order of the table; does nothing when called again."""
+    if when in _applied:
+        return
+    _applied.add(when)
+    for patch in PATCHES:
+        if patch.when == when:
+            patch.apply()
+
+
+def _put(patch: Patch) -> None:
+    parent, name = _place(patch)
+    setattr(parent, name, patch.replacement())
+
+
+def _wrap(patch: Patch) -> None:
+    parent, name = _place(patch)
+    setattr(parent, name, _wrapped(getattr(parent, name), patch.replacement()))
+
+
+def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return call
+
+
+def _put_module(patch: Patch) -> None:
+    path, _, name = patch.target.rpartition(".")
+    module = ModuleType(path)
+    setattr(module, name, patch.replacement())
+    sys.modules[path] = module
+
+
+def _put_entry(patch: Patch) -> None:
+    pkgutil.resolve_name(patch.target)[patch.key] = patch.replacement()
+
+
+def _register(patch: Patch) -> None:
+    pkgutil.resolve_name(patch.target)(patch.key)(patch.replacement())
+
+
+def _set_variable(patch: Patch) -> None:
+    os.environ[patch.target.rpartition(".")[2]] = patch.value
+
+
+def _place(patch: Patch) -> tuple[Any, str]:
+    path, _, name = patch.target.rpartition(".")
+    return pkgutil.resolve_name(path), name
+
+
+_KINDS: dict[str, Callable[[Patch], None]] = {
+    "put": _put,
+    "wrap": _wrap,
+    "module": _put_module,
+    "entry": _put_entry,
+    "register": _register,
+    "variable": _set_variable,
+}
