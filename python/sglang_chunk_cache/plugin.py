@@ -12,6 +12,8 @@ factory of the radix cache verifies them.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 
 HTTP_APP = "sglang_chunk_cache.host.http_worker:app"
+_BY_ENGINE = "_chunk_cache_by_engine"
+_refused: list[StartRefused] = []
 
 
 def register() -> None:
@@ -129,6 +133,7 @@ def engine(
         if server_args.tokenizer_worker_num > 1:
             refuse("tokenizer_worker_num: only processes of an HTTP server are hooked; drop it.")
         enable(server_args, args)
+        setattr(server_args, _BY_ENGINE, True)
         return Engine(server_args=server_args)
     except StartRefused as error:
         raise ValueError(error.code) from None
@@ -166,5 +171,26 @@ def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **k
     set_args(chunk_cache_args)
     if chunk_cache_args is not None and server_args.tokenizer_worker_num > 1:
         _name_http_app()
-    with exported(chunk_cache_args):
-        return original(cls, *args, **kwargs)
+    try:
+        with exported(chunk_cache_args):
+            return original(cls, *args, **kwargs)
+    except StartRefused as error:
+        _end_start(error, is_server=not hasattr(server_args, _BY_ENGINE))
+        raise
+
+
+def _end_start(error: StartRefused, *, is_server: bool) -> None:
+    """Ends the children of a start that is refused, and this process too where it was to be a server.
+
+    What was made of the tokenizer manager is never collected: its sockets would wait for the other end for ever.
+    """
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        kill_process_tree(os.getpid(), include_parent=False, wait_timeout=10)
+    finally:
+        if is_server:
+            sys.stdout.flush()
+            print(error.code, file=sys.stderr, flush=True)
+            os._exit(1)
+        _refused.append(error)  # with its traceback, which holds the frames

@@ -7,8 +7,10 @@ an assert, and "not now" is a return value.
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -17,6 +19,12 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to print integers above 4300 digits.
         return "a huge integer" if x.bit_length() > 256 else super().repr_int(x, level)
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return "true" if x else "false"
 
 
 _SHORT = _Short()
@@ -56,5 +64,17 @@ def is_unicode(text: str) -> bool:
 
 
 def show(value: object) -> str:
-    """`repr` of a value from outside, cut so that a message stays one readable sentence."""
+    """`repr` of a value from outside, cut so that a message stays one readable sentence; constants are JSON's."""
     return _SHORT.repr(value)
+
+
+def known_names(name: object, known: Iterable[str], kind: str = "keys") -> str:
+    """The remedy for a name that is unknown: the one that was perhaps meant, and all that there are."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name)[:100].lower(), known, n=1, cutoff=0.82)
+    return "".join(f"did you mean {one}? " for one in close) + f"known {kind}: {', '.join(known)}"
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object from outside that have a value: typed clients write null for what they do not give."""
+    return {name: value for name, value in fields.items() if value is not None}

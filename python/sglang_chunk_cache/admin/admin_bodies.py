@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import is_unicode, request_error, show
+from chunk_cache.errors import given, is_unicode, known_names, request_error, show
 from chunk_cache.keys import KEY_LEN
 from chunk_cache.options.warming_limits import DEFAULT_BATCH, MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER
@@ -203,8 +203,8 @@ def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:
     for name in value:
         if name not in known:
             shown = str(name)[:40] if is_unicode(str(name)) else show(name)
-            raise request_error(shown, "unknown field", f"known fields: {', '.join(known)}")
-    return value
+            raise request_error(shown, "unknown field", known_names(name, known, "fields"))
+    return given(value)
 
 
 def _chunk_text(value: object, path: str) -> str:

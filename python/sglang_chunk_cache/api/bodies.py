@@ -7,11 +7,13 @@ What is a chunk, of a message of the user, of a tool or of the system, and never
 - a text with `prompt_cache_breakpoint` or `cache_control`, where server or request say so (`marks`);
 - every text of a message with several parts, where server or request say so (`parts`);
 - a block `search_result` or `document` of the Anthropic route.
+
+Passages without visible text are left out, and named too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from sglang_chunk_cache.api.chunk_cache_fields import (
     KEY,
     ROUTE_KEYS,
     ChunkCacheFields,
-    check_passage,
+    check_text,
     read_asked,
     read_documents,
 )
@@ -31,6 +33,10 @@ from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 _CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
 _ROLES = ("user", "tool", "function", "system", "developer")
 _OFF = "off: --chunk-cache-marks"
+_BLANK = "no visible text"
+_NO_TEXT = "not on a text of the prompt"
+_HOLDERS = ("system", "messages", "input", "content", "source", "tools", "function", "tool_calls")
+"""Keys of a body in which clients mark something; what a tool is given, or takes, is its own."""
 
 
 def read_body(path: str, body: object, exchange: Exchange, args: ChunkCacheArgs) -> None:
@@ -60,31 +66,28 @@ def _read_generate(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheA
 
 def _read_completion(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
     exchange.asked = _asked(body, args, ("chunks", "template"))
+    _name_unused(exchange, exchange.asked.blank, _BLANK)
+    _name_unused(exchange, _marks_in(body), _NO_TEXT)
 
 
 def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
     exchange.asked = _asked(body, args)
-    exchange.documents = read_documents(body.get("documents"), "documents", args.separator)
-    _mark(list(_chat_parts(body)), exchange, args)
+    exchange.documents, blank = read_documents(body.get("documents"), "documents", args.separator)
+    _name_unused(exchange, (*exchange.asked.blank, *blank), _BLANK)
+    _mark(list(_marks_in(body)), list(_chat_parts(body)), exchange, args)
 
 
 def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
     _refuse(body, ("custom_params",), "chunk_cache")
     exchange.asked = _asked(body, args)
-    _mark(list(_message_parts(body)), exchange, args)
-
-
-def _read_count(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheArgs) -> None:
-    for _ in _message_parts(body):  # documents become blocks that SGLang knows
-        pass
+    _name_unused(exchange, exchange.asked.blank, _BLANK)
+    _mark(list(_marks_in(body)), list(_message_parts(body)), exchange, args)
 
 
 def _read_unmarked(body: dict[str, Any], exchange: Exchange, _args: ChunkCacheArgs) -> None:
     """A route that cannot mark chunks."""
     _refuse(body, (), None)
-    for name in ("input", "messages"):
-        for path, mark in _marks_in(body.get(name), name):
-            exchange.marks.unused[f"{path}.{mark}"] = "this route cannot mark chunks"
+    _name_unused(exchange, _marks_in(body), "this route cannot mark chunks")
 
 
 _READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] = {
@@ -93,7 +96,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] 
     "/v1/chat/completions": _read_chat,
     "/invocations": _read_chat,
     "/v1/messages": _read_messages,
-    "/v1/messages/count_tokens": _read_count,
+    "/v1/messages/count_tokens": _read_messages,
     "/v1/responses": _read_unmarked,
     "/api/chat": _read_unmarked,
     "/api/generate": _read_unmarked,
@@ -111,7 +114,7 @@ def _refuse(body: Mapping[str, Any], outer: Sequence[str], remedy: str | None) -
     holder: object = body
     for name in outer:
         holder = holder.get(name) if isinstance(holder, Mapping) else None
-    if isinstance(holder, Mapping) and KEY in holder:
+    if isinstance(holder, Mapping) and holder.get(KEY) is not None:
         path = ".".join((*outer, KEY))
         advice = "use /v1/chat/completions or /v1/completions" if remedy is None else f"put it into {remedy}"
         raise request_error(path, "this route does not read it there", advice)
@@ -162,7 +165,8 @@ class _Part:
     is_passage: bool = False
 
 
-def _mark(parts: list[_Part], exchange: Exchange, args: ChunkCacheArgs) -> None:
+def _mark(found: list[str], parts: list[_Part], exchange: Exchange, args: ChunkCacheArgs) -> None:
+    """Tags the parts that are chunks, and names the marks that are not used; `found`: the paths of all marks."""
     asked = exchange.asked
     takes_marks = args.marks if asked.marks is None else asked.marks
     takes_parts = args.parts if asked.parts is None else asked.parts
@@ -173,12 +177,22 @@ def _mark(parts: list[_Part], exchange: Exchange, args: ChunkCacheArgs) -> None:
             reason = _OFF
         else:
             reason = "spans are given" if has_spans else _why_not(part, part is parts[-1], exchange)
-        if not reason and is_asked:
+        if not reason and is_asked and not any(field.has_text for field in part.fields):
+            reason = _BLANK
+        elif not reason and is_asked:
             _check_part(part, args.separator)
         if not reason and _is_markable(part, args.separator):
             _tag(part, exchange)
         elif part.mark:
             exchange.marks.unused[part.mark] = reason
+    holders = {part.mark.rpartition(".")[0] for part in parts if part.mark}
+    passages = tuple(f"{part.path}." for part in parts if part.is_passage)
+    others = [path for path in found if path.rpartition(".")[0] not in holders and not path.startswith(passages)]
+    _name_unused(exchange, others, _NO_TEXT if takes_marks else _OFF)
+
+
+def _name_unused(exchange: Exchange, paths: Iterable[str], reason: str) -> None:
+    exchange.marks.unused |= dict.fromkeys(paths, reason)
 
 
 def _why_not(part: _Part, is_last: bool, exchange: Exchange) -> str:
@@ -192,7 +206,7 @@ def _why_not(part: _Part, is_last: bool, exchange: Exchange) -> str:
 
 
 def _check_part(part: _Part, separator: str) -> None:
-    check_passage("\n".join(field.text for field in part.fields), part.path, separator)
+    check_text("\n".join(field.text for field in part.fields), part.path, separator)
 
 
 def _is_markable(part: _Part, separator: str) -> bool:
@@ -268,7 +282,7 @@ def _make_search_result(block: dict[str, Any], path: str) -> None:
     content = source.get(key)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part["text"] for part in parts if _is_text(part)]
-    if len(texts) < len(parts) or not "".join(texts).strip():
+    if len(texts) < len(parts):
         raise request_error(f"{path}.source.{key}", "the document is not of text", "give it text, or leave it out")
     context = block.pop("context", None)
     block["type"] = "search_result"
@@ -309,10 +323,13 @@ def _mark_of(holder: Mapping[str, Any], path: str) -> str:
     return next((f"{path}.{name}" for name in _CACHE_MARKS if holder.get(name) is not None), "")
 
 
-def _marks_in(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """The marks in the messages of a route that has no chunks."""
-    for where, one in _objects(value, path):
-        for name in _CACHE_MARKS:
-            if one.get(name) is not None:
-                yield where, name
-        yield from _marks_in(one.get("content"), f"{where}.content")
+def _marks_in(holder: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The paths of all marks of a body."""
+    dot = f"{path}." if path else ""
+    yield from (f"{dot}{name}" for name in _CACHE_MARKS if holder.get(name) is not None)
+    for name in _HOLDERS:
+        inner = holder.get(name)
+        if isinstance(inner, dict):
+            yield from _marks_in(inner, f"{dot}{name}")
+        for where, one in _objects(inner, f"{dot}{name}"):
+            yield from _marks_in(one, where)

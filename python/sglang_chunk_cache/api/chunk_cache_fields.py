@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import is_unicode, request_error, show
+from chunk_cache.errors import given, is_unicode, known_names, request_error, show
 from chunk_cache.options.request_options import KEYS, MAX_CHUNKS
 
 KEY = "chunk_cache"
@@ -48,6 +48,7 @@ class ChunkCacheFields:
         marks, parts: whether marks of other services, and parts of messages, are chunks; None = as the server says.
         passages: `chunks`.
         template: how they are written; None = the default.
+        blank: the paths of those of `chunks` that have no visible text.
     """
 
     options: Mapping[str, Any] | None = None
@@ -56,6 +57,7 @@ class ChunkCacheFields:
     parts: bool | None = None
     passages: tuple[Passage, ...] = ()
     template: str | None = None
+    blank: tuple[str, ...] = ()
 
 
 def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:
@@ -69,7 +71,8 @@ def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = RO
     """
     custom_params = body.get("custom_params")
     inner = custom_params if isinstance(custom_params, Mapping) else {}
-    found = [(path, holder[KEY]) for path, holder in ((KEY, body), (ChunkCacheFields.path, inner)) if KEY in holder]
+    holders = ((KEY, body), (ChunkCacheFields.path, inner))
+    found = [(path, holder[KEY]) for path, holder in holders if holder.get(KEY) is not None]
     if not found:
         return ChunkCacheFields()
     if len(found) > 1:
@@ -78,51 +81,58 @@ def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = RO
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"mode": "exact"}')
     _check_keys(value, (*KEYS, *keys), path)
+    value = given(value)
+    passages, blank = _read_passages(value.get("chunks", []), f"{path}.chunks", separator)
     asked = ChunkCacheFields(
         options={key: one for key, one in value.items() if key in KEYS},
         path=path,
         marks=_read_bool(value, "marks", path),
         parts=_read_bool(value, "parts", path),
-        passages=_read_passages(value.get("chunks", []), f"{path}.chunks", separator),
+        passages=passages,
         template=_read_template(value.get("template"), f"{path}.template", separator),
+        blank=blank,
     )
     if asked.template is not None and "chunks" not in value and not body.get("documents"):
         raise request_error(f"{path}.template", "there are no passages to write", f"give {path}.chunks too")
     return asked
 
 
-def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, Any], ...]:
+def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The `documents` of a chat: strings, or objects with a text, as vLLM and Hugging Face take them.
 
     Returns:
-        objects, each with a `text`; what else they hold is for the model's own template.
+        by path objects, each with a `text`; what else they hold is for the model's own template. The paths of those
+        without visible text, which are left out.
 
     Raises:
         ChunkCacheRequestError: it is no such list, or a document has no text.
     """
+    documents, blank = dict[str, dict[str, Any]](), list[str]()
     if value is None:
-        return ()
+        return documents, blank
     if not isinstance(value, (list, tuple)):
         raise request_error(path, f"{show(value)} is not a list", "give a list of strings, or of objects with a text")
     _check_number(value, path)
-    documents = []
     for index, one in enumerate(value):
         document = {"text": one} if isinstance(one, str) else one
         where = f"{path}[{index}]"
         if not isinstance(document, Mapping):
             raise request_error(where, f"{show(one)} is no document", 'give a string, or {"title": ..., "text": ...}')
-        check_passage(document.get("text"), f"{where}.text" if document is one else where, separator)
+        text = check_text(document.get("text"), f"{where}.text" if document is one else where, separator)
         if document.get("title") is not None:
-            _check_text(document["title"], f"{where}.title", separator)
-        documents.append(dict(document))
-    return tuple(documents)
+            check_text(document["title"], f"{where}.title", separator)
+        if text.strip():
+            documents[where] = dict(document)
+        else:
+            blank.append(where)
+    return documents, blank
 
 
-def as_passages(documents: Sequence[Mapping[str, Any]], path: str) -> tuple[Passage, ...]:
+def as_passages(documents: Mapping[str, Mapping[str, Any]]) -> tuple[Passage, ...]:
     """Documents for which the model's own template has no place."""
     return tuple(
-        Passage(document["text"], f"{path}[{index}]", str(document.get("id") or ""), document.get("title") or "")
-        for index, document in enumerate(documents)
+        Passage(document["text"], path, str(document.get("id") or ""), document.get("title") or "")
+        for path, document in documents.items()
     )
 
 
@@ -133,19 +143,12 @@ def write_passage(passage: Passage, template: str | None) -> str:
     return _PLACEHOLDER.sub(lambda name: str(getattr(passage, name[1])), template)
 
 
-def check_passage(text: object, path: str, separator: str) -> str:
+def check_text(text: object, path: str, separator: str) -> str:
     """Checks the text of a passage that a client marked as a whole.
 
     Raises:
-        ChunkCacheRequestError: it is no text, empty, or has a separator.
+        ChunkCacheRequestError: it is no text, has a separator, or cannot be tokenized.
     """
-    checked = _check_text(text, path, separator)
-    if not checked.strip():
-        raise request_error(path, "the passage is empty", "give it text, or leave it out")
-    return checked
-
-
-def _check_text(text: object, path: str, separator: str) -> str:
     if not isinstance(text, str):
         raise request_error(path, "no text" if text is None else f"{show(text)} is not a string", "give it text")
     if separator in text:
@@ -159,7 +162,7 @@ def _check_text(text: object, path: str, separator: str) -> str:
 def _check_keys(value: Mapping[str, object], known: Sequence[str], path: str) -> None:
     for key in value:
         if key not in known:
-            raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(known)}")
+            raise request_error(path, f"unknown key {show(key)}", known_names(key, known))
 
 
 def _check_number(value: Sequence[object], path: str) -> None:
@@ -174,29 +177,34 @@ def _read_bool(value: Mapping[str, Any], key: str, path: str) -> bool | None:
     return found
 
 
-def _read_passages(value: object, path: str, separator: str) -> tuple[Passage, ...]:
+def _read_passages(value: object, path: str, separator: str) -> tuple[tuple[Passage, ...], tuple[str, ...]]:
+    """The chunks, and the paths of those without visible text."""
     if not isinstance(value, (list, tuple)):
         raise request_error(path, f"{show(value)} is not a list", 'give a list such as [{"id": "a", "text": "..."}]')
     _check_number(value, path)
-    passages, texts = [], dict[str, str]()
+    passages, blank, texts = list[Passage](), list[str](), dict[str, str]()
     for index, one in enumerate(value):
         where = f"{path}[{index}]"
         if not isinstance(one, Mapping):
             raise request_error(where, f"{show(one)} is no chunk", 'give an object such as {"id": "a", "text": "..."}')
         _check_keys(one, _CHUNK_KEYS, where)
-        text = check_passage(one.get("text"), f"{where}.text", separator)
-        name = _check_text(one.get("id", ""), f"{where}.id", separator)
+        one = given(one)
+        text = check_text(one.get("text"), f"{where}.text", separator)
+        name = check_text(one.get("id", ""), f"{where}.id", separator)
         if name and texts.setdefault(name, text) != text:
             problem = f"{show(name)} is the id of another text too"
             raise request_error(f"{where}.id", problem, "give each text an id of its own")
-        passages.append(Passage(text, where, name))
-    return tuple(passages)
+        if text.strip():
+            passages.append(Passage(text, where, name))
+        else:
+            blank.append(where)
+    return tuple(passages), tuple(blank)
 
 
 def _read_template(value: object, path: str, separator: str) -> str | None:
     if value is None:
         return None
-    template = _check_text(value, path, separator)
+    template = check_text(value, path, separator)
     if [name[1] for name in _PLACEHOLDER.finditer(template)].count("text") != 1:
         problem = "{text} does not stand in it once"
         raise request_error(path, problem, 'give one such as "[{id}] {text}\\n"; {id} and {title} may stand in it')

@@ -26,7 +26,7 @@ class Exchange:
 
     Attributes:
         asked: the `chunk_cache` object of the request.
-        documents: the `documents` of a chat.
+        documents: the `documents` of a chat, by path.
         marks: the chunks that were marked otherwise than by spans, in tags where they stand.
         ids: what the client calls the chunks, in the order of the prompt; empty = nothing.
         replies: of its choices.
@@ -34,7 +34,7 @@ class Exchange:
     """
 
     asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
-    documents: tuple[dict[str, Any], ...] = ()
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
     ids: tuple[str | None, ...] = ()
     replies: Replies = field(default_factory=Replies)

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from chunk_cache.errors import request_error
+from chunk_cache.errors import request_error, show
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
@@ -28,6 +29,8 @@ from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 _PREPARED = "_chunk_cache_prepared"
+_BEGIN_LEN = 16
+"""Characters at the beginning of a text, of which nearly always there are tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Names:
 
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
 COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
-CHAT_NAMES = Names("messages", "input_ids", "", "top_logprobs")
+CHAT_NAMES = Names("messages", "messages", "", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -156,18 +159,15 @@ def _custom_params(params: object) -> Mapping[str, Any]:
     return custom_params if isinstance(custom_params, Mapping) else {}
 
 
-_ABSENT = object()
-
-
 def _raw_options(params: object) -> object:
-    return _custom_params(params).get(KEY, _ABSENT)
+    return _custom_params(params).get(KEY)
 
 
 def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, *, path: str, opts_path: str) -> Item:
     text = prompt if isinstance(prompt, str) else None
     ids = prompt if isinstance(prompt, (list, tuple)) else None
     marked = None if text is None else _split(text, args.separator, path, tags)
-    if raw is _ABSENT:
+    if raw is None:
         return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
     opts = parse_request(
         raw,
@@ -217,8 +217,11 @@ def prepare(
         if item.ids is not None:
             _check_not_empty(item.ids, obj, item.path)
             check_vocabulary(item.ids, manager, item.path)
+        elif item.text is not None and item.marked is None:
+            _check_has_tokens(item.text, obj, manager, item.path)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
+    _check_sampling(obj.sampling_params, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     setattr(obj, _PREPARED, True)
@@ -319,6 +322,15 @@ def _check_not_empty(ids: Sequence[int], obj: Any, path: str) -> None:
         raise request_error(path, "a prompt without tokens", "give at least one token")
 
 
+def _check_has_tokens(text: str, obj: Any, manager: Any, path: str) -> None:
+    """Checks that a plain text has tokens: the tokenizer of a model without BOS may make none of it."""
+    if manager.tokenizer is None or obj.contains_mm_input():
+        return
+    begin = text[:_BEGIN_LEN]
+    ids = manager.tokenizer.encode(begin) or (manager.tokenizer.encode(text) if begin != text else [])
+    _check_not_empty(ids, obj, path)
+
+
 def _is_turn(obj: Any) -> bool:
     """Whether a request is a turn of a session."""
     params = obj.session_params
@@ -359,6 +371,35 @@ def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None
         if any(not 0 <= one < vocab_size for one in ids) and params.get("min_new_tokens"):
             problem = f"with a minimal length all must be token ids of the vocabulary, 0 to {vocab_size - 1}"
             raise request_error(f"{names.sampling_params}.stop_token_ids".lstrip("."), problem, "remove what is not")
+
+
+def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None:
+    """Checks what stock SGLang answers with a 500, also of plain requests, such as a pattern that is none."""
+    is_list = isinstance(sampling_params, (list, tuple))
+    for index, params in enumerate(_each(sampling_params)):
+        path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
+        if params is None or _sampling_problem(params, manager) is None:
+            continue
+        if not isinstance(params, Mapping):
+            raise request_error(path, f"{show(params)} is not an object", 'give an object such as {"temperature": 0}')
+        for name, value in params.items():
+            problem = _sampling_problem({name: value}, manager)
+            if problem is not None and str(name) not in problem:
+                where = f"{path}.{name}".lstrip(".")
+                raise request_error(where, f"{show(value)} cannot be used: {problem}", "correct it, or leave it out")
+
+
+def _sampling_problem(params: Any, manager: Any) -> str | None:
+    """Why a scheduler could not be given these parameters, in SGLang's words; None = nothing."""
+    try:
+        # Ours were checked by themselves, and those of others are anything.
+        built = manager.sampling_params_class(**{**params, "custom_params": None})
+        built.normalize(manager.tokenizer)
+        built.verify(manager.model_config.vocab_size)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(built), type=type(built))
+    except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)
+        return " ".join(str(error).split()).rstrip(".")
+    return None
 
 
 def _numbers(given: object) -> list[int]:

@@ -15,6 +15,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import uuid
@@ -52,6 +53,14 @@ class StartRefused(SystemExit):
         super().__init__(f"chunk cache: {sentence}")
 
 
+class _RefusalTold(StartRefused):
+    """The same in a child, whose launching process says the sentence."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = 1
+
+
 def refuse(sentence: str) -> NoReturn:
     """Stops the start with `sentence`; in a child, the process that launched it is told."""
     launcher, _, file = os.environ.get(REFUSAL_ENV_NAME, "").partition(" ")
@@ -61,6 +70,8 @@ def refuse(sentence: str) -> NoReturn:
         parent_pid = parent.pid if parent is not None and parent.is_alive() else None
         if parent_pid is not None and int(launcher) not in (parent_pid, os.getpid()):
             os.kill(parent_pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
+        if int(launcher) != os.getpid():
+            raise _RefusalTold(sentence)
     raise StartRefused(sentence)
 
 
@@ -162,7 +173,10 @@ def _check_target(args: ChunkCacheArgs) -> None:
     if target is None:
         return
     if not config.verify_share:
-        refuse('--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: what is it to go by?')
+        refuse(
+            '--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: it goes by that share of the '
+            """replies; add it, such as --chunk-cache-config '{"verify_share": 0.05}'."""
+        )
     _check_steps(target, args)
     budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
     for name in (name for name, value in budgets.items() if value):
@@ -289,11 +303,19 @@ def _parse_object(name: str, value: object) -> object:
         return value
     try:
         text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {getattr(error, 'strerror', None) or 'no UTF-8'}.")
+    try:
         return json.loads(text)
-    except OSError as error:
-        refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {error.strerror}.")
     except ValueError as error:
-        refuse(f"--chunk-cache-{name} is not valid JSON: {_one_line(error)}.")
+        hint = "; remove the trailing comma" if _ends_in_comma(text, error) else ""
+        refuse(f"--chunk-cache-{name} is not valid JSON: {_one_line(error)}{hint}.")
+
+
+def _ends_in_comma(text: str, error: ValueError) -> bool:
+    """Whether text stops being JSON at a comma in front of the end of an object or a list."""
+    before = text[: getattr(error, "pos", 0)].rstrip()  # Python 3.13 counts to the comma, others to what follows it
+    return re.match(r"\s*,\s*[\]}]", text[len(before.removesuffix(",")) :]) is not None
 
 
 def _one_line(error: Exception) -> str:

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesResponse, AnthropicUsage
+from fastapi.responses import JSONResponse
+from sglang.srt.entrypoints.anthropic.protocol import (
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+    AnthropicUsage,
+)
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.replies import USAGE_KEYS, Replies
+from sglang_chunk_cache.flags.server_args import attached
 
 _START = "event: message_start\ndata: "
 
@@ -38,6 +45,22 @@ class _Message(AnthropicMessagesResponse):
 
 class ChunkAnthropicServing(AnthropicServing):
     """See the head of this file."""
+
+    async def handle_count_tokens(self, request: Any, raw_request: Any) -> Any:
+        """Counts the tokens that the same body would give to the model on `/v1/messages`."""
+        chat = self.openai_serving_chat
+        if attached(chat.tokenizer_manager.server_args) is None:
+            return await super().handle_count_tokens(request, raw_request)
+        try:
+            message = AnthropicMessagesRequest(**{**dict(request), "max_tokens": 1})
+            asked = self._convert_to_chat_completion_request(message)
+            adapted, _ = chat._convert_to_internal_request(asked, raw_request)
+        except ValueError as error:
+            return self._error_response(HTTPStatus.BAD_REQUEST, "invalid_request_error", str(error))
+        ids = adapted.input_ids
+        if ids is None:
+            ids = chat.tokenizer_manager.tokenizer.encode(adapted.text)
+        return JSONResponse({"input_tokens": len(ids)})
 
     def _convert_response(self, response: Any) -> Any:
         message = super()._convert_response(response)

@@ -117,7 +117,9 @@ class ChunkServingChat(OpenAIServingChat):
         elif exchange.marks.own:
             problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
             raise request_error(rendering.path, problem, _SPANS_REMEDY)
-        prepare(adapted, manager, args, dataclasses.replace(CHAT_NAMES, options=exchange.asked.path))
+        ids = CHAT_NAMES.ids if request.input_ids is None else "input_ids"
+        names = dataclasses.replace(CHAT_NAMES, ids=ids, options=exchange.asked.path)
+        prepare(adapted, manager, args, names)
         exchange.awaits_reply = may_get_reply(adapted)
         return adapted, request
 
@@ -149,7 +151,7 @@ class ChunkServingChat(OpenAIServingChat):
         if exchange.documents and self._renders_documents() and asked.template is None:
             _put_documents(request, exchange)
         else:
-            passages = (*as_passages(exchange.documents, "documents"), *passages)
+            passages = (*as_passages(exchange.documents), *passages)
         if passages:
             _put_in_front(request.messages, passages, exchange)
         _check_one_way(exchange)
@@ -241,8 +243,8 @@ def _put_documents(request: Any, exchange: Exchange) -> None:
     if "documents" in kwargs:
         raise request_error("documents", "given in chat_template_kwargs too", "give one of the two")
     tagged = [
-        {**document, "text": exchange.marks.tag(document["text"], Mark(f"documents[{index}]"))}
-        for index, document in enumerate(exchange.documents)
+        {**document, "text": exchange.marks.tag(document["text"], Mark(path))}
+        for path, document in exchange.documents.items()
     ]
     request.chat_template_kwargs = {**kwargs, "documents": tagged}
 

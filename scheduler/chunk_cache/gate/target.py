@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, config_error, show
+from chunk_cache.errors import ChunkCacheConfigError, config_error, known_names, show
 from chunk_cache.methods import METHODS, find_method
 
 FLAG = "--chunk-cache-target"
@@ -59,7 +59,7 @@ def parse_target(value: object, *, method: str, ratio: float) -> Target:
         raise config_error(FLAG, f"{show(value)} is not an object", 'give a JSON object such as {"kl": 0.1}')
     for key in value:
         if key not in KEYS:
-            raise config_error(f"{FLAG}: {key}", f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+            raise config_error(f"{FLAG}: {key}", f"unknown key {show(key)}", known_names(key, KEYS))
     if "kl" not in value:
         raise config_error(f"{FLAG}: kl", "is missing", "give the KL of the first token, in nats, such as 0.1")
     return Target(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import known_names, request_error, show
 
 MAX_LAYER = 1023  # a bound for messages; the model's own is checked by `Method.check_model`
 
@@ -165,7 +165,7 @@ def check_options(options: Mapping[str, object], schema: Sequence[Option], path:
     known = {option.name: option for option in schema}
     for name in options:
         if name not in known:
-            raise request_error(path, f"unknown key {show(name)} for {owner}", f"known keys: {', '.join(known)}")
+            raise request_error(path, f"unknown key {show(name)} for {owner}", known_names(name, known))
     checked = {name: known[name].check(value, f"{path}.{name}") for name, value in options.items()}
     _check_grouping(checked, known, path)
     return tuple(sorted(checked.items()))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, show
+from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, known_names, show
 from chunk_cache.index.victims import AGEING, EVICTIONS
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.method_options import ALPHA, Options, OptionValue, layer_numbers
@@ -158,8 +158,7 @@ def parse_config(value: object) -> Config:
     known = [each.name for each in fields(Config)]
     for key in value:
         if key not in known:
-            problem, remedy = f"unknown key {show(key)}", f"known keys: {', '.join(known)}"
-            raise config_error(f"{FLAG}: {key}", problem, remedy)
+            raise config_error(f"{FLAG}: {key}", f"unknown key {show(key)}", known_names(key, known))
     checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
     config = Config(**checked)
     if config.verify_file is not None and not config.verify_share:
@@ -226,7 +225,7 @@ def _check_options(value: object, path: str) -> Options:
     known = dict.fromkeys(option.name for method in METHODS.values() for option in method.options_schema)
     for name in value:
         if name not in known:
-            problem, remedy = f"unknown option {show(name)}", f"known options: {', '.join(known)}"
+            problem, remedy = f"unknown option {show(name)}", known_names(name, known, "options")
             raise config_error(f"{path}.{name}", problem, remedy)
     checked: dict[str, OptionValue] = {}
     for method in METHODS.values():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-from chunk_cache.errors import config_error, show
+from chunk_cache.errors import config_error, known_names, show
 
 Parse: TypeAlias = Callable[[object, str], object]
 """Checks a value; the path says where it stood, for messages."""
@@ -26,7 +26,7 @@ def checked_object(value: object, path: str, known: Sequence[str], asks_for: str
         raise config_error(path, f"{show(value)} is not an object", remedy)
     for key in value:
         if key not in known:
-            raise config_error(f"{path}.{key}", f"unknown key {show(key)}", f"known keys: {', '.join(known)}")
+            raise config_error(f"{path}.{key}", f"unknown key {show(key)}", known_names(key, known))
     return value
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import given, known_names, request_error, show
 from chunk_cache.methods import Options, OptionValue, find_method
 from chunk_cache.methods.method_options import BUDGETS
 from chunk_cache.options.kept_tokens import check_room
@@ -78,7 +78,7 @@ def parse_request(
     """Check what a client sent.
 
     Args:
-        value: the decoded JSON value.
+        value: the decoded JSON value; what is null in it is not given.
         path: where it stood, for messages.
         num_tokens: length of the prompt when it is known; spans must end within it.
         default_method: the server's method, which checks `options` when the request names none, and is then
@@ -92,7 +92,8 @@ def parse_request(
         raise request_error(path, f"{show(value)} is not an object", 'give an object such as {"spans": [[0, 16]]}')
     for key in value:
         if key not in KEYS:
-            raise request_error(path, f"unknown key {show(key)}", f"known keys: {', '.join(KEYS)}")
+            raise request_error(path, f"unknown key {show(key)}", known_names(key, KEYS))
+    value = given(value)
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
     options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method, default_options)
     _check_budget(options, f"{path}.options", has_ratio="ratio" in value)
@@ -214,15 +215,16 @@ def _parse_count(value: object, path: str) -> int:
 
 
 def _check_budget(options: Options, path: str, *, has_ratio: bool) -> None:
-    given = [option.name for option in BUDGETS if dict(options).get(option.name)]
-    if given and has_ratio:
+    budgets = [option.name for option in BUDGETS if dict(options).get(option.name)]
+    if budgets and has_ratio:
         problem = "given beside a ratio, which says the same budget"
-        raise request_error(f"{path}.{given[0]}", problem, "give one of them")
+        raise request_error(f"{path}.{budgets[0]}", problem, "give one of them")
 
 
 def _parse_options(value: object, path: str, method: str | None, defaults: Options) -> Options:
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
+    value = given(value)
     if not value:
         return ()
     if method is None:

@@ -287,7 +287,7 @@ def test_the_file_names_neighbours(tmp_path, fake, capsys):
             (8, "neighbours[0]: 8 has the chunk of the line itself"),
             (9, "has no field 'neighbours'"),
             (10, "neighbours: '1' is not a list of line numbers"),
-            (11, "neighbours[0]: True is not the number of a line"),
+            (11, "neighbours[0]: true is not the number of a line"),
             (12, "neighbours: line 1 has the same chunk and other neighbours"),
             (13, "text: the text is empty"),
         ],

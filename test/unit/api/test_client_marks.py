@@ -365,11 +365,162 @@ def test_options_of_anthropic(service, seen):
     assert loads(carried(seen[0])).method == "random"
 
 
-def test_tokens_of_documents_are_counted(service, seen):
-    body = messages(DOCUMENT, text("Who?", **CONTROL))
-    del body["max_tokens"]
-    response = sent(service, seen, f"{MESSAGES}/count_tokens", body)
-    assert response.json()["input_tokens"] > 10
+COUNTED = {
+    "separators": messages(text(f"Now.{SEP}the rose{SEP}the tale{SEP}Who?")),
+    "string": {**messages(), "messages": [{"role": "user", "content": f"{SEP}the rose{SEP}Who?"}]},
+    "chunks": messages(text("Who?"), chunk_cache={"chunks": [{"text": "the rose"}, {"text": "the tale"}]}),
+    "search result": messages(SEARCH, text("Who?")),
+    "document": messages(DOCUMENT, text("Who?", **CONTROL)),
+    "marks": messages(
+        text("the rose.\n", **CONTROL),
+        text("Who?"),
+        system=[text("Be brief.\n"), text("the rule.\n", **CONTROL), text("And so on.")],
+        chunk_cache={"marks": True},
+    ),
+    "plain": messages(text("Who?"), system="Be brief."),
+}
+
+
+@pytest.mark.parametrize("has_limit", [False, True])
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted_tokens_are_those_of_the_message(service, seen, name, has_limit):
+    body = COUNTED[name]
+    sent(service, seen, MESSAGES, body)
+    expected = len(seen[0].input_ids)
+    body = body if has_limit else {key: value for key, value in body.items() if key != "max_tokens"}
+    assert sent(service, seen, f"{MESSAGES}/count_tokens", body).json() == {"input_tokens": expected}
+    assert seen == []
+
+
+def test_what_a_message_refuses_is_not_counted(service, seen):
+    response = sent(service, seen, f"{MESSAGES}/count_tokens", messages(text(f"a{SEP}b")), status=400)
+    assert "only one separator" in response.json()["error"]["message"]
+
+
+# Blank passages, and marks that stand elsewhere.
+
+MARKS = {"marks": True}
+BLANK = [
+    (CHAT, chat(("user", [text(" \n", **CONTROL), text("Who?")]), chunk_cache=MARKS), "messages[0].content[0].cache_"),
+    (CHAT, chat(("user", [text("", **BREAKPOINT), text("Who?")]), chunk_cache=MARKS), "messages[0].content[0].prompt_"),
+    (CHAT, chat(("user", "Who?"), chunk_cache={"chunks": [{"id": "a", "text": " "}]}), "chunk_cache.chunks[0]"),
+    (CHAT, chat(("user", "Who?"), custom_params={"chunk_cache": {"chunks": [{"text": ""}]}}), "custom_params.chunk_c"),
+    (CHAT, chat(("user", "Who?"), documents=["", {"text": "\n"}]), "documents[0] (no visible text), documents[1]"),
+    (MESSAGES, messages(text(" ", **CONTROL), text("Who?"), chunk_cache=MARKS), "messages[0].content[0].cache_contro"),
+    (MESSAGES, messages(text("Who?"), system=[text("", **CONTROL)], chunk_cache=MARKS), "system[0].cache_control"),
+    (MESSAGES, messages(text("Who?"), chunk_cache={"chunks": [{"text": "\t"}]}), "chunk_cache.chunks[0]"),
+    (MESSAGES, messages({**SEARCH, "content": [text(" ")]}, text("Who?")), "messages[0].content[0].search_result"),
+    (
+        MESSAGES,
+        messages({"type": "document", "source": {"type": "text", "data": " "}}, text("Who?")),
+        "messages[0].content[0].document",
+    ),
+    (COMPLETIONS, {"model": "m", "prompt": "Who?", "chunk_cache": {"chunks": [{"text": " "}]}}, "chunk_cache.chunks"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body", "named"), BLANK, ids=[f"{i}-{one[2]}" for i, one in enumerate(BLANK)])
+def test_blank_passages_are_skipped_and_named(service, seen, route, body, named, stream):
+    response = sent(service, seen, route, {**body, "stream": stream})
+    assert chunks_of(service, seen[0]) == []
+    assert named in response.headers[UNUSED]
+    assert "Who?" in text_of(service, seen[0])
+
+
+def test_passages_beside_a_blank_one_keep_their_places(service, seen):
+    asked = {"chunks": [{"text": " "}, {"id": "b", "text": "the tale"}]}
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=["", "the rose"], chunk_cache=asked))
+    assert chunks_of(service, seen[0]) == ["the rose", "the tale"]
+    assert response.headers[UNUSED] == "chunk_cache.chunks[0] (no visible text), documents[0] (no visible text)"
+    assert [chunk.get("id") for chunk in json.loads(carried(seen[0])).get("chunks", [])] == []
+
+
+TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object", "properties": {"cache_control": {}}}}
+FUNCTION = {"type": "function", "function": {"name": "look", "parameters": TOOL["input_schema"]}}
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body", "paths"),
+    [
+        (MESSAGES, messages(text("Who?"), tools=[TOOL, {**TOOL, **CONTROL}]), ["tools[1].cache_control"]),
+        (MESSAGES, messages(text("Who?"), **CONTROL), ["cache_control"]),
+        (
+            CHAT,
+            chat(("user", "Who?"), tools=[{**FUNCTION, **CONTROL}], **CONTROL),
+            ["cache_control", "tools[0].cache_"],
+        ),
+        (CHAT, chat({"role": "user", "content": [text("a"), text("Who?")], **CONTROL}), ["messages[0].cache_control"]),
+        (COMPLETIONS, {"model": "m", "prompt": "Who?", **CONTROL}, ["cache_control"]),
+        ("/v1/responses", {"model": "m", "input": "Who?", **CONTROL}, ["cache_control"]),
+    ],
+)
+def test_marks_elsewhere_are_named(service, seen, use, route, body, paths, is_on):
+    use(marks=is_on)
+    named = service.post(route, body).headers[UNUSED].split(", ")
+    assert len(named) == len(paths), named
+    for path, one in zip(paths, named, strict=True):
+        assert one.startswith(path)
+
+
+def test_a_mark_is_named_once(service, seen, use):
+    use(marks=True)
+    both = {**CONTROL, **BREAKPOINT}
+    marked_text = {**SEARCH, "content": [text("the rose", **CONTROL)], **CONTROL}
+    response = sent(service, seen, MESSAGES, messages(text("a", **both), marked_text, text("Who?")))
+    assert UNUSED not in response.headers
+    assert len(chunks_of(service, seen[0])) == 2
+
+
+# Null is not given.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, chat(("user", "Who?"), chunk_cache=None, documents=None)),
+        (CHAT, chat(("user", "Who?"), custom_params={"chunk_cache": None})),
+        (CHAT, chat(("user", "Who?"), custom_params={"chunk_cache": None}, chunk_cache=None)),
+        (MESSAGES, messages(text("Who?"), chunk_cache=None, custom_params={"chunk_cache": None})),
+        (COMPLETIONS, {"model": "m", "prompt": "Who?", "chunk_cache": None}),
+        ("/generate", {"text": "Who?", "sampling_params": {"custom_params": {"chunk_cache": None}}}),
+        ("/generate", {"text": "Who?", "sampling_params": {"custom_params": None}, "chunk_cache": None}),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"custom_params": {"chunk_cache": None}}, {}]}),
+    ],
+)
+def test_a_null_object_is_not_given(service, seen, route, body, stream):
+    response = sent(service, seen, route, {**body, "stream": stream})
+    assert "sglext" not in response.text
+    assert "x-chunk-cache" not in response.headers
+    assert carried(seen[0]) is None
+
+
+NULLS = dict.fromkeys(("mode", "ratio", "method", "options", "explain", "answer_tokens", "keep_tokens", "spans"))
+ROUTE_NULLS = dict.fromkeys(("chunks", "template", "marks", "parts"))
+
+
+@pytest.mark.parametrize("route", [CHAT, MESSAGES, COMPLETIONS, "/generate"])
+def test_null_fields_are_not_given(service, seen, route):
+    if route == "/generate":
+        body = {"text": "Who?", "sampling_params": {"custom_params": {"chunk_cache": NULLS}}}
+    else:
+        asked = {**NULLS, **{key: None for key in ROUTE_NULLS if route != COMPLETIONS or key not in ("marks", "parts")}}
+        bodies = {CHAT: chat(("user", "Who?")), MESSAGES: messages(text("Who?"))}
+        body = bodies.get(route, {"model": "m", "prompt": "a"})
+        body = {**body, "chunk_cache": asked}
+    sent(service, seen, route, body)
+    assert loads(carried(seen[0])) == loads('{"spans":[],"mode":"auto","explain":false}')
+
+
+def test_null_fields_of_a_passage_are_not_given(service, seen):
+    asked = {"chunks": [{"id": None, "text": "the rose"}], "template": None}
+    documents = [{"title": None, "id": None, "text": "the tale"}]
+    sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache=asked, documents=documents))
+    assert chunks_of(service, seen[0]) == ["the tale", "the rose"]
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"marks": [None, True]}), status=400)
+    assert "chunk_cache.marks: [null, true] is not a boolean" in response.text
 
 
 # Routes that cannot mark chunks.
@@ -474,7 +625,7 @@ USER = ("user", "Who?")
 @pytest.mark.parametrize(
     ("route", "body", "message"),
     [
-        (CHAT, chat(USER, chunk_cache={"chunk": []}), "chunk_cache: unknown key 'chunk'; known keys: spans"),
+        (CHAT, chat(USER, chunk_cache={"chunk": []}), "chunk_cache: unknown key 'chunk'; did you mean chunks? known"),
         (CHAT, chat(USER, chunk_cache=[]), "chunk_cache: [] is not an object"),
         (CHAT, chat(USER, chunk_cache={"marks": 1}), "chunk_cache.marks: 1 is not a boolean"),
         (CHAT, chat(USER, chunk_cache={"method": "best"}), "chunk_cache.method: unknown method 'best'"),
@@ -482,11 +633,6 @@ USER = ("user", "Who?")
             CHAT,
             chat(USER, chunk_cache={}, custom_params={"chunk_cache": {}}),
             "chunk_cache: given in custom_params.chunk_cache too",
-        ),
-        (
-            CHAT,
-            chat(USER, custom_params={"chunk_cache": {"chunks": [{"text": " "}]}}),
-            "custom_params.chunk_cache.chunks[0].text: the passage is empty",
         ),
         (CHAT, chat(USER, chunk_cache={"chunks": {}}), "chunk_cache.chunks: {} is not a list"),
         (CHAT, chat(USER, chunk_cache={"chunks": ["a"]}), "chunk_cache.chunks[0]: 'a' is no chunk"),
@@ -521,17 +667,11 @@ USER = ("user", "Who?")
         ),
         (CHAT, chat(USER, documents={}), "documents: {} is not a list"),
         (CHAT, chat(USER, documents=[{"title": "a"}]), "documents[0].text: no text"),
-        (CHAT, chat(USER, documents=["a", " "]), "documents[1]: the passage is empty"),
         (CHAT, chat(USER, documents=[7]), "documents[0]: 7 is no document"),
         (
             CHAT,
             chat(("user", [text(f"a{SEP}b", **CONTROL), text("c")]), chunk_cache={"marks": True}),
             "messages[0].content[0].text: the separator '<|chunk|>' stands inside of a passage",
-        ),
-        (
-            CHAT,
-            chat(("user", [text(" ", **CONTROL), text("c")]), chunk_cache={"marks": True}),
-            "messages[0].content[0].text: the passage is empty",
         ),
         (
             CHAT,
@@ -552,7 +692,7 @@ USER = ("user", "Who?")
         ),
         (
             MESSAGES,
-            messages({"type": "document", "source": {"type": "text", "data": " "}}, text("a")),
+            messages({"type": "document", "source": {"type": "text", "data": 7}}, text("a")),
             "messages[0].content[0].source.data: the document is not of text",
         ),
         (

@@ -162,6 +162,112 @@ def test_empty_text_beside_a_marked_one(service, seen, monkeypatch, route, name)
     assert seen == []
 
 
+@pytest.fixture
+def without_bos(service, monkeypatch):
+    """A tokenizer that puts no token in front of a text, and a chat template that may write nothing."""
+    tokenizer = service.manager.tokenizer
+    encode = tokenizer.encode
+
+    def encode_bare(text, **how):
+        return encode(text, **{**how, "add_special_tokens": False})
+
+    monkeypatch.setattr(tokenizer, "encode", encode_bare)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+EMPTY = [
+    ("/generate", {"text": ""}, "text"),
+    ("/generate", {"text": ["", ""]}, "text[0]"),
+    ("/generate", {"text": ["a", ""]}, "text[1]"),
+    ("/generate", {"input_ids": []}, "input_ids"),
+    ("/v1/completions", {"prompt": ""}, ""),  # "Prompt cannot be empty", says SGLang
+    ("/v1/completions", {"prompt": ["", "a"]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": [[5], []]}, ""),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "messages"),
+    ("/invocations", {"messages": [{"role": "user", "content": ""}]}, "messages"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": ""}], "max_tokens": 3}, "messages"),
+    ("/v1/responses", {"input": ""}, ""),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body", "path"), EMPTY, ids=[f"{one[0]}-{one[1]}" for one in EMPTY])
+def test_prompts_without_tokens(service, seen, without_bos, route, body, path, stream):
+    """They end stock SGLang: a forward of no rows."""
+    response = service.post(route, {"model": service.manager.served_model_name, **body, "stream": stream})
+    is_begun = stream and route == "/v1/responses"  # SGLang begins that stream first: it ends by response.failed
+    assert response.status_code == (200 if is_begun else 400), response.text
+    assert not is_begun or "a prompt without tokens" in response.text
+    assert f"{path}: a prompt without tokens" in response.text or not path
+    assert seen == []
+
+
+@pytest.mark.parametrize(("route", "body"), [("/generate", {"text": " "}), ("/v1/completions", {"prompt": ["a", " "]})])
+def test_prompts_of_white_space_are_served(service, seen, without_bos, route, body):
+    assert service.post(route, {"model": "m", **body}).status_code == 200
+    assert all(len(request.input_ids) for request in seen)
+
+
+def test_empty_text_behind_a_bos_is_served(service, seen):
+    assert service.post("/generate", {"text": ""}).status_code == 200
+
+
+ODD_PARAMS = [
+    {"stop_regex": "("},
+    {"stop_regex": ["a", "*"]},
+    {"stop_regex": 3},
+    {"stop": [3]},
+    {"stop": {"a": 1}},
+    {"stop_token_ids": ["a"]},
+    {"stop_token_ids": 5},
+    {"logit_bias": {"a": 1}},
+    {"logit_bias": {"1": "x"}},
+    {"logit_bias": [1]},
+    {"temperature": "hot"},
+    {"temperature": [1]},
+    {"top_p": {}},
+    {"top_k": "all"},
+    {"max_new_tokens": "5"},
+    {"max_new_tokens": 1.5},
+    {"min_new_tokens": []},
+    {"json_schema": {"type": "object"}},
+    {"regex": ["a"]},
+    {"ebnf": 1},
+    {"structural_tag": {"a": 1}},
+    {"sampling_seed": 2**64},
+    {"ignore_eos": "yes"},
+    {"repetition_penalty": "x"},
+    {"frequency_penalty": "x"},
+    {"stream_interval": "x"},
+    {"no_such_parameter": 1},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("odd", ODD_PARAMS, ids=str)
+def test_sampling_parameters_that_stock_cannot_use(service, seen, odd, stream):
+    (name,) = odd
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 3, **odd}, "stream": stream}
+    response = service.post("/generate", body)
+    assert response.status_code == 400, response.text
+    # SGLang's own reader of bodies is in front of some.
+    assert name in response.text or "invalid type" in response.text
+    assert seen == []
+    response = service.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, odd], "stream": stream})
+    assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_pattern_that_is_none(service, seen, route):
+    body = {"model": "m", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "stop_regex": "("}
+    for stream in (False, True):
+        response = service.post(route, {**body, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert "stop_regex: '(' cannot be used: missing ), unterminated subpattern" in response.text
+    assert seen == []
+
+
 def test_turn_without_tokens_is_left_to_sglang(service, seen):
     body = {"input_ids": [], "sampling_params": {"max_new_tokens": 3}}
     assert service.post("/generate", {**body, "session_params": {"id": "s", "rid": "r"}}).status_code == 200

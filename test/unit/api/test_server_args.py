@@ -60,6 +60,18 @@ def test_flags_stand_in_a_group_of_their_own():
         (["--chunk-cache", "--chunk-cache-method", "best"], "--chunk-cache-method 'best' is not known"),
         (["--chunk-cache", "--chunk-cache-separator", " "], "--chunk-cache-separator must be a string"),
         (["--chunk-cache", "--chunk-cache-config", "{"], "--chunk-cache-config is not valid JSON"),
+        *(
+            (
+                ["--chunk-cache", flag, text],
+                "; remove the trailing comma.",
+            )
+            for flag in ("--chunk-cache-config", "--chunk-cache-target")
+            for text in ('{"kl": 0.1,}', '{"a": [1, 2,], "b": 1}', '{"kl": 1,\n }', '{"a": ",}", }')
+        ),
+        (
+            ["--chunk-cache", "--chunk-cache-config", '{"tier": {}}'],
+            "unknown key 'tier'; did you mean tiers? known",
+        ),
         (["--chunk-cache", "--chunk-cache-config", "[1]"], "--chunk-cache-config must be a JSON object"),
         (["--chunk-cache", "--chunk-cache-config", "@/no/such/file"], "--chunk-cache-config: cannot read"),
         (["--chunk-cache", "--chunk-cache-target", "0.1"], "--chunk-cache-target: 0.1 is not an object"),

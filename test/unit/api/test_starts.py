@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tiny_models import make_model
@@ -37,8 +39,34 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 def launch(environment: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", *argv]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    """Waits for its end, and for that of all that it has started."""
+    return run(environment, "-m", "sglang.launch_server", *argv)
+
+
+def run(environment: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *argv]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        out, err = process.communicate(timeout=500)
+        psutil.wait_procs(in_group(process.pid), timeout=5)
+        assert in_group(process.pid) == []
+    finally:
+        for left in in_group(process.pid):
+            left.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def in_group(group: int) -> list[psutil.Process]:
+    """The processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except ProcessLookupError:
+            continue
+    return found
 
 
 @pytest.mark.parametrize(
@@ -79,15 +107,84 @@ def test_refused_model(environment, tmp_path):
     assert "because it uses dynamic NTK rope" in done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("flags", [(), ("--dp-size", "2")], ids=["one", "replicas"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--skip-tokenizer-init",),
+        *(
+            pytest.param(flags, marks=pytest.mark.all)
+            for flags in (
+                (),
+                ("--dp-size", "2"),
+                ("--tp-size", "2"),
+                ("--tp-size", "2", "--skip-tokenizer-init", "--tokenizer-worker-num", "2"),
+                ("--tokenizer-worker-num", "2"),
+                ("--chunk-cache-selector", "LLAMA"),
+            )
+        ),
+    ],
+    ids=" ".join,
+)
 def test_model_that_is_refused_once_it_is_loaded(environment, tmp_path, flags):
     """By a child, in whose place SGLang would report that it died, or by children that their controller waits for."""
-    model = make_model("gemma2", tmp_path)
+    model = make_model("gemma2", tmp_path / "model")
+    flags = tuple(str(make_model("llama", tmp_path / "llama")) if flag == "LLAMA" else flag for flag in flags)
     done = launch(environment, "--model-path", str(model), "--max-total-tokens", "2048", "--chunk-cache", *flags)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("chunk cache: this model caps its attention's logits")
+    sentence = "chunk cache: this model caps its attention's logits"
+    # A replica whose controller has ended may write a line more before it ends too.
+    assert any(line.startswith(sentence) for line in done.stderr.splitlines())
+    assert (done.stdout + done.stderr).count(sentence) == 1
+
+
+REFUSED_BY_A_CHILD = """
+import atexit, gc, multiprocessing, sys, time, types
+import zmq
+from sglang_chunk_cache.flags import server_args as options
+
+def child():
+    options.refuse("it is not served.")
+
+def launch_subprocesses(cls, server_args):
+    manager = types.SimpleNamespace(context=zmq.Context())
+    manager.itself = manager  # collected, and not freed
+    manager.socket = manager.context.socket(zmq.PUSH)
+    manager.socket.connect(sys.argv[2])
+    manager.socket.send(b"to a scheduler that never came")
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=child)
+    process.start()
+    spawn.Process(target=time.sleep, args=(1000,)).start()
+    process.join()
+    raise RuntimeError("Rank 0 scheduler died")
+
+if __name__ == "__main__":
+    from sglang_chunk_cache import plugin
+
+    atexit.register(gc.collect)
+    record = types.SimpleNamespace(tokenizer_worker_num=1)
+    options.attach(record, options.ChunkCacheArgs())
+    if sys.argv[1] == "engine":
+        setattr(record, plugin._BY_ENGINE, True)
+    try:
+        plugin.launch_subprocesses(launch_subprocesses, object, server_args=record)
+    except options.StartRefused as error:
+        if sys.argv[1] != "engine":
+            raise
+        print(error.code, "raised", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("server", 1), ("engine", 0)])
+def test_refused_by_a_child_while_messages_wait(environment, tmp_path, kind, ends):
+    """For the scheduler, which is not there: whoever tears the sockets down would wait for ever."""
+    script = tmp_path / "launch.py"
+    script.write_text(REFUSED_BY_A_CHILD)
+    done = run(environment, str(script), kind, f"ipc://{tmp_path}/nobody")
+    assert done.returncode == ends, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert (done.stdout + done.stderr).count("chunk cache: it is not served.") == 1
 
 
 @pytest.mark.all

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.errors import ChunkCacheConfigError
+from chunk_cache.errors import ChunkCacheConfigError, show
 from chunk_cache.options.config import Config, describe, parse_config
 
 
@@ -56,11 +56,12 @@ def test_every_field_can_be_given() -> None:
     ("value", "message"),
     [
         ([], "--chunk-cache-config: [] is not an object; "),
-        (None, "--chunk-cache-config: None is not an object; "),
+        (None, "--chunk-cache-config: null is not an object; "),
         (
             {"max_variant": 1},
-            "--chunk-cache-config: max_variant: unknown key 'max_variant'; known keys: max_variants, ",
+            "--chunk-cache-config: max_variant: unknown key 'max_variant'; did you mean max_variants? known keys: ",
         ),
+        ({"tier": {}}, "--chunk-cache-config: tier: unknown key 'tier'; did you mean tiers? known keys: "),
         (
             {"partition_share": 0},
             "--chunk-cache-config: partition_share: 0 lets nobody keep a chunk; give a number in (0",
@@ -68,20 +69,23 @@ def test_every_field_can_be_given() -> None:
         ({"partition_share": 1.5}, "--chunk-cache-config: partition_share: 1.5 is not a number in [0, 1]; "),
         ({"partition_share": "half"}, "--chunk-cache-config: partition_share: 'half' is not a number in [0, 1]; "),
         ({"max_variants": 0}, "--chunk-cache-config: max_variants: 0 is not an integer of at least 1; "),
-        ({"max_variants": True}, "--chunk-cache-config: max_variants: True is not an integer"),
+        ({"max_variants": True}, "--chunk-cache-config: max_variants: true is not an integer"),
         ({"max_variants_per_chunk": 1.0}, "--chunk-cache-config: max_variants_per_chunk: 1.0 is not an integer"),
         ({"max_path_tokens": "9"}, "--chunk-cache-config: max_path_tokens: '9' is not an integer"),
         ({"max_generation": -1}, "--chunk-cache-config: max_generation: -1 is not an integer of at least 0"),
-        ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: None is not an integer"),
+        ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: null is not an integer"),
         *[
             (
                 {"ageing": value},
-                f"--chunk-cache-config: ageing: {value!r} is not a number in [0, 1000]; give such a number, or leave",
+                f"--chunk-cache-config: ageing: {show(value)} is not a number in [0, 1000]; give such a number, or",
             )
             for value in (None, True, -1, 1001, "10", float("nan"))
         ],
         *[
-            ({"keep_share": value}, f"--chunk-cache-config: keep_share: {value!r} is not a number in [0, 0.9]; give ")
+            (
+                {"keep_share": value},
+                f"--chunk-cache-config: keep_share: {show(value)} is not a number in [0, 0.9]; ",
+            )
             for value in (None, False, -0.1, 1, "0.5", float("nan"))
         ],
         (
@@ -94,19 +98,22 @@ def test_every_field_can_be_given() -> None:
         ({"kernel": []}, "unknown kernel []"),
         ({"statistics_heads": 2}, "statistics_heads: unknown statistics_heads 2; known values: sampled, all"),
         ({"options": []}, "--chunk-cache-config: options: [] is not an object; give an object of options"),
-        ({"options": {"sed": 1}}, "--chunk-cache-config: options.sed: unknown option 'sed'; known options: group_size"),
+        (
+            {"options": {"sed": 1}},
+            "--chunk-cache-config: options.sed: unknown option 'sed'; did you mean seed? known",
+        ),
         ({"options": {"alpha": 1}}, "--chunk-cache-config: options.alpha: is a key of its own; give it beside this"),
         ({"options": {"seed": -1}}, "--chunk-cache-config: options.seed: -1 is not an integer in [0, "),
         ({"options": {"layers": [2, 1]}}, "--chunk-cache-config: options.layers: [2, 1] does not ascend; "),
         ({"options": {"group_size": 4}}, "options.group_threshold: no window of 4 tokens has more than 5 of them; "),
         ({"options": {"first_ratio": 0.5}}, "options.first_ratio: 0.5 is smaller than last_ratio 0.94"),
         ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
-        ({"system_prompts": None}, "system_prompts: unknown system_prompts None; known values: any, same"),
+        ({"system_prompts": None}, "system_prompts: unknown system_prompts null; known values: any, same"),
         ({"contexts_share": 1.5}, "contexts_share: 1.5 is not a number in [0, 1]; give such a number"),
         *[
             (
                 {"statistics_layers": value},
-                f"--chunk-cache-config: statistics_layers: {value!r} is neither a list of layer numbers nor one of "
+                f"--chunk-cache-config: statistics_layers: {show(value)} is neither a list of layer numbers nor one of "
                 "sampled, all, none; count layers from 0",
             )
             for value in ("some", "", 3, True, None, 1.5, {}, [], [-1], [True], [1.0], ["1"])

@@ -39,8 +39,8 @@ def test_the_salt_is_not_shown() -> None:
     [
         (5, "events: 5 is not an object; give an object with endpoint, salt, replay_endpoint, topic"),
         ({**GIVEN, "port": 1}, "events.port: unknown key 'port'; known keys: endpoint, "),
-        ({"salt": "x"}, "events.endpoint: None is not an address of ZMQ; give one such as tcp://*:5557 or ipc://"),
-        ({"endpoint": "tcp://*:1"}, "events.salt: None is not a salt; give a secret text, the same to all replicas"),
+        ({"salt": "x"}, "events.endpoint: null is not an address of ZMQ; give one such as tcp://*:5557 or ipc://"),
+        ({"endpoint": "tcp://*:1"}, "events.salt: null is not a salt; give a secret text, the same to all replicas"),
         ({**GIVEN, "salt": ""}, "events.salt: '' is not a salt; "),
         ({**GIVEN, "salt": "\ud800"}, "events.salt: '\\ud800' is not a salt; "),
         ({**GIVEN, "topic": 1}, "events.topic: 1 is not a string; "),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import ChunkCacheRequestError, show
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option, check_options
 
@@ -47,28 +47,34 @@ def test_good_values(option: Option, value: object, checked: object) -> None:
 
 
 BAD = [
-    *[(COUNT, value, f"{value!r} is not an integer in [1, 9]; {INTEGERS}") for value in (0, 10, -1, True, False)],
-    *[(COUNT, value, f"{value!r} is not an integer in [1, 9]; {INTEGERS}") for value in (2.0, math.nan, math.inf)],
-    *[(COUNT, value, f"{value!r} is not an integer in [1, 9]; {INTEGERS}") for value in ("3", None, [3], {"a": 1})],
+    *[(COUNT, value, f"{show(value)} is not an integer in [1, 9]; {INTEGERS}") for value in (0, 10, -1, True, False)],
+    *[(COUNT, value, f"{show(value)} is not an integer in [1, 9]; {INTEGERS}") for value in (2.0, math.nan, math.inf)],
+    *[(COUNT, value, f"{show(value)} is not an integer in [1, 9]; {INTEGERS}") for value in ("3", None, [3], {"a": 1})],
     *[(COUNT, value, f"a huge integer is not an integer in [1, 9]; {INTEGERS}") for value in (HUGE, -HUGE)],
-    *[(SHARE, value, f"{value!r} is not a number in [0.25, 2]; {NUMBERS}") for value in (0.2, 2.1, -1, 3, True)],
+    *[(SHARE, value, f"{show(value)} is not a number in [0.25, 2]; {NUMBERS}") for value in (0.2, 2.1, -1, 3, True)],
     *[
-        (SHARE, value, f"{value!r} is not a number in [0.25, 2]; {NUMBERS}")
+        (SHARE, value, f"{show(value)} is not a number in [0.25, 2]; {NUMBERS}")
         for value in (math.nan, math.inf, -math.inf)
     ],
-    *[(SHARE, value, f"{value!r} is not a number in [0.25, 2]; {NUMBERS}") for value in ("0.5", None, [0.5], {})],
+    *[(SHARE, value, f"{show(value)} is not a number in [0.25, 2]; {NUMBERS}") for value in ("0.5", None, [0.5], {})],
     *[(SHARE, value, f"a huge integer is not a number in [0.25, 2]; {NUMBERS}") for value in (HUGE, -HUGE)],
-    *[(WORD, value, f"unknown value {value!r}; known values: first, second") for value in ("third", "", "First", None)],
-    *[(WORD, value, f"unknown value {value!r}; known values: first, second") for value in (0, True, ["first"], {})],
+    *[
+        (WORD, value, f"unknown value {show(value)}; known values: first, second")
+        for value in ("third", "", "First", None)
+    ],
+    *[
+        (WORD, value, f"unknown value {show(value)}; known values: first, second")
+        for value in (0, True, None, ["f"], {})
+    ],
     (WORD, math.nan, "unknown value nan; known values: first, second"),
     (WORD, HUGE, "unknown value a huge integer; known values: first, second"),
     *[
-        (LAYERS, value, f'{value!r} is neither "last", "all" nor a list of layer numbers; count layers from 0')
+        (LAYERS, value, f'{show(value)} is neither "last", "all" nor a list of layer numbers; count layers from 0')
         for value in ("first", "", "1", 3, True, None, 1.0, math.nan, {}, [], [-1], [0, True], [0, 1.0], ["0"], [[0]])
     ],
     (LAYERS, HUGE, 'a huge integer is neither "last", "all" nor a list of layer numbers; count layers from 0'),
     *[
-        (LAYERS, value, f"{value!r} does not ascend; name each layer once")
+        (LAYERS, value, f"{show(value)} does not ascend; name each layer once")
         for value in ([1, 0], [0, 0], [0, 2, 1], [1, 2, 2])
     ],
 ]
@@ -122,21 +128,30 @@ def test_checked_options_are_sorted_and_hold_only_what_was_given() -> None:
     assert check({"layers": [0, 2], "share": 1}) == (("layers", (0, 2)), ("share", 1.0))
 
 
-@pytest.mark.parametrize("name", ["counts", "", "Count", 3, None, ("count",)])
-def test_unknown_keys_are_named_with_the_known_ones(name: object) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("counts", "did you mean count? "), ("", ""), ("Count", "did you mean count? "), (3, ""), (None, "")],
+)
+def test_unknown_keys_are_named_with_the_known_ones(name: object, hint: str) -> None:
     with pytest.raises(ChunkCacheRequestError) as caught:
         check({name: 1})
-    assert str(caught.value) == f"p: unknown key {name!r} for this test; known keys: count, share, word, layers"
+    assert (
+        str(caught.value) == f"p: unknown key {show(name)} for this test; {hint}known keys: count, share, word, layers"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("random", {"seed": -1}, "p.seed: -1 is not an integer in [0, 9223372036854775807]; "),
-        ("random", {"seed": True}, "p.seed: True is not an integer"),
+        ("random", {"seed": True}, "p.seed: true is not an integer"),
         ("random", {"seed": 1.0}, "p.seed: 1.0 is not an integer"),
         ("random", {"seed": 2**63}, "p.seed: 9223372036854775808 is not an integer"),
-        ("random", {"sed": 1}, "p: unknown key 'sed' for method 'random'; known keys: seed, alpha, group_size, "),
+        (
+            "random",
+            {"sed": 1},
+            "p: unknown key 'sed' for method 'random'; did you mean seed? known keys: seed, alpha",
+        ),
         (
             "epic",
             {"seed": 1},
@@ -194,9 +209,9 @@ EVERY_METHOD = pytest.mark.parametrize("name", METHODS)
         ),
         ({"group_size": 8, "group_threshold": -1}, "p.group_threshold: -1 is not an integer in [0, 4095]; "),
         ({"focus_window": -1}, "p.focus_window: -1 is not an integer in [0, 1024]; "),
-        ({"focus_window": True}, "p.focus_window: True is not an integer"),
+        ({"focus_window": True}, "p.focus_window: true is not an integer"),
         ({"shift": 2}, "p.shift: 2 is not an integer in [0, 1]; "),
-        ({"shift": False}, "p.shift: False is not an integer"),
+        ({"shift": False}, "p.shift: false is not an integer"),
     ],
 )
 def test_options_that_all_methods_share(name: str, options: dict[str, object], message: str) -> None:
