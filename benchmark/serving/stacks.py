@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ),
     (
         "build the batch",
-        r"(init_forward_batch|_init_fused|\w*_rows|build|_indptr|prepare_\w+|init_new) \(\S*chunk_cache/",
+        r"chunk_cache/forward/batch|(init_forward_batch|\w*_rows|build|_indptr|prepare_\w+|init_new) \(\S*chunk_cache/",
     ),
     ("attention of decode", r"forward_decode"),
     ("attention of fused rows", r"sparse_extend"),

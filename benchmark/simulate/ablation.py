@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from chunk_cache.index.need import system_charge, unit_cfo_of
 from chunk_cache.index.reusability import adjusted_overlap, first_places, order_penalty, prefix_overlap, share_to_fix
 from chunk_cache.index.variant import Variant
-from chunk_cache.manager import ChunkPrompt
 from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 Context = tuple[Hashable, ...]

@@ -35,10 +35,11 @@ from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import marks_of, piece_starts
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, partition_key
-from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep
+from chunk_cache.manager import ChunkManager, Forgo, Keep
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.types import Status
 
 METHOD = "cache-craft"

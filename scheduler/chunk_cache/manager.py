@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from chunk_cache.index.chunk_index import ChunkIndex, Lookup
 from chunk_cache.index.chunk_statistics import ChunkStatistics
@@ -31,10 +31,10 @@ from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking, Stage
 from chunk_cache.options.config import Config
-from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
-from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer
+from chunk_cache.plan.selector_answer import NO_ANSWER
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.tiers.variant_search import Held, is_better
 
 ROOM_PER_REUSED = 4
@@ -114,42 +114,6 @@ class Missing:
     """What the pool has; only something better is of use."""
 
 
-_Version: TypeAlias = tuple[int, int]
-
-
-@dataclass(eq=False, slots=True)
-class ChunkPrompt:
-    """The marked chunks of one prompt.
-
-    The private fields are the manager's: what it found and planned last, and at which state of index and store.
-    """
-
-    options: RequestOptions
-    keys: tuple[bytes, ...]
-    """One per span of the options."""
-    system: bytes = b""
-    """Marks of what stands in front of the first of them (`chunk_cache.index.system_prompt`)."""
-    answer: SelectorAnswer | None = None
-    """What the selector found, for a method that asks it; None = nothing has come."""
-    _lookups: dict[int, Lookup] = field(default_factory=dict)
-    _version: _Version = (-1, -1)
-    _plan: RecomputePlan | None = None
-    _plan_of: object = None
-
-    def context(self, chunk: int) -> tuple[bytes, ...]:
-        """Keys of the chunks in front of a chunk."""
-        return self.keys[:chunk]
-
-    @property
-    def to_prepare(self) -> int | None:
-        """The chunk that is computed behind the others, its neighbours, and kept as prepared; None = there is none."""
-        return len(self.keys) - 1 if self.options.mode == "prepare" and len(self.keys) > 1 else None
-
-    def length(self, chunk: int) -> int:
-        start, end = self.options.spans[chunk]
-        return end - start
-
-
 class ChunkManager:
     """See the head of this file.
 
@@ -195,17 +159,18 @@ class ChunkManager:
 
     def look_up(self, prompt: ChunkPrompt, chunk: int) -> Lookup:
         """What is stored of a chunk behind those in front of it; asked once per state of index and store."""
-        if prompt._version != self._version:
-            prompt._lookups.clear()
-        found = _PREPARING if chunk == prompt.to_prepare else prompt._lookups.get(chunk)
+        memo = prompt.memo
+        if memo.version != self._version:
+            memo.lookups.clear()
+        found = _PREPARING if chunk == prompt.to_prepare else memo.lookups.get(chunk)
         if found is None:
             found = self.index.lookup(prompt.keys[chunk], self.store.resolve, self.need(prompt, chunk))
-            prompt._lookups[chunk] = found
-        prompt._version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
+            memo.lookups[chunk] = found
+        memo.version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
         return found
 
     @property
-    def _version(self) -> _Version:
+    def _version(self) -> tuple[int, int]:
         return self.index.version, self.store.version
 
     def max_generation(self, prompt: ChunkPrompt) -> int:
@@ -315,8 +280,9 @@ class ChunkManager:
         """
         method = method or self._method
         asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer, no_load
-        if prompt._plan is not None and prompt._plan_of == (self._version, asked):
-            return prompt._plan
+        memo = prompt.memo
+        if memo.plan is not None and memo.plan_of == (self._version, asked):
+            return memo.plan
         opts = prompt.options
         if num_generated:  # they are no part of the question, by which rows are chosen as before
             opts = replace(opts, answer_tokens=opts.answer_tokens + num_generated)
@@ -324,7 +290,7 @@ class ChunkManager:
             self._look_up_below(prompt, i, reasons) if opts.mode != "off" and end > prefix_len else None
             for i, (_, end) in enumerate(opts.spans)
         ]
-        prompt._plan = make_plan(
+        memo.plan = make_plan(
             opts=opts,
             default_method=method,
             default_ratio=self._ratio if ratio is None else ratio,
@@ -345,9 +311,9 @@ class ChunkManager:
             step_len=self._step_len,
         )
         if no_load is not None:
-            prompt._plan = replan_without_load(prompt._plan, no_load)
-        prompt._plan_of = self._version, asked
-        return prompt._plan
+            memo.plan = replan_without_load(memo.plan, no_load)
+        memo.plan_of = self._version, asked
+        return memo.plan
 
     def without_load(self, plan: RecomputePlan, reason: str) -> RecomputePlan:
         """The plan of a prompt whose chunks could not be brought in after all."""

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.keys import Partition
-from chunk_cache.manager import ChunkPrompt
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.types import Status
 from sglang_chunk_cache.admin.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
-from sglang_chunk_cache.request.chunk_request import ChunkRequest
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, Reported
 
 KEY = bytes(range(16))
 
@@ -38,9 +37,11 @@ def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int]
     )
 
 
-def state_of(plan: RecomputePlan) -> ChunkRequest:
+def note(journal: Journal, rid: str, plan: RecomputePlan, saved_s: float) -> None:
     options = RequestOptions(spans=tuple((chunk.start, chunk.end) for chunk in plan.chunks))
-    return ChunkRequest(ChunkPrompt(options, (KEY,), b""), Partition(), reported=plan)
+    reported = Reported(plan)
+    state = ChunkRequest(ChunkPrompt(options, (KEY,)), reported=reported)
+    journal.note(rid, "default", state, reported, saved_s)
 
 
 class Clock:
@@ -66,7 +67,7 @@ def counts(sums: dict[str, Any]) -> list[int]:
 
 
 def test_a_request_is_told_with_its_reply_and_its_keys(journal: Journal) -> None:
-    journal.note("r", "default", state_of(plan_of()), saved_s=0.5)
+    note(journal, "r", plan_of(), saved_s=0.5)
     (one,) = journal.contents()["requests"]
     assert (one["id"], one["partition"], one["saved_s"]) == ("r", "default", 0.5)
     assert (one["prefix_tokens"], one["reused_tokens"], one["recomputed_tokens"], one["computed_tokens"]) == (
@@ -81,7 +82,7 @@ def test_a_request_is_told_with_its_reply_and_its_keys(journal: Journal) -> None
 def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Clock) -> None:
     for seconds in (0, 1, 61):
         clock.now = 1_000_020.0 + seconds
-        journal.note("r", "default", state_of(plan_of()), saved_s=0.5)
+        note(journal, "r", plan_of(), saved_s=0.5)
     contents = journal.contents()
     assert [minute["requests"] for minute in contents["minutes"]] == [2, 1]
     assert [minute["at"] % 60 for minute in contents["minutes"]] == [0, 0]
@@ -93,7 +94,7 @@ def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Cl
 def test_it_is_bounded_and_keeps_the_newest(journal: Journal, clock: Clock) -> None:
     for number in range(3 * NUM_MINUTES):
         clock.now += 60.0
-        journal.note(str(number), "default", state_of(plan_of()), saved_s=0.0)
+        note(journal, str(number), plan_of(), saved_s=0.0)
     contents = journal.contents()
     assert [one["id"] for one in contents["requests"]] == [str(3 * NUM_MINUTES - 1 - i) for i in range(NUM_REQUESTS)]
     assert len(contents["minutes"]) == NUM_MINUTES
@@ -120,5 +121,5 @@ def test_replicas_together_are_as_one(clock: Clock) -> None:
     for number in range(6):
         clock.now += 40.0
         for journal in ((one, other)[number % 2], all_of_it):
-            journal.note(str(number), "default", state_of(plan_of()), saved_s=0.25)
+            note(journal, str(number), plan_of(), saved_s=0.25)
     assert merge([one.contents(), other.contents()]) == all_of_it.contents()

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from chunk_cache.plan.recompute_plan import RecomputePlan
-from sglang_chunk_cache.request.chunk_request import ChunkRequest
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, Reported
 from sglang_chunk_cache.request.reply import reply_of
 
 NUM_REQUESTS = 50
@@ -42,23 +42,22 @@ class Journal:
         self._minutes: deque[tuple[int, _Sums]] = deque(maxlen=NUM_MINUTES)
         self._requests: deque[Contents] = deque(maxlen=NUM_REQUESTS)
 
-    def note(self, rid: str, partition: str, state: ChunkRequest, saved_s: float) -> None:
+    def note(self, rid: str, partition: str, state: ChunkRequest, reported: Reported, saved_s: float) -> None:
         """One request that was admitted, and has ended.
 
         Args:
+            reported: the state's.
             partition: its name, which tells nothing of a client's salt.
             saved_s: seconds of prefill that reuse was estimated to spare it.
         """
-        plan, reply = state.reported, reply_of(state)
-        assert plan is not None
-        assert reply is not None
+        plan, reply = reported.plan, reply_of(state, reported)
         at = self._now()
         minute = int(at // 60) * 60
         if not self._minutes or self._minutes[-1][0] != minute:
             self._minutes.append((minute, _Sums()))
         for sums in (self._totals, self._minutes[-1][1]):
             sums.add(plan, saved_s)
-        for chunk, key in zip(reply["chunks"], state.keys, strict=True):
+        for chunk, key in zip(reply["chunks"], state.prompt.keys, strict=True):
             chunk["key"] = key.hex()
         self._requests.append(
             {"at": at, "id": rid, "partition": partition, "saved_s": saved_s, **reply, "picture": picture_of(plan)}

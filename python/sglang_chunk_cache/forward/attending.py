@@ -54,6 +54,9 @@ class Attention(Protocol):
         **parts: Any,
     ) -> torch.Tensor: ...
 
+    def finish(self) -> None:
+        """The forward has ended: what was made of its rows for all layers is given back."""
+
 
 class Observer(Protocol):
     """What looks on in a forward, without a trace in its result."""
@@ -127,6 +130,8 @@ def attending(
     finally:
         del backend.forward, backend.init_forward_metadata
         delattr(backend, _SCOPE)
+        if attention is not None:
+            attention.finish()
 
 
 def attending_now(backend: AttentionBackend) -> tuple[Attention | None, Sequence[Observer]]:

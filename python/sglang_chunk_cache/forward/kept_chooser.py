@@ -19,7 +19,8 @@ import torch
 from chunk_cache.options.kept_tokens import POOLING_LEN, WINDOW_LEN, KeptTokens
 from sgl_kernel_ext.attention_mass import attention_mass
 from sglang_chunk_cache.kv.layer_kv import LayerKV
-from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+from sglang_chunk_cache.kv.packing import Packing
+from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class _Job:
     """Rows of one prompt's window, the last `num_rows` of request `request`, that see all keys in `slots`."""
 
-    state: ChunkRequest
+    packing: Packing
     kept: KeptTokens
     request: int
     num_rows: int
@@ -54,14 +55,14 @@ class KeptChooser:
         pool_rows = batch.req_pool_indices_cpu.tolist()
         for i, req in enumerate(batch.reqs):
             state = state_of(req)
-            if state is None or state.kept is None:
+            if state is None or state.packing.kept is None:
                 continue
             end = batch.prefix_lens[i] + batch.extend_lens[i]
             prompt_len = len(req.full_untruncated_fill_ids)
             num_rows = end - max(batch.prefix_lens[i], prompt_len - WINDOW_LEN)
             if num_rows > 0:
                 slots = batch.req_to_token_pool.req_to_token[pool_rows[i], :end].to(torch.int64)
-                jobs.append(_Job(state, state.kept, i, num_rows, slots, end == prompt_len))
+                jobs.append(_Job(state.packing, state.packing.kept, i, num_rows, slots, end == prompt_len))
         return cls(jobs, kv_pool, kernel, num_layers) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
@@ -75,12 +76,10 @@ class KeptChooser:
         stored = LayerKV.of(self._kv_pool, layer)
         for job in self._jobs:
             begin, end = job.kept.begin, job.kept.end
-            if job.state.kept_scores is None:
-                shape = self._num_layers, num_kv_heads, end - begin
-                job.state.kept_scores = torch.zeros(shape, device=q.device)
+            scores_of = job.packing.scores_for(job.kept, self._num_layers, num_kv_heads, q.device)
             last = sum(row_lens[: job.request + 1])  # the rows of an extend never leave, and are a request's last
             rows = slice(last - job.num_rows, last)
-            for head, scores in enumerate(job.state.kept_scores[layer.layer_id]):
+            for head, scores in enumerate(scores_of[layer.layer_id]):
                 received, _ = attention_mass(
                     q[rows, head],
                     stored.k[job.slots, head : head + 1],
@@ -95,9 +94,9 @@ class KeptChooser:
     def finish(self) -> None:
         """Chooses for the prompts that have ended."""
         for job in self._jobs:
-            if job.is_last and job.state.kept_scores is not None:
-                job.state.chosen = choose_kept(job.state.kept_scores, job.kept.room) + job.kept.begin
-                job.state.kept_scores = None
+            scores = job.packing.take_scores() if job.is_last else None
+            if scores is not None:
+                job.packing.choose(choose_kept(scores, job.kept.room) + job.kept.begin)
 
 
 def choose_kept(scores: torch.Tensor, room: int) -> torch.Tensor:

@@ -129,6 +129,10 @@ class FusedRows:
         theirs = self.beside.runs.attend(their_q, their_k, their_v, layer, view, save_kv_cache=False)
         return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer))
 
+    def finish(self) -> None:
+        """The forward has ended; what the kernel has made of the whole prompt is given back."""
+        self._attention.forget()
+
     def _attend_own(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         kv = LayerKV.of(self.kv_pool, layer)
         out = self._attention(

@@ -156,6 +156,9 @@ class BackendRuns:
             write_kv(self._kv_pool, layer, batch.out_cache_loc[: len(k)], whole_k, v)
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)
 
+    def finish(self) -> None:
+        """The forward has ended; the backend keeps what it made."""
+
 
 @dataclass(frozen=True)
 class StockServedRequests:

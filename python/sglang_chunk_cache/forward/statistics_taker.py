@@ -1,7 +1,7 @@
-"""Statistics of chunks, taken while their KV is computed: `StatisticsTaker` per forward, `ChunkSums` per request.
+"""StatisticsTaker: statistics of chunks, taken in the forward that computes their KV.
 
-Verbs: `StatisticsTaker.plan` (which chunks of a batch are computed in this forward), `observe` (one layer), `finish`
-(sums of all ranks go to the requests), `ChunkSums.statistics` (what is stored with the variant).
+Verbs: `plan` (which chunks of a batch are computed in this forward), `observe` (one layer), `finish` (sums of all ranks
+go to the requests).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
 that `statistics_layers` names, by a few of the model's query heads unless `statistics_heads` says all: attention that
@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import piece_starts
+from chunk_cache.types import Span
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.transfer import Download, upload
 from sglang_chunk_cache.forward.row_choice import chunk_of, keep_where
+from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
@@ -45,75 +46,12 @@ def observed_heads(num_heads: int, which: str = "sampled") -> list[int]:
     return [i * num_heads // count for i in range(count)]
 
 
-class _Part(NamedTuple):
-    """What one forward found of a chunk: rows [begin, end) of the prompt, sums from `at` on in what comes."""
-
-    begin: int
-    end: int
-    sums: Download
-    at: int
-
-
-class ChunkSums:
-    """Sums over layers for the chunks of one request, as far as they were computed; they come by and by."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
-        self._spans = spans
-        self._num_layers = num_layers
-        self._parts: dict[int, list[_Part]] = {}
-
-    def add(self, chunk: int, begin: int, end: int, sums: Download, at: int) -> None:
-        """What a forward found that computed the positions [begin, end) of the prompt.
-
-        Args:
-            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
-                context chunk, and on each piece of the system prompt.
-        """
-        self._parts.setdefault(chunk, []).append(_Part(begin, end, sums, at))
-
-    def has(self, chunk: int) -> bool:
-        """Whether anything of the chunk was computed."""
-        return chunk in self._parts
-
-    def is_there(self, chunk: int) -> bool:
-        """Whether `statistics` returns at once."""
-        return all(part.sums.is_there for part in self._parts[chunk])
-
-    def statistics(self, chunk: int) -> ChunkStatistics:
-        """Means over the layers."""
-        start, end = self._spans[chunk]
-        num_pieces = len(piece_starts(self._spans[0][0]))
-        outside, received, by_chunk, by_piece = (
-            torch.full((end - start,), float("nan")),
-            torch.zeros(end - start),
-            torch.zeros(chunk),
-            torch.zeros(num_pieces),
-        )
-        for part in self._parts[chunk]:
-            sizes = [part.end - part.begin, part.end - start, chunk, num_pieces]
-            own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
-            outside[part.begin - start : part.end - start] = own[0]
-            received[: part.end - start] += own[1]
-            by_chunk += own[2]
-            by_piece += own[3]
-        outside, received, by_chunk, by_piece = (
-            sums / self._num_layers for sums in (outside, received, by_chunk, by_piece)
-        )
-        return ChunkStatistics.taken(
-            outside.numpy(),
-            torch.where(outside.isnan(), outside, received).numpy(),
-            inter=by_chunk.numpy(),
-            intra=float(received.sum()),
-            context_lens=[end - start for start, end in self._spans[:chunk]],
-            system=by_piece.numpy(),
-        )
-
-
 @dataclass(frozen=True)
 class _Job:
     """Rows [begin, end) of one chunk, computed in this forward by request `request` of the batch."""
 
-    state: ChunkRequest
+    spans: Sequence[Span]
+    sums: ChunkSums
     request: int
     chunk: int
     begin: int
@@ -123,7 +61,7 @@ class _Job:
 
     @property
     def span(self) -> tuple[int, int]:
-        return self.state.options.spans[self.chunk]
+        return self.spans[self.chunk]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -133,12 +71,12 @@ class _Job:
     @property
     def pieces(self) -> list[int]:
         """Where those of the system prompt begin."""
-        return piece_starts(self.state.options.spans[0][0])
+        return piece_starts(self.spans[0][0])
 
     @property
     def segment_starts(self) -> list[int]:
         """Keys in parts: pieces of the system prompt, then by turns a chunk and the text behind it, last this chunk."""
-        earlier = [bound for span in self.state.options.spans[: self.chunk] for bound in span]
+        earlier = [bound for span in self.spans[: self.chunk] for bound in span]
         return [*self.pieces, *earlier, self.span[0]]
 
 
@@ -219,15 +157,15 @@ class StatisticsTaker:
         jobs: list[_Job] = []
         for i, req in enumerate(batch.reqs):
             state = state_of(req)
-            if state is None or state.unsupported or not state.options.remembers or not state.keys:
+            if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
                 continue
             ranges = _computed_ranges(state, *computed[i])
             if not ranges:
                 continue
-            if state.sums is None:
-                state.sums = ChunkSums(state.options.spans, len(layers))
+            spans = state.options.spans
+            sums = state.sums = state.sums or ChunkSums(spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
-            jobs += [_Job(state, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
+            jobs += [_Job(spans, sums, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
         return cls(jobs, layers, kv_pool, kernel, heads) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
@@ -295,8 +233,7 @@ class StatisticsTaker:
         sums = Download(sum_over_ranks(self._total / self._num_observed, self._tp_size))
         begins = itertools.accumulate((sum(job.sizes) for job in self._jobs), initial=0)
         for job, at in zip(self._jobs, begins, strict=False):
-            assert job.state.sums is not None
-            job.state.sums.add(job.chunk, job.begin, job.end, sums, at)
+            job.sums.add(job.chunk, job.begin, job.end, sums, at)
 
 
 def _computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
@@ -305,9 +242,9 @@ def _computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[in
     Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they
     lie in the load.
     """
-    ranges = []
+    ranges, plan = [], state.admission.fused_plan
     for chunk, span in enumerate(state.options.spans):
-        if state.fused and (state.plan is None or not state.plan.chunks[chunk].is_to_remember):
+        if plan is not None and not plan.chunks[chunk].is_to_remember:
             continue
         first, last = max(span[0], begin), min(span[1], end)
         if first < last:

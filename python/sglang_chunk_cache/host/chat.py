@@ -13,10 +13,10 @@ response.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +39,16 @@ _SPANS_REMEDY = f"apply the template yourself and send input_ids with custom_par
 
 @dataclass
 class Rendering:
-    """One request on its way through the template; lives in the thread that renders it.
+    """One request on its way through the template.
 
     Attributes:
         marks: its chunks, which stand in tags.
         separator: the separator of the server, which must not stand in what is rendered.
-        is_looked_at: the text is wanted, and no token ids.
-        text: what was rendered last while it was looked at.
         encoded: the tokenized prompt, once it is known; None = it has no chunks.
     """
 
     marks: Marks
     separator: str
-    is_looked_at: bool = False
-    text: str | None = None
     encoded: MarkedIds | None = None
 
     @property
@@ -85,15 +81,26 @@ class Rendering:
         return found
 
 
-_thread = threading.local()
+class MarkedEncoding(dict[str, Any]):
+    """What a text is tokenized with, and the request whose text it is; SGLang hands it on to what tokenizes."""
+
+    def __init__(self, encode_kwargs: Mapping[str, Any], rendering: Rendering) -> None:
+        super().__init__(encode_kwargs)
+        self.rendering = rendering
 
 
-def _current() -> Rendering | None:
-    return getattr(_thread, "rendering", None)
+@dataclass
+class TextWanted:
+    """Stands in the place of what a text is tokenized with: the text is wanted, and no token ids."""
+
+    text: str | None = None
 
 
 class ChunkServingChat(OpenAIServingChat):
     """See the head of this file."""
+
+    rendering: Rendering | None = None
+    """Of the request that this object converts, a copy for it alone; None = it is not a copy."""
 
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Runs in a thread of SGLang's pool, or in the event loop for the Anthropic route."""
@@ -105,11 +112,9 @@ class ChunkServingChat(OpenAIServingChat):
         exchange.give_options(request)
         self._place(request, exchange, args)
         rendering = Rendering(exchange.marks, args.separator)
-        _thread.rendering = rendering
-        try:
-            adapted, request = super()._convert_to_internal_request(request, raw_request)
-        finally:
-            _thread.rendering = None
+        converting = copy.copy(self)
+        converting.rendering = rendering
+        adapted, request = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
             exchange.ids = tuple(mark.id for mark in rendering.encoded.marks)
@@ -166,16 +171,19 @@ class ChunkServingChat(OpenAIServingChat):
         return is_jinja and re.search(r"\bdocuments\b", str(template)) is not None
 
     def _render_and_encode_chat_template(self, messages: Any, **options: Any) -> tuple[list[int], str | None]:
-        rendering = _current()
-        if rendering is None or not rendering.marks.foreign:
+        rendering = self.rendering
+        if rendering is None:
             return super()._render_and_encode_chat_template(messages, **options)
-        text = self._look(rendering, messages, **options)
+        options["encode_kwargs"] = MarkedEncoding(options["encode_kwargs"], rendering)
+        if not rendering.marks.foreign:
+            return super()._render_and_encode_chat_template(messages, **options)
+        text = self._rendered(messages, **options)
         without = {
             "messages": rendering.marks.without(messages, foreign_only=True),
             **options,
             "template_kwargs": rendering.marks.without(options["template_kwargs"], foreign_only=True),
         }
-        expected = self._look(rendering, **without)
+        expected = self._rendered(**without)
         if text is None or rendering.marks.without(text, foreign_only=True) != expected:
             rendering.marks.drop_foreign("the chat template changes it")
             return super()._render_and_encode_chat_template(**without)
@@ -184,19 +192,16 @@ class ChunkServingChat(OpenAIServingChat):
             return super()._render_and_encode_chat_template(**without)
         return ids, None
 
-    def _look(self, rendering: Rendering, messages: Any, **options: Any) -> str | None:
+    def _rendered(self, messages: Any, **options: Any) -> str | None:
         """The text that the template makes of messages; None where it makes token ids at once."""
-        rendering.is_looked_at, rendering.text = True, None
-        try:
-            super()._render_and_encode_chat_template(messages, **options)
-        finally:
-            rendering.is_looked_at = False
-        return rendering.text
+        wanted = TextWanted()
+        super()._render_and_encode_chat_template(messages, **{**options, "encode_kwargs": wanted, "use_cache": False})
+        return wanted.text
 
     def _apply_conversation_template(self, request: Any, is_multimodal: bool) -> Any:
         """With a built-in template SGLang tokenizes here."""
         result = super()._apply_conversation_template(request, is_multimodal)
-        rendering = _current()
+        rendering = self.rendering
         if rendering is None:
             return result
         text = result.prompt
@@ -291,18 +296,18 @@ def _encode_rendered(tokenizer: Any, text: str, encode_kwargs: Any) -> list[int]
     Raises:
         ChunkCacheRequestError: it has separators on a route that does not mark chunks (/v1/responses).
     """
-    args, rendering = get_args(), _current()
+    args = get_args()
     if args is None:
         return None
-    if rendering is None:
-        if args.separator in text:
-            remedy = f"use /v1/chat/completions, or remove {args.separator!r}"
-            raise request_error("input", "chunks cannot be marked on this route", remedy)
-        return None
-    if rendering.is_looked_at:
-        rendering.text = text
+    if isinstance(encode_kwargs, TextWanted):
+        encode_kwargs.text = text
         return []
-    return rendering.encode(tokenizer, text, encode_kwargs)
+    if isinstance(encode_kwargs, MarkedEncoding):
+        return encode_kwargs.rendering.encode(tokenizer, text, encode_kwargs)
+    if args.separator in text:
+        remedy = f"use /v1/chat/completions, or remove {args.separator!r}"
+        raise request_error("input", "chunks cannot be marked on this route", remedy)
+    return None
 
 
 def parallel_prompt_encode(

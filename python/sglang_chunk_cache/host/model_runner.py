@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 from sglang_chunk_cache.forward.attending import Attention, attending
-from sglang_chunk_cache.forward.forward_changes import ForwardChanges, Part, announced
+from sglang_chunk_cache.forward.forward import Forward, Part, announced
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward, divide_adapters
 from sglang_chunk_cache.kv.partial_load import LayerFailed, LayerLoads
 
@@ -31,51 +30,63 @@ def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND `ModelRunner.forward`."""
-    extras = announced(forward_batch)
-    if extras is None:
+    announced_forward = announced(forward_batch)
+    if announced_forward is None:
         return original(model_runner, forward_batch, *args, **kwargs)
-    stock = partial(original, model_runner)
-    hidden: list[torch.Tensor] = []
-    with extras.timing or contextlib.nullcontext():
-        try:
-            is_cut = bool(extras.before)
-            while extras.before:  # what its attention has made of the whole prompt is not kept for the next
-                part = extras.before.pop(0)
-                divide_adapters(model_runner.lora_manager, part.batch)
-                done = _forward_part(part, extras.loads, partial(stock, part.batch, *args, **kwargs), model_runner)
-                hidden_states = done.logits_output.hidden_states
-                # The buffer of a graph, which the next part writes over.
-                hidden.append(None if hidden_states is None else hidden_states.clone())
-            if is_cut:
-                divide_adapters(model_runner.lora_manager, forward_batch)
-            last = Part(forward_batch, extras.attention, extras.observers)
-            output = _forward_part(last, extras.loads, partial(stock, forward_batch, *args, **kwargs), model_runner)
-            if extras.attention is not None and forward_batch.capture_hidden_mode.is_full():
-                _give_hidden(output.logits_output, hidden, extras)
-        except LayerFailed as failure:
-            assert extras.again is not None
-            output = forward(original, model_runner, extras.again(failure.reason), *args, **kwargs)
-    for place, candidate in extras.first_rows:  # sampling writes over them
+
+    assert announced_forward.batch is forward_batch, "SGLang computes the batch that it was given"
+
+    def stock(batch: ForwardBatch) -> Any:
+        return original(model_runner, batch, *args, **kwargs)
+
+    output = _compute(announced_forward, stock, model_runner)
+    for place, candidate in announced_forward.first_rows:  # sampling writes over them
         candidate.first_logits = output.logits_output.next_token_logits[place].float().clone()
     return output
 
 
-def _give_hidden(logits_output: Any, before: list[torch.Tensor], extras: ForwardChanges) -> None:
+def _compute(forward: Forward, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner) -> Any:
+    """All parts, and what is computed instead where KV does not arrive; the output of the last."""
+    *before, last = forward.parts
+    hidden: list[torch.Tensor] = []
+    with forward.timing or contextlib.nullcontext():
+        try:
+            for part in before:
+                divide_adapters(model_runner.lora_manager, part.batch)
+                done = _compute_part(part, forward.loads, stock, model_runner)
+                hidden_states = done.logits_output.hidden_states
+                # The buffer of a graph, which the next part writes over.
+                hidden.append(None if hidden_states is None else hidden_states.clone())
+            if before:
+                divide_adapters(model_runner.lora_manager, last.batch)
+            output = _compute_part(last, forward.loads, stock, model_runner)
+            if last.attention is not None and last.batch.capture_hidden_mode.is_full():
+                _give_hidden(output.logits_output, hidden, last.attention, forward.tail_lens)
+            return output
+        except LayerFailed as failure:
+            assert forward.instead is not None, "a forward without loads waits for no layer"
+            return _compute(forward.instead(failure.reason), stock, model_runner)
+
+
+def _give_hidden(
+    logits_output: Any, before: list[torch.Tensor], attention: Attention, tail_lens: tuple[int, ...] | None
+) -> None:
     """Leaves the hidden states that SGLang expects: of all rows for a draft of EAGLE, else of the ordinary extends."""
     own = logits_output.hidden_states
-    if extras.tail_lens is None:
+    if tail_lens is None:
         logits_output.hidden_states = torch.cat([*before, own])
         return
-    assert extras.attention is not None
-    ends = itertools.accumulate(extras.attention.row_lens)  # those that are left; rows of an extend never leave
-    tails = [own[end - tail_len : end] for end, tail_len in zip(ends, extras.tail_lens, strict=True)]
+    ends = itertools.accumulate(attention.row_lens)  # those that are left; rows of an extend never leave
+    tails = [own[end - tail_len : end] for end, tail_len in zip(ends, tail_lens, strict=True)]
     logits_output.hidden_states = torch.cat(tails)
 
 
-def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any], model_runner: ModelRunner) -> Any:
+def _compute_part(
+    part: Part, loads: LayerLoads | None, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner
+) -> Any:
     attention = part.attention
     if attention is None and not part.observers:
-        return stock()
+        return stock(part.batch)
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run()
@@ -84,7 +95,7 @@ def _forward_part(part: Part, loads: LayerLoads | None, stock: Callable[[], Any]
         attending(model_runner.attn_backend, attention, part.observers, loads),
         layerwise,
     ):
-        output = stock()
+        output = stock(part.batch)
     for observer in part.observers:
         observer.finish()
     return output
@@ -95,6 +106,9 @@ def _graphs_that_fit(
     model_runner: ModelRunner, attention: Attention | None, loads: LayerLoads | None
 ) -> Iterator[None]:
     """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
+
+    SGLang asks the runner of the graphs by this attribute alone, of a batch that it sees as any other; so the attribute
+    is None meanwhile. A model's forwards do not nest.
 
     A breakable graph does. No graph can replay a forward in which rows leave, nor one that brings in layers: what some
     models captured writes K and V of the rows before the backend is called, and what comes in then lies over them.

@@ -27,8 +27,7 @@ class ChunkOutputStreamer(SchedulerOutputStreamer):
 
 def _due_reply(req: Req) -> list[str]:
     state = state_of(req)
-    if state is None or state.is_replied or not (req.stream or req.finished()):
+    if state is None or state.is_replied or state.reported is None or not (req.stream or req.finished()):
         return []
-    reply = reply_of(state, has_ended=req.finished())
-    state.is_replied = reply is not None
-    return [] if reply is None else [json.dumps(reply)]
+    state.is_replied = True
+    return [json.dumps(reply_of(state, state.reported, has_ended=req.finished()))]

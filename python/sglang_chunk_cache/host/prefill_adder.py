@@ -9,6 +9,7 @@ cut off where a step has room for it. A loaded token is never counted as cached.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,16 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from chunk_cache.methods import METHODS
 from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.request.chunk_request import state_of
-from sglang_chunk_cache.start.runtime import runtime_of
+from sglang_chunk_cache.start.runtime import known_runtime_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from chunk_cache.plan.recompute_plan import RecomputePlan
+
 
 class ChunkPrefillAdder(PrefillAdder):
     """See the head of this file."""
-
-    _sized_without_rows: Req | None = None
-    """A request whose tail is being sized as if there were no rows in front of it."""
 
     def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:
         """As SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
@@ -35,18 +35,19 @@ class ChunkPrefillAdder(PrefillAdder):
         self._num_in_transfer = num_in_transfer
 
     def _replay_len(self, req: Req, prefix_len: int) -> int:
-        rows = 0 if req is self._sized_without_rows else _rows_of_load(req, prefix_len)
-        return super()._replay_len(req, prefix_len) + rows
+        plan = _loading_plan(req, prefix_len)
+        return super()._replay_len(req, prefix_len) + (0 if plan is None else plan.num_load_rows)
 
     def _select_prefill_admission(self, req: Req, *, total_tokens: int, host_hit_length: int, **kwargs: Any) -> Any:
         if self._takes_kept_room(total_tokens):
             return AddReqResult.NO_TOKEN
         kwargs |= {"total_tokens": total_tokens, "host_hit_length": host_hit_length}
-        rows = _rows_of_load(req, req.prefix_len + host_hit_length)
+        plan = _loading_plan(req, req.prefix_len + host_hit_length)
+        rows = 0 if plan is None else plan.num_load_rows
         admission = super()._select_prefill_admission(req, **kwargs)
-        if not rows:
+        if plan is None or not rows:
             return admission
-        if self._cuts_question(req, admission):
+        if _cuts_question(plan, req, admission):
             if self.can_run_list:
                 return AddReqResult.OTHER
             admission = AddReqResult.OTHER  # as if there were no room for the rows
@@ -60,25 +61,16 @@ class ChunkPrefillAdder(PrefillAdder):
             return admission
         # An empty step has no room for the rows and at least a page of the tail, so it never will have: the tail is
         # sized as if there were no rows, and the step is charged for both, which closes it.
-        self._sized_without_rows = req
-        try:
-            admission = super()._select_prefill_admission(req, **kwargs)
-        finally:
-            self._sized_without_rows = None
+        admission = self._as_stock()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
         return dataclasses.replace(admission, replay_len=admission.replay_len + rows)
 
-    def _cuts_question(self, req: Req, admission: Any) -> bool:
-        """Whether a step has room for a part only of what follows the rows, and these are chosen by the end of it."""
-        if isinstance(admission, AddReqResult):
-            return False
-        state = state_of(req)
-        assert state is not None
-        assert state.plan is not None
-        selection = state.plan.selection
-        is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)
-        return is_cut and selection is not None and METHODS[selection.method].reads_question
+    def _as_stock(self) -> PrefillAdder:
+        """The step as SGLang sees it, which knows of no rows; to select by, not to commit to."""
+        stock = copy.copy(self)
+        stock.__class__ = PrefillAdder
+        return stock
 
     def _takes_kept_room(self, num_tokens: int) -> bool:
         """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back.
@@ -90,8 +82,7 @@ class ChunkPrefillAdder(PrefillAdder):
         running = bool(self.running_batch and self.running_batch.reqs) or self._num_in_transfer > 0
         if self.preempt_list or not (self.can_run_list or running):
             return False
-        chunks = runtime_of(self.tree_cache)
-        assert chunks is not None
+        chunks = known_runtime_of(self.tree_cache)
         capacity = self.tree_cache.token_to_kv_pool_allocator.size
         num_kept = chunks.manager.num_kept_tokens(capacity)
         if num_tokens > capacity - num_kept:
@@ -101,19 +92,19 @@ class ChunkPrefillAdder(PrefillAdder):
     def _commit_prefill_admission(self, req: Req, admission: Any, mamba_gap_reserve: int) -> None:
         super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
         state = state_of(req)
-        if state is None or state.plan is None:
+        if state is None or state.admission.plan is None:
             return
-        if state.load_due:
-            self._uncount_loaded(req, state.load_len)
+        plan, load = state.admission.plan, state.admission.load
+        if load is not None:
+            self._uncount_loaded(req, len(load.slots))
         if state.reported is None:
-            state.reported = state.plan
-            chunks = runtime_of(self.tree_cache)
-            assert chunks is not None
+            state.report(plan)
+            chunks = known_runtime_of(self.tree_cache)
             if not is_refresh(req.rid):
-                chunks.metrics.count_plan(state.plan)
+                chunks.metrics.count_plan(plan)
             # The adapter may be gone when the server is idle.
-            if chunks.gate is not None and state.load_due and req.lora_id is None and state.kept is None:
-                chunks.gate.admit(req.rid, req.origin_input_ids, state)
+            if chunks.gate is not None and load is not None and req.lora_id is None and state.packing.kept is None:
+                chunks.gate.admit(req.rid, req.origin_input_ids, state, plan)
 
     def _uncount_loaded(self, req: Req, load_len: int) -> None:
         """A load is neither a device nor a host hit: the prompt tokens in it were not found, they were made."""
@@ -126,9 +117,16 @@ class ChunkPrefillAdder(PrefillAdder):
             self.log_host_hit_tokens -= load_len
 
 
-def _rows_of_load(req: Req, prefix_len: int) -> int:
-    """Rows that the forward adds in front of an extend that starts at `prefix_len`."""
+def _loading_plan(req: Req, prefix_len: int) -> RecomputePlan | None:
+    """The plan of a request that brings chunks in, where its extend starts at `prefix_len`, behind them; else None."""
     state = state_of(req)
-    if state is None or state.plan is None or state.load_len == 0 or req.kv.holds_kv:
-        return 0
-    return state.plan.num_load_rows if prefix_len == state.plan.load_end else 0
+    plan = None if state is None or req.kv.holds_kv else state.admission.load_plan
+    return plan if plan is not None and prefix_len == plan.load_end else None
+
+
+def _cuts_question(plan: RecomputePlan, req: Req, admission: Any) -> bool:
+    """Whether a step has room for a part only of what follows the rows, and these are chosen by the end of it."""
+    if isinstance(admission, AddReqResult):
+        return False
+    is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)
+    return is_cut and plan.selection is not None and METHODS[plan.selection.method].reads_question

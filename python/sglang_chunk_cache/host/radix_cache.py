@@ -27,7 +27,7 @@ from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
-from sglang_chunk_cache.start.runtime import ChunkRuntime, create_runtime
+from sglang_chunk_cache.start.runtime import ChunkRuntime, create_runtime, known_runtime_of
 from sglang_chunk_cache.telemetry.stages import stage
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ class ChunkRadixCache(UnifiedRadixCache):
         if is_latent(self.token_to_kv_pool_allocator.get_kvcache()):
             keep_latent_rows()
 
+    @property
+    def _parts(self) -> ChunkRuntime:
+        """Of the chunk cache, once the tree is built."""
+        return known_runtime_of(self)
+
     # Lookup.
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -81,14 +86,14 @@ class ChunkRadixCache(UnifiedRadixCache):
         if state is None:
             return result
         req, num_prompt = params.req, len(params.req.origin_input_ids)
-        assert self.chunks is not None
         max_prefix_len = len(params.key)
-        step = None if state.decision is None else state.decision.step
-        no_load = "target" if state.decision is not None and step is None else None
-        is_first = state.plan is None  # of the plans that follow while it waits no spans are told
-        with stage(self.chunks.metrics, "planning", [req] if is_first else []) as attributes:
+        decision, admission = state.verification.decision, state.admission
+        step = None if decision is None else decision.step
+        no_load = "target" if decision is not None and step is None else None
+        is_first = admission.plan is None  # of the plans that follow while it waits no spans are told
+        with stage(self._parts.metrics, "planning", [req] if is_first else []) as attributes:
             hiding = self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else None
-            state.plan = self.chunks.manager.plan(
+            plan = self._parts.manager.plan(
                 state.prompt,
                 prompt_len=num_prompt + len(req.output_ids),
                 prefix_len=result.device_prefix_len,
@@ -100,37 +105,37 @@ class ChunkRadixCache(UnifiedRadixCache):
                 ratio=hiding if step is None else step.ratio,
                 reasons=state.missing_reasons,
                 num_generated=len(req.output_ids),
-                no_load="unsupported" if state.unsupported else no_load,
+                no_load="unsupported" if state.prompt.unsupported else no_load,
             )
-            attributes |= state.plan.counts
-        return result._replace(host_hit_length=state.load_len)
+            attributes |= plan.counts
+        admission.propose(plan)
+        return result._replace(host_hit_length=plan.load_len)
 
     def _with_window_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
         """Where decoding will not keep all of the prompt, its last tokens are computed: they judge the others."""
-        assert self.chunks is not None
         req, keep_tokens = params.req, state.options.keep_tokens
         if keep_tokens is None:
-            keep_tokens = self.chunks.config.keep_tokens
-        state.kept = None
-        if not state.unsupported and req.session is None:
-            state.kept = plan_kept(state.options.spans, keep_tokens, len(req.origin_input_ids))
+            keep_tokens = self._parts.config.keep_tokens
+        kept = None
+        if not state.prompt.unsupported and req.session is None:
+            kept = plan_kept(state.options.spans, keep_tokens, len(req.origin_input_ids))
+        state.packing.plan(kept)
         num_before = len(req.origin_input_ids) + len(req.output_ids) - WINDOW_LEN
-        if state.kept is None or len(params.key) <= num_before:
+        if kept is None or len(params.key) <= num_before:
             return params
         return dataclasses.replace(params, key=params.key[:num_before])
 
     def _ratio_that_hides(self, state: ChunkRequest, prefix_len: int, num_keys: int) -> float | None:
         """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
-        assert self.chunks is not None
-        tiers, landings = self.chunks.tiers, self.chunks.landings
+        tiers, landings = self._parts.tiers, self._parts.landings
         if tiers is None or landings is None:
             return None
-        variants = self.chunks.manager.with_open_ratio(state.prompt, prefix_len)
+        variants = self._parts.manager.with_open_ratio(state.prompt, prefix_len)
         streams = [landing.stream for variant in variants if (landing := landings.of(variant)) is not None]
         if not streams:
             return None
         num_tokens = sum(variant.length for variant in variants)
-        return tiers.hidden_ratio(streams, num_tokens, num_keys, least=self.chunks.ratio)
+        return tiers.hidden_ratio(streams, num_tokens, num_keys, least=self._parts.ratio)
 
     # Load.
 
@@ -142,29 +147,27 @@ class ChunkRadixCache(UnifiedRadixCache):
         assert req is not None
         state = state_of(req)
         assert state is not None, "only chunks promise a load"
-        assert state.plan is not None
-        assert self.chunks is not None
-        if state.load_len == 0:
+        plan = state.admission.load_plan
+        if plan is None:
             return 0, req.last_node
-        loaded = self.chunks.pool.load(state.plan)
-        if loaded is None:
-            state.plan = self.chunks.manager.without_load(state.plan, "memory")
+        load = self._parts.pool.load(plan)
+        if load is None:
+            state.admission.propose(self._parts.manager.without_load(plan, "memory"))
             logger.info(
                 "Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids)
             )
             return 0, req.last_node
-        slots, layer_copies = loaded
-        state.admit(slots, layer_copies)
-        return len(slots), req.last_node
+        state.admission.bring_in(load)
+        return len(load.slots), req.last_node
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         state = state_of(req)
-        if state is None or state.private_indices is None:
+        load = None if state is None else state.admission.load
+        if load is None:
             return super().prefix_device_indices(req)
-        assert state.plan is not None
-        prefix = state.private_indices
-        if state.plan.prefix_len:
-            prefix = torch.cat([self.path_device_indices(req.last_node)[: state.plan.prefix_len], prefix])
+        prefix = load.slots
+        if load.plan.prefix_len:
+            prefix = torch.cat([self.path_device_indices(req.last_node)[: load.plan.prefix_len], prefix])
         assert len(prefix) == req.prefix_len, (req.rid, len(prefix), req.prefix_len)
         return prefix
 
@@ -214,26 +217,24 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def erase_unread(self) -> int:
         """Evicts all that no request reads and nothing pins, and overwrites what is free; how many tokens went."""
-        assert self.chunks is not None
         result = self.evict(EvictParams(num_tokens=int(self.evictable_size())))
         allocator = self.token_to_kv_pool_allocator
         pages = allocator.get_all_free_pages().to(torch.int64) * allocator.page_size
         places = torch.arange(allocator.page_size, device=pages.device)
-        self.chunks.assembler.erase((pages[:, None] + places).reshape(-1))
+        self._parts.assembler.erase((pages[:, None] + places).reshape(-1))
         return int(result.num_tokens_evicted)
 
     # Remember and release.
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         state = state_of(req)
-        if state is not None and state.is_packed:
+        if state is not None and state.packing.is_packed:
             return  # all was remembered before; its slots hold no prefix any more
-        if state is None or not state.fused:
+        if state is None or not state.admission.is_fused:
             super().checkpoint(req, up_to=up_to, **kwargs)
         if state is not None:
-            assert self.chunks is not None
-            self.chunks.keeper.remember(req, state, up_to, is_last=req.finished())
-            state.is_prefilled = state.chosen is not None
+            self._parts.keeper.remember(req, state, up_to, is_last=req.finished())
+            state.packing.note_stored()
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         left = ranges if self.chunks is None else self.chunks.keeper.left_of(kv.req_pool_idx, ranges)
@@ -241,14 +242,13 @@ class ChunkRadixCache(UnifiedRadixCache):
             super().free_kv_row(kv, left)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        assert self.chunks is not None
-        self.chunks.keeper.release(req.kv.req_pool_idx)
+        self._parts.keeper.release(req.kv.req_pool_idx)
         state = state_of(req)
         if state is not None:
-            if req.finished() and state.reported is not None and not is_refresh(req.rid):
-                self.chunks.note_ended(req.rid, state)
-            if self.chunks.gate is not None:
-                self.chunks.gate.release(state, req.output_ids_through_stop, _reason_not_to_verify(req))
+            if req.finished() and not is_refresh(req.rid):
+                self._parts.note_ended(req.rid, state)
+            if self._parts.gate is not None:
+                self._parts.gate.release(state, req.output_ids_through_stop, _reason_not_to_verify(req))
             if not req.finished():
                 state.restart()
         super().on_release(req, checkpointed=checkpointed)

@@ -25,9 +25,9 @@ def init_next_round_input(
 def prepare_for_extend(original: Callable[..., None], batch: ScheduleBatch) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`: `cached_tokens` counts exact tokens only."""
     first_time = [
-        (req, state.load_len)
+        (req, len(state.admission.load.slots))
         for req in batch.reqs
-        if (state := state_of(req)) is not None and state.load_due and not req.retracted_stain
+        if (state := state_of(req)) is not None and state.admission.load is not None and not req.retracted_stain
     ]
     original(batch)
     for req, load_len in first_time:

@@ -8,8 +8,10 @@ where anything arrives.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from sglang_chunk_cache.request.chunk_request import discover, forget, state_of
 from sglang_chunk_cache.start.draft_model import follow_draft
 from sglang_chunk_cache.start.model_check import check_loaded_model
 from sglang_chunk_cache.start.pool_check import check_pool
-from sglang_chunk_cache.start.runtime import ChunkRuntime, runtime_of
+from sglang_chunk_cache.start.runtime import ChunkRuntime, known_runtime_of
 from sglang_chunk_cache.telemetry.stages import note_stage
 from sglang_chunk_cache.tiers.search import Wanted
 from sglang_chunk_cache.verification.exact_pass import open_pass
@@ -105,23 +107,18 @@ class ChunkScheduler(Scheduler):
                 self._add_request_to_queue(req)
         self._chunks.keeper.poll()
         self._chunks.clock.harvest()
-        tiers, landings = self._chunks.tiers, self._chunks.landings
-        queue = self.waiting_queue
+        tiers, queue = self._chunks.tiers, self.waiting_queue
         if tiers is not None:
-            assert landings is not None
             tiers.poll([req.rid for req in waiting(self)])
-            landings.poll()
+        if self._chunks.landings is not None:
+            self._chunks.landings.poll()
         if self._chunks.events is not None:
             self._chunks.events.publish()
         held = {id(req) for req in queue if self._is_held(req)}
         if not held:
             return super()._get_new_batch_prefill_raw(*args, **kwargs)
-        self.waiting_queue = [req for req in queue if id(req) not in held]
-        is_alone = not self.waiting_queue
-        try:
+        with self._queue_without(held) as is_alone:
             new_batch, running_batch = super()._get_new_batch_prefill_raw(*args, **kwargs)
-        finally:
-            self.waiting_queue = merge(queue, self.waiting_queue, held)
         if is_alone and new_batch is None and running_batch.is_empty():
             if tiers is None:
                 time.sleep(IDLE_WAIT_S)
@@ -129,9 +126,23 @@ class ChunkScheduler(Scheduler):
                 tiers.wait(IDLE_WAIT_S)
         return new_batch, running_batch
 
+    @contextlib.contextmanager
+    def _queue_without(self, held: set[int]) -> Iterator[bool]:
+        """Inside the scope the queue is without the requests whose ids are `held`; behind it each has its old place.
+
+        SGLang reads, sorts and replaces the attribute while it chooses whom to admit, and knows no other way to pass
+        somebody over. Yields whether nobody else waits.
+        """
+        queue = self.waiting_queue
+        self.waiting_queue = [req for req in queue if id(req) not in held]
+        try:
+            yield not self.waiting_queue
+        finally:
+            self.waiting_queue = merge(queue, self.waiting_queue, held)
+
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         # Between two decoding steps: the prompt's result was processed, and no row of slots is being prepared.
-        self._chunks.packer.pack_due(batch)
+        self._chunks.packer.pack_due(batch, [state_of(req) for req in batch.reqs])
         return super().update_running_batch(batch)
 
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, **kwargs: Any) -> None:
@@ -157,7 +168,7 @@ class ChunkScheduler(Scheduler):
         if state is None or not state.may_await_scores or not chunks.awaits_scores(state.options):
             return False
         is_loaded = chunks.tiers is not None and chunks.tiers.has_found(req.rid)
-        return is_loaded or any(chunks.manager.index.has(key) for key in state.keys)
+        return is_loaded or any(chunks.manager.index.has(key) for key in state.prompt.keys)
 
     def on_idle(self) -> None:
         super().on_idle()
@@ -175,10 +186,11 @@ class ChunkScheduler(Scheduler):
     def _verify(self) -> None:
         """One fused reply, in steps between which requests are looked for; it ends at once where one came."""
         gate, num_free = self._chunks.gate, self.token_to_kv_pool_allocator.available_size()
-        candidate = None if gate is None else gate.take(num_free)
+        if gate is None:
+            return
+        candidate = gate.take(num_free)
         if candidate is None:
             return
-        assert gate is not None
         exact_pass = open_pass(self, candidate)
         if exact_pass is None:
             gate.defer(candidate, num_free)
@@ -212,29 +224,29 @@ class ChunkScheduler(Scheduler):
 
     @property
     def _chunks(self) -> ChunkRuntime:
-        chunks = runtime_of(self.tree_cache)
-        assert chunks is not None, "this class is used where the chunk cache is on"
-        return chunks
+        return known_runtime_of(self.tree_cache)
 
 
 def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
-    if state is None or state.unsupported:
+    if state is None or state.prompt.unsupported:
         return []
-    if state.decision is not None and state.decision.step is None:
+    prompt, decision = state.prompt, state.verification.decision
+    if decision is not None and decision.step is None:
         return []  # the target has it computed exactly
     wanted = []
-    for missing in chunks.manager.missing(state.prompt):
-        start, end = state.options.spans[missing.chunk]
-        token_ids, key = req.origin_input_ids[start:end], state.keys[missing.chunk]
-        wanted.append(Wanted(key, token_ids, state.partition, missing.need, missing.held))
+    for missing in chunks.manager.missing(prompt):
+        start, end = prompt.options.spans[missing.chunk]
+        token_ids, key = req.origin_input_ids[start:end], prompt.keys[missing.chunk]
+        wanted.append(Wanted(key, token_ids, prompt.partition, missing.need, missing.held))
     return wanted
 
 
 def _num_rows(req: Req) -> int:
     """Rows that a waiting request will compute, as far as is known."""
     state = state_of(req)
-    return len(req.origin_input_ids) if state is None or state.plan is None else state.plan.num_rows
+    plan = None if state is None else state.admission.plan
+    return len(req.origin_input_ids) if plan is None else plan.num_rows
 
 
 def merge(before: list[Req], after: list[Req], held: set[int]) -> list[Req]:

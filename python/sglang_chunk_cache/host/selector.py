@@ -11,6 +11,7 @@ Promise: importing this module makes the message known to SGLang's decoder in th
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -100,4 +101,5 @@ def take_answer(scheduler: Any, message: ChunkCacheScores) -> None:
     if state is not None:
         found = message.rankings
         rankings = None if found is None else tuple(np.frombuffer(one, dtype=SCORES) for one in found)
-        state.prompt.answer = SelectorAnswer(rankings, message.reason, message.seconds)
+        answer = SelectorAnswer(rankings, message.reason, message.seconds)
+        state.prompt = dataclasses.replace(state.prompt, answer=answer)

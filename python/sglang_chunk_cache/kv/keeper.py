@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,21 +23,45 @@ import torch
 from chunk_cache.index.refresh import Origin, RefreshQueue
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes
 from sglang_chunk_cache.kv.store import VariantStore
-from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_chunk_cache.forward.statistics_taker import ChunkSums
-
 logger = logging.getLogger(__name__)
 
 Ranges = list[tuple[int, int]]
+
+
+class Admitted(Protocol):
+    """How a prompt was served."""
+
+    @property
+    def plan(self) -> RecomputePlan | None: ...
+
+    @property
+    def fused_plan(self) -> RecomputePlan | None:
+        """The plan of a prompt with KV of chunks in it; None for one that is exact."""
+
+
+class Computed(Protocol):
+    """What is read here of a request whose prompt was computed."""
+
+    @property
+    def prompt(self) -> ChunkPrompt: ...
+
+    @property
+    def admission(self) -> Admitted: ...
+
+    @property
+    def sums(self) -> ChunkSums | None: ...
 
 
 class _Awaited(NamedTuple):
@@ -82,23 +106,24 @@ class ChunkKeeper:
         self._reduce_max = reduce_max
         self._awaited: deque[_Awaited] = deque()
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
+        self._remembered: set[int] = set()  # request rows whose (exact) prompt has all of its chunks in the index
 
-    def remember(self, req: Req, state: ChunkRequest, up_to: int, *, is_last: bool) -> None:
+    def remember(self, req: Req, state: Computed, up_to: int, *, is_last: bool) -> None:
         """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree.
 
         Args:
             is_last: it ends, or its KV does: nothing is remembered of it later.
         """
-        if not state.fused:
+        plan = state.admission.fused_plan
+        if plan is None:
             self._remember_exact(req, state, up_to, is_last)
         elif is_last:
-            assert state.plan is not None
-            for action in self._manager.remember_fused(state.prompt, state.plan, up_to=up_to):
+            for action in self._manager.remember_fused(state.prompt, plan, up_to=up_to):
                 if isinstance(action, Forgo):
                     self._metrics.count_not_remembered(action.reason)
                 else:
                     self._keep(req, state, action, self._own_home(req, state, action))
-            for promotion in self._manager.promote(state.plan):
+            for promotion in self._manager.promote(plan):
                 self._promote(promotion)
         self.poll()
 
@@ -127,23 +152,25 @@ class ChunkKeeper:
         """The tree was emptied."""
         self._awaited.clear()
 
-    def _remember_exact(self, req: Req, state: ChunkRequest, up_to: int, is_last: bool) -> None:
-        if state.remembered or not state.keys or state.unsupported:
+    def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
+        prompt, row = state.prompt, req.kv.req_pool_idx
+        if row in self._remembered or not prompt.keys or prompt.unsupported:
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
-        last_end = state.options.spans[-1][1]
-        state.remembered = in_tree >= last_end
-        if not (state.remembered or is_last):
+        last_end = prompt.options.spans[-1][1]
+        if in_tree >= last_end:
+            self._remembered.add(row)
+        elif not is_last:
             return  # the rest of the prompt is still to come
-        path = self._store.path(req.origin_input_ids, last_end, state.partition, req.last_node)
-        for keep in self._manager.remember_exact(state.prompt, state.plan, in_tree=in_tree, up_to=up_to):
+        path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
+        for keep in self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to):
             if isinstance(keep, Forgo):
                 self._metrics.count_not_remembered(keep.reason)
                 continue
-            in_path = PathHome(path, state.options.spans[keep.chunk][0]) if keep.in_path else None
+            in_path = PathHome(path, prompt.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or self._copied_home(req, state, keep))
 
-    def _keep(self, req: Req, state: ChunkRequest, keep: Keep, home: Home | None) -> None:
+    def _keep(self, req: Req, state: Computed, keep: Keep, home: Home | None) -> None:
         if home is None:
             return
         variant = self._manager.complete(state.prompt, keep, home)
@@ -157,11 +184,11 @@ class ChunkKeeper:
             self._metrics.count_maintenance("prepared")
         # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
         elif keep.generation and req.lora_id is None:
-            spans = state.options.spans[: keep.chunk + 1]
-            self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.partition))
+            spans = state.prompt.options.spans[: keep.chunk + 1]
+            self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.prompt.partition))
 
-    def _own_home(self, req: Req, state: ChunkRequest, keep: Keep) -> NodeHome | None:
-        start, end = state.options.spans[keep.chunk]
+    def _own_home(self, req: Req, state: Computed, keep: Keep) -> NodeHome | None:
+        start, end = state.prompt.options.spans[keep.chunk]
         if self._cache.page_size > 1 or start < req.kv.cache_protected_len:
             return self._copied_home(req, state, keep)
         # Slots change owner: they are the request's own and a page holds one token.
@@ -169,8 +196,8 @@ class ChunkKeeper:
         self._handed_over.setdefault(req.kv.req_pool_idx, []).append((start, end))
         return self._insert(req, state, keep, row.to(torch.int64, copy=True))
 
-    def _copied_home(self, req: Req, state: ChunkRequest, keep: Keep) -> NodeHome | None:
-        start, end = state.options.spans[keep.chunk]
+    def _copied_home(self, req: Req, state: Computed, keep: Keep) -> NodeHome | None:
+        start, end = state.prompt.options.spans[keep.chunk]
         slots = self._pool.allocate(end - start)
         if slots is None:
             logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
@@ -180,10 +207,10 @@ class ChunkKeeper:
         self._assembler.copy(row, slots[: end - start], torch.zeros_like(row))
         return self._insert(req, state, keep, slots)
 
-    def _insert(self, req: Req, state: ChunkRequest, keep: Keep, slots: torch.Tensor) -> NodeHome:
-        start, end = state.options.spans[keep.chunk]
+    def _insert(self, req: Req, state: Computed, keep: Keep, slots: torch.Tensor) -> NodeHome:
+        start, end = state.prompt.options.spans[keep.chunk]
         priority = self._manager.new_priority(req.priority or 0)
-        return self._store.insert_node(state.partition, req.origin_input_ids[start:end], slots, priority)
+        return self._store.insert_node(state.prompt.partition, req.origin_input_ids[start:end], slots, priority)
 
     def _promote(self, promotion: Promote) -> None:
         variant, path = promotion.variant, promotion.variant.holder
@@ -204,6 +231,7 @@ class ChunkKeeper:
     def release(self, request_row: int) -> None:
         """The row is about to belong to another request."""
         self._handed_over.pop(request_row, None)
+        self._remembered.discard(request_row)
 
 
 def subtract_ranges(ranges: Ranges, taken: Ranges | tuple[()]) -> Ranges:

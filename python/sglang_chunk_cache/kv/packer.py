@@ -14,21 +14,30 @@ New tokens have their true positions (`host/forward_batch`).
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from chunk_cache.options.kept_tokens import KeptTokens
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import KVAssembler
-from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.keeper import ChunkKeeper, Computed
+from sglang_chunk_cache.kv.packing import Packing
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
+
+
+class Packable(Computed, Protocol):
+    """What is read here of a request."""
+
+    @property
+    def packing(self) -> Packing: ...
 
 
 class KVPacker:
@@ -40,57 +49,57 @@ class KVPacker:
         self._keeper = keeper
         self._assembler = assembler
 
-    def pack_due(self, batch: ScheduleBatch) -> None:
-        """Packs what may be packed of a batch that decodes; its lengths become those of the packed rows."""
-        due = [self._is_due(req) for req in batch.reqs]
-        if not any(due):
+    def pack_due(self, batch: ScheduleBatch, requests: Sequence[Packable | None]) -> None:
+        """Packs what may be packed of a batch that decodes; its lengths become those of the packed rows.
+
+        Args:
+            requests: of the batch; None = one without chunks.
+        """
+        num_dropped = [
+            0 if request is None or req.finished() else self._pack(req, request)
+            for req, request in zip(batch.reqs, requests, strict=True)
+        ]
+        if not any(num_dropped):
             return
-        num_dropped = [self._pack(req) if is_due else 0 for req, is_due in zip(batch.reqs, due, strict=True)]
         dropped = np.array(num_dropped, dtype=np.int64)
         # New tensors: forwards that were launched have the old ones.
         batch.seq_lens = batch.seq_lens - upload([dropped], batch.seq_lens.device)[0]
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.from_numpy(dropped)
         batch.seq_lens_sum = None
 
-    @staticmethod
-    def _is_due(req: Req) -> bool:
-        state = state_of(req)
-        return state is not None and state.is_prefilled and state.chosen is not None and not req.finished()
-
-    def _pack(self, req: Req) -> int:
+    def _pack(self, req: Req, request: Packable) -> int:
         """How many slots fewer the request has."""
-        state = state_of(req)
-        assert state is not None
-        assert state.kept is not None
+        packing = request.packing
+        due = packing.due
+        if due is None:
+            return 0
+        kept, chosen = due
         kv, num_slots = req.kv, req.kv.kv_allocated_len
         assert kv.kv_committed_len == num_slots
-        num_kept = num_slots - state.kept.num_dropped
+        num_kept = num_slots - kept.num_dropped
         slots = self._pool.allocate(num_kept)
         if slots is None:
             logger.info("Chunk cache: no room to pack %s into %d slots", req.rid, num_kept)
-            state.kept, state.chosen = state.kept.whole, None
+            packing.stay_whole()
             return 0
-        self._keeper.remember(req, state, num_slots, is_last=True)
+        self._keeper.remember(req, request, num_slots, is_last=True)
         row = self._cache.req_to_token_pool.req_to_token[kv.req_pool_idx, :num_slots]
-        kept = _kept_places(state, num_slots)
+        places = _kept_places(kept, chosen, num_slots)
         # Its own slots, but for those that became nodes; nobody writes to them before the copy has read them.
         self._cache.free_kv_row(kv, [(kv.cache_protected_len, num_slots)])
-        self._assembler.pack(row, kept, slots[:num_kept].to(torch.int64))
+        self._assembler.pack(row, places, slots[:num_kept].to(torch.int64))
         self._keeper.release(kv.req_pool_idx)
         self._cache.unlock(req.lock)
         req.lock = None
         kv.cache_protected_len = kv.cache_inserted_len = 0
         kv.kv_committed_len = kv.kv_allocated_len = num_kept
-        state.chosen = None
-        state.is_packed = True
-        return state.kept.num_dropped
+        packing.complete()
+        return kept.num_dropped
 
 
-def _kept_places(state: ChunkRequest, num_slots: int) -> torch.Tensor:
-    """`[num_layers, num_kv_heads, num_kept]` what is kept of a row of `num_slots`, ascending."""
-    assert state.chosen is not None
-    assert state.kept is not None
-    device, shape = state.chosen.device, state.chosen.shape[:2]
-    front = torch.arange(state.kept.begin, device=device).expand(*shape, -1)
-    back = torch.arange(state.kept.end, num_slots, device=device).expand(*shape, -1)
-    return torch.cat([front, state.chosen, back], dim=-1)
+def _kept_places(kept: KeptTokens, chosen: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """`[num_layers, num_kv_heads, num_kept]` kept places of a row of `num_slots`; `chosen`: see `Packing`."""
+    device, shape = chosen.device, chosen.shape[:2]
+    front = torch.arange(kept.begin, device=device).expand(*shape, -1)
+    back = torch.arange(kept.end, num_slots, device=device).expand(*shape, -1)
+    return torch.cat([front, chosen, back], dim=-1)

@@ -12,6 +12,7 @@ same stream, later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,21 @@ class _Copy(NamedTuple):
     source: torch.Tensor
     target: torch.Tensor
     shift: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Private slots of one request, filled by the next `flush`.
+
+    Attributes:
+        plan: what they hold: positions `[plan.load_start, plan.load_end)` of its prompt.
+        slots: `[plan.load_len]` int64, on the device; the request's own.
+        layer_copies: what is still on its way, to be copied during the forward.
+    """
+
+    plan: RecomputePlan
+    slots: torch.Tensor
+    layer_copies: tuple[LayerCopy, ...]
 
 
 class ChunkPool:
@@ -88,12 +104,8 @@ class ChunkPool:
             return None
         return slots
 
-    def load(self, plan: RecomputePlan) -> tuple[torch.Tensor, tuple[LayerCopy, ...]] | None:
-        """Room for the hits of a plan, which `flush` brings in; None where there is none.
-
-        Returns:
-            `[load_len]` int64 slots, on the device, and what is still on its way, to be copied during the forward.
-        """
+    def load(self, plan: RecomputePlan) -> Load | None:
+        """Room for the hits of a plan, which `flush` brings in; None where there is none."""
         sources = self._manager.sources(plan)
         slots = self.allocate(plan.load_len, [variant for _, variant in sources])
         if slots is None:
@@ -111,7 +123,7 @@ class ChunkPool:
         self._note_copies(copied, slots, plan.load_start)
         self._manager.use(sources)
         self._touch([variant for _, variant in sources])
-        return slots, tuple(layer_copies)
+        return Load(plan, slots, tuple(layer_copies))
 
     def _note_copies(
         self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int

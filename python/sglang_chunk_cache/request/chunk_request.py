@@ -1,8 +1,8 @@
-"""DocChunkRequest: what the chunk cache knows of one request, from its first match to its release.
+"""ChunkRequest: what the chunk cache knows of one request, from its first match to its release.
 
 Verbs: `state_of` (read or create it for a `Req`), `discover` (marks one that nobody marked), `forget` (SGLang refuses
-it), `ChunkRequest.admit` (a load was made: its rows are due), `load_due` (the next forward must add them),
-`complete_rows` (they were added), `restart` (retracted).
+it). Of a `ChunkRequest`: `report` (SGLang admitted it), `fail_load` (KV did not arrive), `restart` (retracted). Of its
+`Admission`: `propose` (a match), `bring_in` (a load was made: its rows are due), `take_load` (a forward adds them).
 
 Picture of a prompt (positions grow to the right)::
 
@@ -18,85 +18,126 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.keys import Partition, chunk_keys
-from chunk_cache.manager import ChunkPrompt
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, loads
 from chunk_cache.plan.selector_answer import SelectorAnswer
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from sglang_chunk_cache.kv.packing import Packing
 
 if TYPE_CHECKING:
-    import torch
-
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.verification_queue import Candidate
-    from chunk_cache.options.kept_tokens import KeptTokens
     from chunk_cache.plan.discover import Discoverer
     from chunk_cache.plan.recompute_plan import RecomputePlan
-    from sglang_chunk_cache.forward.selection.report import SelectionReport
-    from sglang_chunk_cache.forward.statistics_taker import ChunkSums
-    from sglang_chunk_cache.kv.partial_load import LayerCopy
+    from sglang_chunk_cache.kv.chunk_sums import ChunkSums
+    from sglang_chunk_cache.kv.pool import Load
+    from sglang_chunk_cache.request.selection_report import SelectionReport
     from sglang_chunk_cache.tiers.search import Outcome
 
 PARAM_NAME = "chunk_cache"
 _ATTRIBUTE = "doc_chunk_request"
+_NOBODY_ASKED = SelectorAnswer(None, "unsupported", 0.0)
+
+
+@dataclass(slots=True)
+class Verification:
+    """What the gate decided of a request.
+
+    Attributes:
+        decision: how the server's target has it served; None = it says so itself, or there is no target.
+        candidate: it is to be verified; None = it is not, or is no longer.
+    """
+
+    decision: Decision | None = None
+    candidate: Candidate | None = None
+
+
+@dataclass(slots=True)
+class Reported:
+    """What the reply speaks of.
+
+    Attributes:
+        plan: of the first admission.
+        selection: what its forward chose, where the client asked to explain it.
+    """
+
+    plan: RecomputePlan
+    selection: SelectionReport | None = None
+
+
+@dataclass(slots=True)
+class Admission:
+    """How a prompt is served: planned at every match, loaded when it is admitted, computed by forwards.
+
+    Attributes:
+        plan: the newest; None = the prompt was not matched yet.
+        load: what was brought in and no forward has taken yet.
+        is_fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
+    """
+
+    plan: RecomputePlan | None = None
+    load: Load | None = None
+    is_fused: bool = False
+
+    @property
+    def load_plan(self) -> RecomputePlan | None:
+        """The plan where it brings chunks in; else None."""
+        return None if self.plan is None or not self.plan.load_len else self.plan
+
+    @property
+    def fused_plan(self) -> RecomputePlan | None:
+        """The plan of a prompt with KV of chunks in it; None for one that is exact."""
+        return self.plan if self.is_fused else None
+
+    def propose(self, plan: RecomputePlan) -> None:
+        """What may be brought in, of a match; or that nothing is after all. What was loaded keeps its slots."""
+        self.plan = plan
+
+    def bring_in(self, load: Load) -> None:
+        """The loaded range has its slots; the rows of the plan are due from now on."""
+        assert load.plan is self.plan
+        assert len(load.slots) == load.plan.load_len > 0
+        self.load, self.is_fused = load, True
+
+    def take_load(self) -> Load | None:
+        """The load for the forward that adds its rows, once; the slots are in the request's own row by now."""
+        load, self.load = self.load, None
+        return load
 
 
 @dataclass(slots=True)
 class ChunkRequest:
     """State of one request; owned by the scheduler process, dies with the request.
 
+    Each value has one writer. Those up to `is_replied` live as long as the request, the others as long as its KV.
+
     Attributes:
-        prompt: its marked chunks and options, as the manager knows them.
-        partition: namespace of the request; chunks of another one are never found.
-        unsupported: it uses a feature that reuse does not support, so it is served exactly.
-        plan: newest plan; replaced at every match until the request is admitted.
-        reported: the plan of the first admission; the reply speaks of this one.
-        is_replied: the reply was sent.
-        private_indices: `[load_end - prefix_len]` int64 slots of the loaded range, on the device; its own.
-        sums: statistics of the chunks that were computed so far.
-        selection_report: what the forward chose, where the client asked to explain it.
-        fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
-        remembered: the chunks of this (exact) request are in the index already.
-        layer_copies: what the load brings in layer by layer, during the forward.
+        prompt: its marked chunks and options, frozen. With the selector's answer (`host/selector`) it is a new one.
         tiers: what became of the chunks that the KV pool did not have when the request came, by key; None = there are
-            no tiers below it.
-        is_discovered: its chunks were found in a prompt without marks.
-        decision: how the target of the server has it served; None = it says so itself, or there is no target.
-        candidate: it is to be verified; None = it is not, or is no longer.
-        kept: what decoding keeps of the prompt; None = all.
-        kept_scores: float32 `[num_layers, num_kv_heads, kept.end - kept.begin]`, as far as the window was computed.
-        chosen: int64 `[num_layers, num_kv_heads, kept.room]`, ascending positions, from the prompt's last forward
-            on until it is packed.
-        is_prefilled: the prompt was computed and checkpointed, so that it may be packed.
-        held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not.
-        is_packed: its row of slots holds what is kept, and no more the KV of its prompt token by token.
+            no tiers below it. By `host/schedule_batch`.
+        held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not. By
+            `host/scheduler`.
+        verification: by `verification/gate`.
+        reported: by `report` and `fail_load`; its selection by `forward/batch/layerwise`. None = not admitted yet.
+        is_replied: the reply was sent. By `host/output_streamer`.
+        admission: by its own verbs, which `host/radix_cache` calls, and the forward that takes the load.
+        sums: statistics of the chunks that were computed so far. By `forward/statistics_taker`.
+        packing: by its own verbs, which `host/radix_cache`, `forward/kept_chooser` and `kv/packer` call.
     """
 
     prompt: ChunkPrompt
-    partition: Partition
-    unsupported: bool = False
-    plan: RecomputePlan | None = None
-    reported: RecomputePlan | None = None
-    is_replied: bool = False
-    private_indices: torch.Tensor | None = None
-    fused: bool = False
-    remembered: bool = False
-    selection_report: SelectionReport | None = None
-    sums: ChunkSums | None = None
-    layer_copies: tuple[LayerCopy, ...] = ()
     tiers: Mapping[bytes, Outcome] | None = None
-    is_discovered: bool = False
-    decision: Decision | None = None
-    candidate: Candidate | None = None
-    kept: KeptTokens | None = None
-    kept_scores: torch.Tensor | None = None
-    chosen: torch.Tensor | None = None
-    is_prefilled: bool = False
-    is_packed: bool = False
     held_since: int | None = None
+    verification: Verification = field(default_factory=Verification)
+    reported: Reported | None = None
+    is_replied: bool = False
+    admission: Admission = field(default_factory=Admission)
+    sums: ChunkSums | None = None
+    packing: Packing = field(default_factory=Packing)
 
     @property
     def options(self) -> RequestOptions:
@@ -104,56 +145,29 @@ class ChunkRequest:
         return self.prompt.options
 
     @property
-    def keys(self) -> tuple[bytes, ...]:
-        """One key per marked chunk."""
-        return self.prompt.keys
-
-    @property
     def may_await_scores(self) -> bool:
         """Whether it was not admitted yet and has no answer of the selector."""
-        return self.prompt.answer is None and self.reported is None and not self.unsupported
+        return self.prompt.answer is None and self.reported is None and not self.prompt.unsupported
 
     @property
     def missing_reasons(self) -> dict[bytes, str]:
         """Why chunks could not be brought up from the tiers, by key."""
         return {key: found.reason for key, found in (self.tiers or {}).items() if found.reason is not None}
 
-    @property
-    def load_due(self) -> bool:
-        """The loaded range was filled and its forward has not run yet."""
-        return self.private_indices is not None
+    def report(self, plan: RecomputePlan) -> None:
+        """It is admitted for the first time, with this plan."""
+        self.reported = Reported(plan)
 
-    @property
-    def num_dropped(self) -> int:
-        """Tokens by which the request's row of slots is shorter than the positions that it stands for."""
-        return self.kept.num_dropped if self.is_packed and self.kept is not None else 0
-
-    @property
-    def load_len(self) -> int:
-        """Tokens that the current plan loads into private slots."""
-        return 0 if self.plan is None else self.plan.load_end - self.plan.load_start
-
-    def admit(self, private_indices: torch.Tensor, layer_copies: tuple[LayerCopy, ...]) -> None:
-        """The loaded range is in `private_indices`; the rows of the plan are due from now on."""
-        assert len(private_indices) == self.load_len > 0
-        self.private_indices = private_indices
-        self.layer_copies = layer_copies
-        self.fused = True
-
-    def complete_rows(self) -> None:
-        """The rows went into a forward; the slots are in the request's own row by now."""
-        self.private_indices = None
-        self.layer_copies = ()
+    def fail_load(self, plan: RecomputePlan) -> None:
+        """KV that was to arrive during the forward did not; the reply speaks of the plan that computes all of it."""
+        self.admission.propose(plan)
+        self.reported = Reported(plan)
 
     def restart(self) -> None:
         """The request lost its KV (retraction); the next match plans anew."""
-        self.complete_rows()
-        self.plan = None
-        self.fused = False
-        self.remembered = False
+        self.admission = Admission()
         self.sums = None
-        self.kept = self.kept_scores = self.chosen = None
-        self.is_prefilled = self.is_packed = False
+        self.packing = Packing()
 
 
 def state_of(req: Any) -> ChunkRequest | None:
@@ -185,9 +199,9 @@ def discover(req: Any, discoverer: Discoverer) -> None:
         return
     spans = discoverer.find(partition, ids)
     if spans:
-        state = _state_with(req, replace(options, spans=spans))
-        state.is_discovered = True
-        state.prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # it is asked where prompts are tokenized
+        prompt = _prompt_of(req, replace(options, spans=spans))
+        # The selector is asked where prompts are tokenized.
+        state = ChunkRequest(replace(prompt, is_discovered=True, answer=_NOBODY_ASKED))
         setattr(req, _ATTRIBUTE, state)
 
 
@@ -199,13 +213,12 @@ def _create(req: Any) -> ChunkRequest | None:
         options = _with_earlier_turns(req, options)
     if options is None:
         return None
-    state = _state_with(req, options)
-    if req.session is not None:
-        state.prompt.answer = SelectorAnswer(None, "unsupported", 0.0)  # the selector sees one turn only
-    return state
+    prompt = _prompt_of(req, options)
+    # The selector sees one turn only.
+    return ChunkRequest(prompt if req.session is None else replace(prompt, answer=_NOBODY_ASKED))
 
 
-def _state_with(req: Any, options: RequestOptions) -> ChunkRequest:
+def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     partition = Partition(req.extra_key, req.cache_salt)
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
@@ -214,8 +227,8 @@ def _state_with(req: Any, options: RequestOptions) -> ChunkRequest:
     if not fits:
         options = replace(options, spans=())
     system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
-    prompt = ChunkPrompt(options, tuple(chunk_keys(partition, ids, options.spans)), system)
-    return ChunkRequest(prompt, partition, unsupported=not (fits and _is_supported(req)))
+    keys = tuple(chunk_keys(partition, ids, options.spans))
+    return ChunkPrompt(options, keys, system, partition=partition, unsupported=not (fits and _is_supported(req)))
 
 
 def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOptions | None:

@@ -32,7 +32,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_chunk_cache.flags.server_args import refuse
-from sglang_chunk_cache.forward.forward_changes import ForwardChanges, announce
+from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
@@ -200,7 +200,7 @@ class _Check:
         )
         batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
         if attention is not None:
-            announce(batch, ForwardChanges(attention))
+            announce(Forward((Part(batch, attention),)))
         output = self._runner.forward(batch).logits_output
         return _Pass(self._keys(), output.next_token_logits[0].float().clone())
 

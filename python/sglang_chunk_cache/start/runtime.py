@@ -25,6 +25,7 @@ from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, instance_of, refuse
 from sglang_chunk_cache.flags.step_limits import most_unknown_rows, step_len
+from sglang_chunk_cache.forward.forward import TargetForwards
 from sglang_chunk_cache.forward.forward_clock import ForwardClock
 from sglang_chunk_cache.forward.kernels import choose_kernel
 from sglang_chunk_cache.forward.runs import WORTHWHILE_LEN
@@ -71,6 +72,7 @@ class ChunkRuntime:
         kernel: backend of the operations.
         min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
         statistics_layers: of the model, at which statistics are taken.
+        target_forwards: from the model to one that drafts behind it.
     """
 
     config: Config
@@ -96,18 +98,20 @@ class ChunkRuntime:
     kernel: str
     min_run_len: int | None
     statistics_layers: tuple[int, ...]
+    target_forwards: TargetForwards
 
     def awaits_scores(self, options: RequestOptions) -> bool:
         """Whether the process that tokenizes asks the selector for a request with these options."""
         return asks_selector(options, self.method, self.ratio)
 
     def note_ended(self, rid: str, state: ChunkRequest) -> None:
-        """Tells what became of a request that was admitted."""
-        plan = state.reported
-        assert plan is not None
+        """Tells what became of a request; nothing of one that was never admitted."""
+        if state.reported is None:
+            return
+        plan = state.reported.plan
         num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
         saved_s = self.clock.cost.record().marginal(max(num_saved, 0), plan.prompt_len)
-        self.journal.note(rid, partition_name(state.partition), state, saved_s)
+        self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
         self.metrics.observe_saved(saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
             self.metrics.count_not_packed(reason)
@@ -128,6 +132,13 @@ class ChunkRuntime:
 def runtime_of(tree_cache: Any) -> ChunkRuntime | None:
     """The parts that belong to a radix cache; None where it is not ours."""
     return getattr(tree_cache, "chunks", None)
+
+
+def known_runtime_of(tree_cache: Any) -> ChunkRuntime:
+    """The parts that belong to a radix cache of ours."""
+    chunks = runtime_of(tree_cache)
+    assert chunks is not None, "what asks is used where the chunk cache is on"
+    return chunks
 
 
 def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> ChunkRuntime:
@@ -234,6 +245,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         kernel=kernel,
         min_run_len=_min_run_len(config.attention, model_runner.device),
         statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
+        target_forwards=TargetForwards(),
     )
 
 

@@ -25,6 +25,7 @@ from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.verification.measure import ExactAnswer, measure
 
 if TYPE_CHECKING:
+    from chunk_cache.plan.recompute_plan import RecomputePlan
     from sglang_chunk_cache.kv.ranks import Votes
     from sglang_chunk_cache.request.chunk_request import ChunkRequest
     from sglang_chunk_cache.verification.state_file import StateFile
@@ -90,22 +91,21 @@ class Gate:
     def steer(self, state: ChunkRequest) -> None:
         """Decides how chunks are reused by a request that does not say it; once."""
         opts = state.options
-        if self.controller is None or state.decision is not None:
+        if self.controller is None or state.verification.decision is not None:
             return
-        if opts.mode != "auto" or opts.names_method or not opts.has_marks or state.unsupported:
+        if opts.mode != "auto" or opts.names_method or not opts.has_marks or state.prompt.unsupported:
             return
-        partition = self.ledger.partition_name(state.partition)
-        state.decision = self.controller.decide(partition)
-        self._metrics.set_step(partition, state.decision.number)
+        partition = self.ledger.partition_name(state.prompt.partition)
+        decision = state.verification.decision = self.controller.decide(partition)
+        self._metrics.set_step(partition, decision.number)
 
-    def admit(self, rid: str, prompt: array[int], state: ChunkRequest) -> None:
+    def admit(self, rid: str, prompt: array[int], state: ChunkRequest, plan: RecomputePlan) -> None:
         """A request was admitted that brings chunks in."""
-        plan, decision = state.plan, state.decision
-        assert plan is not None
-        state.candidate = self.queue.choose(
+        decision = state.verification.decision
+        state.verification.candidate = self.queue.choose(
             rid,
             prompt,
-            state.partition,
+            state.prompt.partition,
             method=plan.method,
             ratio=plan.ratio,
             step=None if decision is None else decision.number,
@@ -118,11 +118,11 @@ class Gate:
             answer: the tokens that were sent.
             lost: why it cannot be verified; None = it can.
         """
-        candidate, state.candidate = state.candidate, None
+        candidate, state.verification.candidate = state.verification.candidate, None
         if candidate is None:
             return
-        assert state.plan is not None
-        if lost is None and not state.plan.num_reused:
+        plan = state.admission.plan
+        if lost is None and (plan is None or not plan.num_reused):
             lost = "not_fused"
         if lost is not None:
             self.queue.drop(candidate, lost)

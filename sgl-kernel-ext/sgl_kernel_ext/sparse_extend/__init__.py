@@ -135,6 +135,10 @@ class SparseExtend:
             self._torch_plan.attend(q, k_buffer, v_buffer, out, window=window, **options)
         return out
 
+    def forget(self) -> None:
+        """Gives back what the calls so far have made of the index tensors; the next one makes it anew."""
+        self._torch_plan = None
+
 
 def sparse_extend(
     q: torch.Tensor,

@@ -15,8 +15,8 @@ from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import marks_of, num_pieces
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.manager import ChunkPrompt
 from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 
 LENS = (3, 5, 2, 7, 4)
 TOKENS = tuple(array("q", range(100 * i, 100 * i + length)) for i, length in enumerate(LENS))

@@ -21,9 +21,10 @@ from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.index.variant import PathHome, PathTokens, Variant, variant_name
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ChunkManager, ChunkPrompt, Forgo, Keep, Promote
+from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.tiers.tier_ledger import Traits, context_digest
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch
 from chunk_cache.types import Status

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager, ChunkPrompt, Forgo, Keep
+from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager, Forgo, Keep
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 
 CAPACITY = 100

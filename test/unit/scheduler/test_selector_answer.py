@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_the_manager_plans_anew_when_the_answer_comes() -> None:
     before = manager.plan(prompt, **where)
     assert (before.method, before.fallback_reason) == ("epic", NO_ANSWER)
     rankings = tuple(np.arange(end - start, dtype=np.float32) for start, end in prompt.options.spans)
-    prompt.answer = SelectorAnswer(rankings, None, 0.1)
+    prompt = dataclasses.replace(prompt, answer=SelectorAnswer(rankings, None, 0.1))
     after = manager.plan(prompt, **where)
     assert (after.method, after.fallback_reason) == ("cacheclip", None)
     assert manager.plan(prompt, **where) is after

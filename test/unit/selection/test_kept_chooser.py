@@ -14,6 +14,7 @@ from sglang_chunk_cache.forward import kept_chooser as module
 from sglang_chunk_cache.forward.kept_chooser import KeptChooser, choose_kept
 from sglang_chunk_cache.kv import packer
 from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.packing import Packing
 
 NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 8
 PROMPT_LEN, WINDOW = 90, 32
@@ -37,10 +38,10 @@ class Pool:
     get_value_buffer = get_key_buffer
 
 
-def observe(pool: Pool, state: Any, begin: int, end: int) -> None:
+def observe(pool: Pool, packing: Packing, begin: int, end: int) -> None:
     """A forward of the rows [begin, end) of the prompt, behind 3 rows of another request."""
     num_rows = min(end - begin, end - (PROMPT_LEN - WINDOW))
-    job = module._Job(state, KEPT, 1, num_rows, pool.slots[:end], end == PROMPT_LEN)
+    job = module._Job(packing, KEPT, 1, num_rows, pool.slots[:end], end == PROMPT_LEN)
     chooser = KeptChooser([job], pool, "torch", NUM_LAYERS)
     for layer_id in range(NUM_LAYERS):
         layer: Any = SimpleNamespace(
@@ -74,17 +75,17 @@ def reference(pool: Pool, layer: int, head: int) -> list[int]:
 
 @pytest.mark.parametrize("cuts", [[40], [40, 70], [58], [57, 59, 89]])
 def test_the_choice_is_that_of_the_definition(cuts: list[int]) -> None:
-    pool, state = Pool(), SimpleNamespace(kept_scores=None, chosen=None)
+    pool, packing = Pool(), Packing()
     bounds = [*cuts, PROMPT_LEN]
     for begin, end in itertools.pairwise(bounds):
         if end > PROMPT_LEN - WINDOW:
-            assert state.chosen is None
-            observe(pool, state, begin, end)
-    chosen: Any = state.chosen
+            assert packing.chosen is None
+            observe(pool, packing, begin, end)
+    chosen: Any = packing.chosen
     expected = [[reference(pool, layer, head) for head in range(NUM_KV_HEADS)] for layer in range(NUM_LAYERS)]
     assert chosen.tolist() == expected
     assert len({tuple(head) for layer in expected for head in layer}) == 4  # all differ
-    assert state.kept_scores is None
+    assert packing.take_scores() is None
 
 
 def test_of_equal_scores_the_earlier_are_kept() -> None:
@@ -97,11 +98,10 @@ def test_of_equal_scores_the_earlier_are_kept() -> None:
 
 def test_each_head_has_its_own_tokens_in_the_packed_slots() -> None:
     num_slots = PROMPT_LEN + 2  # two tokens of the answer
-    state: Any = SimpleNamespace(kept=KEPT, chosen=None)
     rng = torch.Generator().manual_seed(1)
     order = torch.rand(NUM_LAYERS, NUM_KV_HEADS, KEPT.end - KEPT.begin, generator=rng).argsort(dim=-1)
-    state.chosen = order[..., : KEPT.room].sort(dim=-1).values + KEPT.begin
-    places = packer._kept_places(state, num_slots)
+    chosen = order[..., : KEPT.room].sort(dim=-1).values + KEPT.begin
+    places = packer._kept_places(KEPT, chosen, num_slots)
     assert places.shape == (NUM_LAYERS, NUM_KV_HEADS, num_slots - KEPT.num_dropped)
     row = torch.randperm(200, generator=rng)[:num_slots].to(torch.int32)
     slots = torch.tensor([slot for slot in range(200) if slot not in row.tolist()][: places.shape[2]])
@@ -113,7 +113,7 @@ def test_each_head_has_its_own_tokens_in_the_packed_slots() -> None:
     assert row[: len(slots)].tolist() == slots.tolist()
     for layer in range(NUM_LAYERS):
         for head in range(NUM_KV_HEADS):
-            tokens = [*range(KEPT.begin), *state.chosen[layer, head].tolist(), *range(KEPT.end, num_slots)]
+            tokens = [*range(KEPT.begin), *chosen[layer, head].tolist(), *range(KEPT.end, num_slots)]
             for slot, token in zip(slots.tolist(), tokens, strict=True):
                 assert k[layer][slot, head].equal(before_k[layer][old[token], head])
                 assert v[layer][slot, head].equal(before_v[layer][old[token], head])

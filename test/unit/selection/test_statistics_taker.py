@@ -10,7 +10,8 @@ import torch
 
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sglang_chunk_cache.forward import statistics_taker as module
-from sglang_chunk_cache.forward.statistics_taker import ChunkSums, StatisticsTaker, observed_heads
+from sglang_chunk_cache.forward.statistics_taker import StatisticsTaker, observed_heads
+from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 16
 SPANS = ((2, 8), (9, 15), (15, 21))
@@ -33,11 +34,11 @@ def totals(
     *,
     one_by_one: bool = False,
     which: str = "sampled",
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """What each rank would give to the sum, and the requests' states."""
+) -> tuple[list[torch.Tensor], list[ChunkSums]]:
+    """What each rank would give to the sum, and the requests' sums."""
     q, k, slots = tensors
     parts: list[torch.Tensor] = []
-    states = []
+    found = []
     for rank in range(tp_size):
         group = SimpleNamespace(world_size=tp_size, rank_in_group=rank)
         monkeypatch.setattr(module, "get_tp_group", lambda group=group: group)
@@ -50,8 +51,8 @@ def totals(
             get_key_buffer=lambda _, own_k=own_k: own_k,
             get_value_buffer=lambda _, own_k=own_k: own_k,
         )
-        state: Any = SimpleNamespace(options=SimpleNamespace(spans=SPANS), sums=ChunkSums(SPANS, 1))
-        jobs = [module._Job(state, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
+        sums = ChunkSums(SPANS, 1)
+        jobs = [module._Job(SPANS, sums, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
         taker = StatisticsTaker(jobs, [1], pool, heads=which)
         if one_by_one:
             taker._groups = [[job] for job in jobs]
@@ -66,8 +67,8 @@ def totals(
         )
         taker.observe(layer, own, torch.arange(KV_LEN), [KV_LEN])
         taker.finish()
-        states.append(state)
-    return parts, states
+        found.append(sums)
+    return parts, found
 
 
 def test_two_heads_are_sampled_of_a_model_with_many() -> None:
@@ -103,7 +104,7 @@ def test_the_sums_are_those_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, heads: list[int]
 ) -> None:
     q, k, slots = tensors
-    _, (state,) = totals(monkeypatch, tensors, 1, which=which)
+    _, (sums,) = totals(monkeypatch, tensors, 1, which=which)
     start, end = SPANS[2]
     rows = torch.arange(start, end)
     # Parts of the keys: the first token, the rest in front of the first chunk, each chunk, and the text between.
@@ -113,7 +114,7 @@ def test_the_sums_are_those_of_the_definition(
         q[rows][:, heads], k[slots[:end]][:, kv_heads], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
     )
     assert by_segment is not None
-    found = state.sums.statistics(2)
+    found = sums.statistics(2)
     torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 2] + by_segment[:, 4])
     torch.testing.assert_close(torch.tensor(found.received).double(), received[start:], check_dtype=False)
     torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, [2, 4]].sum(0))

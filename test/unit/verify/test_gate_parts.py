@@ -7,6 +7,7 @@ import math
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from chunk_cache.gate.controller import Decision, TargetController
 from chunk_cache.gate.target import Step, Target
 from chunk_cache.gate.verification_ledger import QualityLedger
 from chunk_cache.gate.verification_queue import Candidate
-from chunk_cache.keys import Partition
 from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.verification.gate import MAX_NATS, Gate
 from sglang_chunk_cache.verification.measure import ExactAnswer, measure
@@ -37,22 +39,23 @@ def open_gate(**fields: object) -> Gate:
     return Gate(1.0, metrics=GateMetrics(enabled=False, model=""), **values)  # type: ignore[arg-type]
 
 
-def state(**fields: object) -> SimpleNamespace:
+def state(**fields: Any) -> ChunkRequest:
     """Of a fused request."""
-    plan = SimpleNamespace(method="epic", ratio=0.15, num_reused=9)
-    options = RequestOptions(spans=((0, 2),), **fields)  # type: ignore[arg-type]
-    return SimpleNamespace(
-        plan=plan, options=options, partition=Partition(), unsupported=False, decision=None, candidate=None
-    )
+    request = ChunkRequest(ChunkPrompt(RequestOptions(spans=((0, 2),), **fields), (b"",)))
+    plan: Any = SimpleNamespace(method="epic", ratio=0.15, num_reused=9)
+    request.admission.propose(plan)
+    return request
 
 
 def serve(gate: Gate, fused: torch.Tensor) -> Candidate:
     """A request that was answered and waits."""
     one = state()
-    gate.steer(one)  # type: ignore[arg-type]
-    gate.admit("r", PROMPT, one)  # type: ignore[arg-type]
-    one.candidate.first_logits = fused
-    gate.release(one, array("q", [7]), None)  # type: ignore[arg-type]
+    gate.steer(one)
+    assert one.admission.plan is not None
+    gate.admit("r", PROMPT, one, one.admission.plan)
+    assert one.verification.candidate is not None
+    one.verification.candidate.first_logits = fused
+    gate.release(one, array("q", [7]), None)
     candidate = gate.take(10**6)
     assert candidate is not None
     return candidate
@@ -112,24 +115,25 @@ def test_ranks_agree_although_they_round_differently() -> None:
 @pytest.mark.parametrize(
     "fields", [{"method": "epic"}, {"ratio": 0.2}, {"mode": "exact"}, {"mode": "off"}], ids=lambda fields: str(fields)
 )
-def test_who_says_how_is_served_so(fields: dict[str, object]) -> None:
+def test_who_says_how_is_served_so(fields: dict[str, Any]) -> None:
     gate, one = open_gate(), state(**fields)
-    gate.steer(one)  # type: ignore[arg-type]
-    assert one.decision is None
+    gate.steer(one)
+    assert one.verification.decision is None
 
 
 def test_a_decision_is_made_once() -> None:
     gate, one = open_gate(), state()
-    gate.steer(one)  # type: ignore[arg-type]
-    assert one.decision == Decision(0, TARGET.steps[0], "the first step, nothing speaks against it")
+    gate.steer(one)
+    assert one.verification.decision == Decision(0, TARGET.steps[0], "the first step, nothing speaks against it")
     for _ in range(2):
         gate.complete(serve(gate, logits(1)), exact_answer(0))
-    gate.steer(one)  # type: ignore[arg-type]
-    assert one.decision.number == 0
+    gate.steer(one)
+    assert one.verification.decision is not None
+    assert one.verification.decision.number == 0
     other = state()
-    gate.steer(other)  # type: ignore[arg-type]
-    assert other.decision is not None
-    assert other.decision.number == 1
+    gate.steer(other)
+    assert other.verification.decision is not None
+    assert other.verification.decision.number == 1
 
 
 def test_other_weights_begin_anew(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.manager import Keep
-from sglang_chunk_cache.forward.statistics_taker import ChunkSums
+from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from unit.tiers.tier_harness import Ranks
 

@@ -185,6 +185,10 @@ class LayerwiseForward:
         """As that of the rows; the requests that SGLang's backend serves are the same in all passes."""
         return self._rows.for_metadata(batch)
 
+    def finish(self) -> None:
+        """The forward has ended."""
+        self._rows.finish()
+
     def _before_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -24,10 +24,10 @@ from sgl_kernel_ext.transfer import Download
 from sglang_chunk_cache.forward.row_choice import block_means, group_mask, keep_best, keep_where
 from sglang_chunk_cache.forward.selection.drift import DriftCorrection
 from sglang_chunk_cache.forward.selection.focus import FocusTracker
-from sglang_chunk_cache.forward.selection.report import SelectionReport
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer, scorer_of
 from sglang_chunk_cache.forward.selection.tables import Tables
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
+from sglang_chunk_cache.request.selection_report import SelectionReport
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""AddedRows: rows that a forward adds in front of one request's extend.
+
+Verbs: `take_added_rows` (of all requests of a batch, once), `for_draft` (what a draft adds), `everything` (every token
+of a load whose KV does not arrive).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.plan.selection_plan import Selection
+from sglang_chunk_cache.kv.partial_load import LayerCopy
+from sglang_chunk_cache.kv.pool import Load
+from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True)
+class AddedRows:
+    """Rows that a forward adds in front of one request's extend.
+
+    Attributes:
+        positions: `[num_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
+        begin: where the loaded range, or what is left of it, begins; None where nothing was loaded.
+        load: what was loaded for them; None where nothing was, or all of it is computed.
+        state: of the request; None as for `load`.
+    """
+
+    positions: npt.NDArray[np.int64]
+    begin: int | None = None
+    load: Load | None = None
+    state: ChunkRequest | None = None
+
+    @property
+    def layer_copies(self) -> tuple[LayerCopy, ...]:
+        """KV of the loaded range that is still on its way."""
+        return () if self.load is None else self.load.layer_copies
+
+    @property
+    def num_asking(self) -> int:
+        """Rows of the pass of the question, which come on top."""
+        return 0 if self.load is None else self.load.plan.num_asking
+
+    @property
+    def choice(self) -> Choice | None:
+        """What is chosen or dropped among the rows during the forward; None: they all stay."""
+        if self.load is None or self.state is None or self.load.plan.selection is None:
+            return None
+        return Choice(self.state, self.load.plan, self.load.plan.selection)
+
+    def for_draft(self) -> AddedRows:
+        """All that the model begins with: what it chooses during its forward is not chosen for a draft."""
+        plan = None if self.load is None else self.load.plan
+        return AddedRows(self.positions if plan is None or not plan.num_late_rows else plan.row_positions, self.begin)
+
+    def everything(self) -> AddedRows:
+        """Every position of the loaded range, whose slots stay the request's own."""
+        if self.load is None:
+            return self
+        plan = self.load.plan
+        return AddedRows(np.arange(plan.load_start, plan.load_end), plan.load_start)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen or dropped among the rows of one request, by its plan's selection."""
+
+    state: ChunkRequest
+    plan: RecomputePlan
+    selection: Selection
+
+
+NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+_NOTHING = AddedRows(NO_ROWS)
+
+
+def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
+    """What is due per request of the batch, once; None where no request was loaded since its last forward."""
+    found = []
+    for req in batch.reqs:
+        state = state_of(req)
+        load = None if state is None else state.admission.take_load()
+        if load is None:
+            found.append(_NOTHING)
+        else:
+            found.append(AddedRows(_positions_of(load.plan), load.plan.load_start, load, state))
+    return tuple(found) if any(one.load is not None for one in found) else None
+
+
+def _positions_of(plan: RecomputePlan) -> npt.NDArray[np.int64]:
+    if not plan.num_late_rows:
+        return plan.row_positions
+    reused = np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])
+    return np.sort(np.concatenate([plan.row_positions, reused[: plan.num_late_rows]]))

@@ -1,0 +1,1 @@
+"""A fused batch: its arrays, its parts, and how each of them attends."""

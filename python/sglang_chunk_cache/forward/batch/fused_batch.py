@@ -1,0 +1,146 @@
+"""FusedBatch: a batch with added rows as one model computes it, in as many parts as steps have room for.
+
+Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
+cut anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.attending import Attention, Observer
+from sglang_chunk_cache.forward.batch.layerwise import layerwise_forward
+from sglang_chunk_cache.forward.batch.row_arrays import num_decoding, one_ahead, positions_of, with_rows
+from sglang_chunk_cache.forward.forward import Part
+from sglang_chunk_cache.forward.rows import FusedRows
+from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
+from sglang_chunk_cache.kv.layer_kv import is_latent
+from sglang_chunk_cache.kv.model_layers import ModelLayers
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+Observe = Callable[["ScheduleBatch", Sequence[int], int | None], tuple[Observer, ...]]
+"""Who looks on in a batch, given where each request begins, and where its rows end; None = where its extend does."""
+
+
+@dataclass(frozen=True)
+class FusedBatch:
+    """See the head of this file.
+
+    Attributes:
+        batch: SGLang's, without the rows.
+        model_runner: of the model that computes it.
+        init: makes the forward batch of a batch, as stock SGLang does.
+        layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
+        kernel: backend of the operations.
+        min_run_len: mean length of runs of rows from which SGLang's attention backend serves them; None = never.
+        observe: see `Observe`.
+        count: told by which kernel a part is served.
+        step_len: rows that a step has room for; None = any number.
+    """
+
+    batch: ScheduleBatch
+    model_runner: ModelRunner
+    init: Callable[[ScheduleBatch], ForwardBatch]
+    layers: ModelLayers | None
+    kernel: str
+    min_run_len: int | None
+    observe: Observe
+    count: Callable[[str], None]
+    step_len: int | None
+
+    def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
+        """One, or several where the only request that prefills has too many rows for a step; `added` per request."""
+        batch = self.batch
+        one, *decoding = added
+        tails_len = sum(batch.extend_lens)
+        most = self.step_len
+        is_alone = len(decoding) == num_decoding(batch)
+        if most is None or not is_alone or one.choice is not None or len(one.positions) + tails_len <= most:
+            return (self._part(batch, added),)
+        num_before = len(one.positions) - max(most - tails_len, 0)
+        *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
+        without_tails = copy.copy(batch)
+        without_tails.prefix_lens = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        without_tails.extend_lens = without_tails.extend_logprob_start_lens = [0] * len(added)
+        without_tails.return_logprob = False
+        parts: list[Part] = []
+        begin = one.begin
+        for positions in firsts:
+            end = int(positions[-1]) + 1
+            own = [replace(one, positions=positions, begin=begin), *decoding]
+            parts.append(self._part(without_tails, own, end=end, first=parts[0] if parts else None))
+            begin = end
+        return (*parts, self._part(batch, [replace(one, positions=last, begin=begin), *decoding], first=parts[0]))
+
+    def _part(
+        self, batch: ScheduleBatch, added: Sequence[AddedRows], *, end: int | None = None, first: Part | None = None
+    ) -> Part:
+        """One forward; `end` of the rows where they do not reach up to the extend's, `first` of the parts."""
+        begins = [
+            prefix_len if one.begin is None else one.begin
+            for one, prefix_len in zip(added, batch.prefix_lens, strict=True)
+        ]
+        observers = self.observe(batch, begins, end)
+        rows_stay = [one.choice is None for one in added]
+        positions = positions_of(batch, added)
+        pool_rows = batch.req_pool_indices_cpu.tolist()
+        runs, are_served = self._runs_for_backend(positions, pool_rows, rows_stay)
+        extra = () if runs is None else runs.arrays()
+        fused_batch, row_positions, uploaded = with_rows(batch, added, positions, extra, self.model_runner.device)
+        if self.layers is None:
+            fused_batch.input_ids = one_ahead(batch, fused_batch, positions)
+        forward_batch = self.init(fused_batch)
+        forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
+        kv_pool, row_lens = self.model_runner.token_to_kv_pool, fused_batch.extend_lens
+        beside = None
+        if runs is not None:
+            self.count("sglang")
+            stock_forward = self.model_runner.attn_backend.forward
+            by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
+            if all(are_served):
+                return Part(forward_batch, by_runs, observers)
+            slots = torch.cat([*itertools.compress(fused_batch.out_cache_loc.split(row_lens), are_served)])
+            beside = StockServedRequests(are_served, by_runs, slots)
+        self.count(self.kernel)
+        if first is not None and isinstance(first.attention, FusedRows):
+            rows = replace(first.attention, row_positions=row_positions, row_lens=row_lens, beside=beside)
+        else:
+            rows = FusedRows.build(
+                req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+                req_pool_indices=pool_rows,
+                kv_lens=batch.seq_lens_cpu.tolist(),
+                row_lens=row_lens,
+                row_positions=row_positions,
+                kv_pool=kv_pool,
+                kernel=self.kernel,
+                beside=beside,
+            )
+        attention: Attention = rows
+        if self.layers is not None and not all(rows_stay):
+            attention = layerwise_forward(batch, added, rows, self.model_runner, self.layers)
+        return Part(forward_batch, attention, observers)
+
+    def _runs_for_backend(
+        self, positions: list[npt.NDArray[np.int64]], pool_rows: list[int], rows_stay: list[bool]
+    ) -> tuple[Runs | None, list[bool]]:
+        """What SGLang's backend serves of a part, and of each request whether that is it; None: nothing."""
+        if self.min_run_len is not None:
+            runs, are_served = Runs.worthwhile(positions, pool_rows, rows_stay, self.min_run_len)
+            # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.
+            is_possible = all(are_served) or (any(are_served) and not is_latent(self.model_runner.token_to_kv_pool))
+            if is_possible and runs.fit(self.model_runner.req_to_token_pool.size):
+                return runs, are_served
+        return None, [False for _ in positions]

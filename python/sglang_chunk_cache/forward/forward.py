@@ -1,0 +1,108 @@
+"""Forward: what one forward of a batch computes, where that is not simply SGLang's.
+
+Verbs: `announce` (of the forward of a batch), `announced` (what was), `TargetForwards.note` and `take` (what the
+model's forward of a batch adds, for the model that drafts behind it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chunk_cache.gate.verification_queue import Candidate
+from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.attending import Attention, Observer
+from sglang_chunk_cache.kv.partial_load import LayerLoads
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_FORWARD = "chunk_cache_forward"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the rows of a batch, computed at once; a batch with more rows than a step may have has several.
+
+    Attributes:
+        batch: as the model sees it.
+        attention: in the place of SGLang's backend; None = that one.
+        observers: look on.
+    """
+
+    batch: ForwardBatch
+    attention: Attention | None = None
+    observers: tuple[Observer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one forward of a batch computes.
+
+    Attributes:
+        parts: in the order in which they are computed. SGLang is given the batch of the last; the logits of the others
+            mean nothing.
+        added: rows that stand in front of each request's extend; None where no request has any.
+        timing: measures the forward; None = nobody asks.
+        loads: KV that arrives during the forward; None = all is there.
+        instead: makes what is computed where it does not arrive, of the reason.
+        tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
+        first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
+    """
+
+    parts: tuple[Part, ...]
+    added: tuple[AddedRows, ...] | None = None
+    timing: contextlib.AbstractContextManager[None] | None = None
+    loads: LayerLoads | None = None
+    instead: Callable[[str], Forward] | None = None
+    tail_lens: tuple[int, ...] | None = None
+    first_rows: tuple[tuple[int, Candidate], ...] = ()
+
+    @property
+    def batch(self) -> ForwardBatch:
+        """The one that SGLang is given."""
+        return self.parts[-1].batch
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is simply SGLang's."""
+        part = self.parts[-1]
+        return part.attention is None and not part.observers and self.timing is None and not self.first_rows
+
+
+def announce(forward: Forward) -> ForwardBatch:
+    """The batch that SGLang is given, whose forward is this one."""
+    if not forward.is_stock:
+        setattr(forward.batch, _FORWARD, forward)
+    return forward.batch
+
+
+def announced(batch: ForwardBatch) -> Forward | None:
+    """What was announced of a batch; None = its forward is SGLang's alone."""
+    forward: Forward | None = getattr(batch, _FORWARD, None)
+    return forward
+
+
+class TargetForwards:
+    """The newest forward of the model, for the model that drafts: it computes the same rows of the same batch."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[ScheduleBatch, tuple[AddedRows, ...] | None] | None = None
+
+    def note(self, batch: ScheduleBatch, forward: Forward) -> None:
+        """The model is about to compute a batch."""
+        self._newest = batch, forward.added
+
+    def take(self, batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
+        """Rows that the model's forward of a batch adds; None where it adds none.
+
+        Raises:
+            RuntimeError: the draft's forward of the batch comes before the model's, or a second time.
+        """
+        newest, self._newest = self._newest, None
+        if newest is None or newest[0] is not batch:
+            raise RuntimeError("a draft asks for the rows of a batch that the model has not just computed")
+        return newest[1]

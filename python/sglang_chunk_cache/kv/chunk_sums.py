@@ -1,0 +1,76 @@
+"""ChunkSums: what forwards have found of the chunks of one request, from which their statistics are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.system_prompt import piece_starts
+from sgl_kernel_ext.transfer import Download
+
+
+class _Found(NamedTuple):
+    """What one forward found of a chunk: rows [begin, end) of the prompt, sums from `at` on in what comes."""
+
+    begin: int
+    end: int
+    sums: Download
+    at: int
+
+
+class ChunkSums:
+    """Sums over layers for the chunks of one request, as far as they were computed; they come by and by."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
+        self._spans = spans
+        self._num_layers = num_layers
+        self._parts: dict[int, list[_Found]] = {}
+
+    def add(self, chunk: int, begin: int, end: int, sums: Download, at: int) -> None:
+        """What a forward found that computed the positions [begin, end) of the prompt.
+
+        Args:
+            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
+                context chunk, and on each piece of the system prompt.
+        """
+        self._parts.setdefault(chunk, []).append(_Found(begin, end, sums, at))
+
+    def has(self, chunk: int) -> bool:
+        """Whether anything of the chunk was computed."""
+        return chunk in self._parts
+
+    def is_there(self, chunk: int) -> bool:
+        """Whether `statistics` returns at once."""
+        return all(part.sums.is_there for part in self._parts[chunk])
+
+    def statistics(self, chunk: int) -> ChunkStatistics:
+        """Means over the layers."""
+        start, end = self._spans[chunk]
+        num_pieces = len(piece_starts(self._spans[0][0]))
+        outside, received, by_chunk, by_piece = (
+            torch.full((end - start,), float("nan")),
+            torch.zeros(end - start),
+            torch.zeros(chunk),
+            torch.zeros(num_pieces),
+        )
+        for part in self._parts[chunk]:
+            sizes = [part.end - part.begin, part.end - start, chunk, num_pieces]
+            own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
+            outside[part.begin - start : part.end - start] = own[0]
+            received[: part.end - start] += own[1]
+            by_chunk += own[2]
+            by_piece += own[3]
+        outside, received, by_chunk, by_piece = (
+            sums / self._num_layers for sums in (outside, received, by_chunk, by_piece)
+        )
+        return ChunkStatistics.taken(
+            outside.numpy(),
+            torch.where(outside.isnan(), outside, received).numpy(),
+            inter=by_chunk.numpy(),
+            intra=float(received.sum()),
+            context_lens=[end - start for start, end in self._spans[:chunk]],
+            system=by_piece.numpy(),
+        )
