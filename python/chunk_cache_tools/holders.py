@@ -28,7 +28,7 @@ from chunk_cache.keys import Partition, chunk_key, partition_key
 logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Of a replica that was silent so long it is asked whether anything was missed."""
+"""Seconds of silence after which a replica is asked whether anything was missed."""
 
 LOST_S = 5.0
 """A replica that did not answer so long is not known any more."""
@@ -193,7 +193,7 @@ class _Follower:
         self.replay.connect(source.replay_endpoint)
         self._endpoint = source.endpoint
         self._instance: str | None = None
-        """Of the server whose numbers these are; None = nothing was taken yet."""
+        """Instance of the server whose numbers these are; None = nothing was taken yet."""
         self._next = 0
         self._ahead: dict[int, Batch] = {}
         """Live ones behind a gap."""

@@ -15,10 +15,10 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 KEY_HEADER = "x-smg-routing-key"
-"""Of a request: where it goes."""
+"""Header of a request: where it goes."""
 
 REPLICA_HEADER = "x-smg-routed-worker-id"
-"""Of a reply: where it went."""
+"""Header of a reply: where it went."""
 
 
 def routing_key(passages: Iterable[str | bytes], salt: str = "") -> str:

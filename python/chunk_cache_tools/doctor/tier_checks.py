@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 256
 FINGERPRINT = Fingerprint("doctor", "uint8", num_layers=8, kv_heads=8, head_dim=128, v_head_dim=128, rotary="doctor")
-"""Of no model, so that no server finds what is written here."""
+"""Fingerprint of no model, so that no server finds what is written here."""
 TIMEOUT_S = 5.0
 
 

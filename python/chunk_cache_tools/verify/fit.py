@@ -86,7 +86,7 @@ def check_fit(
 
 
 def tolerance_of(client: ServerClient) -> float:
-    """Of log-probabilities, by the number format that the server computes in."""
+    """Tolerance of log-probabilities, by the number format that the server computes in."""
     dtype = str(client.ask("GET", "/server_info").get("dtype", "auto"))
     return TOLERANCE_FP32 if dtype in ("float32", "float") else TOLERANCE_16_BIT
 

@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 MIN_PROMPTS = 30
 """With fewer nothing is recommended: whatever one prompt in ten does is then easily never seen."""
 MAX_ROWS = 0.9
-"""Of a full prefill's rows; what computes more saves nothing that would be worth a risk."""
+"""Largest share of a full prefill's rows; a condition that computes more saves nothing that is worth a risk."""
 NUM_RESAMPLES = 4000
 
 Floats = npt.NDArray[np.float64]

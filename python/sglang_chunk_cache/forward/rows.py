@@ -148,7 +148,7 @@ class FusedRows:
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _taken(self, rows: torch.Tensor, are_served: bool) -> torch.Tensor:
-        """Of all rows those of the requests that SGLang's backend serves, or those of the others."""
+        """The rows of the requests that SGLang's backend serves, or those of the others."""
         assert self.beside is not None
         pairs = zip(rows.split(self.row_lens), self.beside.are_served, strict=True)
         return torch.cat([piece for piece, is_served in pairs if is_served == are_served])

@@ -50,7 +50,7 @@ class Runs:
 
     @classmethod
     def of(cls, positions: Sequence[npt.NDArray[np.int64]], pool_rows: Sequence[int]) -> Runs:
-        """Of each request its rows' positions, ascending, and its row of `req_to_token`."""
+        """The runs of some requests: each with its rows' positions, ascending, and its row of `req_to_token`."""
         starts, lens, rows = [], [], []
         for own, row in zip(positions, pool_rows, strict=True):
             begins = np.flatnonzero(np.diff(own, prepend=own[:1] - 2) != 1)

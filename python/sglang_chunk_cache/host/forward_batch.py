@@ -173,7 +173,7 @@ def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -
 def _observers(
     model_runner: ModelRunner, chunks: ChunkRuntime, batch: ScheduleBatch, begins: Sequence[int], end: int | None
 ) -> tuple[Observer, ...]:
-    """Of what a forward computes from `begins` on, per request, up to `end` or that of the extend."""
+    """Observers of what a forward computes from `begins` on, per request, up to `end` or that of the extend."""
     ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
     kv_pool = model_runner.token_to_kv_pool

@@ -30,7 +30,7 @@ class ChunkPrefillAdder(PrefillAdder):
     """See the head of this file."""
 
     def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:
-        """As SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
+        """Made as SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
         super().__init__(*args, **kwargs)
         self._num_in_transfer = num_in_transfer
 

@@ -73,7 +73,7 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     @property
     def _parts(self) -> ChunkRuntime:
-        """Of the chunk cache, once the tree is built."""
+        """The parts of the chunk cache, once the tree is built."""
         return known_runtime_of(self)
 
     # Lookup.

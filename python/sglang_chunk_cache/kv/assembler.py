@@ -86,7 +86,7 @@ class KVAssembler:
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
         self._side: Any = None
         self.draft: KVAssembler | None = None
-        """That of the model that drafts, once it is there."""
+        """The assembler of the model that drafts, once that is there."""
 
     def copy(
         self,

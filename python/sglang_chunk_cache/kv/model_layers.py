@@ -50,7 +50,7 @@ class ModelLayers:
 
     @property
     def rotary(self) -> RotarySpec:
-        """That of the first layer with one; a model without any is refused."""
+        """Rotation of the first layer that has one; a model without any is refused."""
         return next(rotary for rotary in self.rotaries if rotary is not None)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PADDING_TOKEN = 0
 
 LOOK_SHARE = 1 / 16
-"""Of its share that a partition above it gives up at least, since each look may go through all leaves of the tree:
+"""Part of its share that a partition above it gives up at least, since each look may go through all leaves of the tree:
 45 ms for 8,000 of others (SGLang's core in Rust, one core of an AMD EPYC)."""
 
 
@@ -114,7 +114,7 @@ class VariantStore:
         self._tree.unlock(lock)
 
     def lock_chunk(self, variant: Variant) -> Any:
-        """As `lock`, but what lies behind the chunk in its path can still go, in whole pages; `resolve` came before."""
+        """Locks a chunk but not what lies behind it in its path, in whole pages; `resolve` came before."""
         end = _start_in_path(variant) + self.resolve(variant)
         page_size = self._tree.page_size
         match = UnifiedRadixCache.match_prefix(
@@ -192,7 +192,7 @@ class VariantStore:
     # What each partition has.
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """As SGLang does; what is new is counted."""
+        """Inserts as SGLang does, and counts what is new."""
         if not self.shares.is_limited:
             return UnifiedRadixCache.insert(self._tree, params)
         before = self._num_tokens()
@@ -201,7 +201,7 @@ class VariantStore:
         return result
 
     def evict_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> Any:
-        """As SGLang does; what goes is counted."""
+        """Evicts as SGLang does, and counts what goes."""
         if not self.shares.is_limited:
             return UnifiedRadixCache._evict_device_leaf(self._tree, node_id, tracker)
         owner, before = self._owner_of(node_id), self._num_tokens()

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 NUM_NEWEST = 64
 """Verified replies that are shown one by one."""
 MAX_NATS = 1000.0
-"""Of what is kept; a token that was impossible to the fused request would be infinitely far."""
+"""Bound on what is kept, in nats; a token that was impossible to the fused request would be infinitely far."""
 _SCALE = 10**9
-"""Of the measures that ranks agree on: billionths."""
+"""Scale of the measures that ranks agree on: billionths."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Gate:
         return self.queue.take(num_free)
 
     def defer(self, candidate: Candidate, num_free: int) -> None:
-        """So many were not enough."""
+        """Puts a candidate back when `num_free` slots of the KV pool were too few."""
         self.queue.defer(candidate, num_free)
 
     def give_up(self, candidate: Candidate) -> None:

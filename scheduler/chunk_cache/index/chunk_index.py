@@ -296,7 +296,7 @@ class ChunkIndex:
         return found
 
     def best(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
-        """As `lookup`, which counts it."""
+        """The variant that `lookup` would find; nothing is counted."""
         peers = self._by_key.get(key)
         if peers is None:
             return self._gone_keys.get(key, _NOT_STORED)

@@ -67,7 +67,7 @@ class Traits(NamedTuple):
 
     @property
     def rank(self) -> Rank:
-        """As of a `Variant`."""
+        """Rank of the variant; see `rank_of`."""
         return rank_of(self.generation, self.is_prepared)
 
 
@@ -157,7 +157,7 @@ class TierLedger:
         yield from (entry.id_of(place[2]) for place, entry in sorted(stored))
 
     def keys(self) -> list[bytes]:
-        """Of chunks of which something is there, being written or leaving."""
+        """Keys of the chunks of which something is there, being written or leaving."""
         return list(self._packed)
 
     def stats(self) -> dict[str, int]:
@@ -183,11 +183,11 @@ class TierLedger:
         return {entry.id_of(key): entry.traits for entry in found}
 
     def traits_of(self, entry_id: EntryId) -> Traits:
-        """Of an entry that is found."""
+        """Traits of an entry that is found."""
         return self._found(entry_id).traits
 
     def num_bytes_of(self, entry_id: EntryId) -> int:
-        """Of an entry that is found."""
+        """Bytes of an entry that is found."""
         return self._found(entry_id).num_bytes
 
     def frequency_of(self, entry_id: EntryId) -> float:

@@ -21,7 +21,7 @@ others. Not tuned: a few trial questions told 2, 8 and one mean for all chunks h
 
 
 class DriftCorrection:
-    """Of one request.
+    """The correction of one request.
 
     Args:
         positions: `[N]` int64 prompt positions of all reused tokens, ascending.

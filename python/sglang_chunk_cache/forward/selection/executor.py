@@ -182,7 +182,7 @@ class LayerwiseForward:
     # The layers.
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
-        """As that of the rows; the requests that SGLang's backend serves are the same in all passes."""
+        """The batch that the rows give; the requests that SGLang's backend serves are the same in all passes."""
         return self._rows.for_metadata(batch)
 
     def finish(self) -> None:

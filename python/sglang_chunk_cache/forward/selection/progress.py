@@ -148,7 +148,7 @@ class RequestProgress:
 
     @property
     def options(self) -> Options:
-        """Of its method, as far as they are given."""
+        """Options of its method, as far as they are given."""
         return () if self._plan is None else self._selection.options
 
     @property
