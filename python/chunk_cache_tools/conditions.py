@@ -23,7 +23,7 @@ REFERENCE_LABEL = "off"
 FLAG = "--methods"
 RATIO = "ratio"
 KEEP_TOKENS = "keep_tokens"
-"""An option of the request, not of its method; it works while an answer is decoded, so likelihoods say nothing of it."""
+"""An option of the request, not of its method: it works while an answer is decoded, so likelihoods say nothing."""
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
 
 

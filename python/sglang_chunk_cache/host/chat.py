@@ -1,9 +1,9 @@
 """`/v1/chat/completions`: chunks inside messages, and beside them.
 
 Whatever marks a chunk (separators in a text, a mark of another service, an entry of `chunks` or `documents`) stands
-in the messages as a pair of tags (`api/marks.py`) before the chat template is applied; the rendered text is split at
-them, and its pieces are tokenized one by one. So a conversation whose earlier turns are sent again keeps the chunks
-of every turn.
+in the messages as a pair of tags (`chunk_cache/prompt/marks.py`) before the chat template is applied; the rendered text
+is split at them, and its pieces are tokenized one by one. So a conversation whose earlier turns are sent again keeps
+the chunks of every turn.
 
 Promises: chunks that were marked for us are in the rendered prompt, letter by letter, as they were sent; a template
 that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services change nothing:
@@ -100,7 +100,7 @@ class ChunkServingChat(OpenAIServingChat):
     """See the head of this file."""
 
     rendering: Rendering | None = None
-    """Of the request that this object converts, a copy for it alone; None = it is not a copy."""
+    """The rendering of the request that this copy converts; None = this object is no copy."""
 
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         """Runs in a thread of SGLang's pool, or in the event loop for the Anthropic route."""

@@ -2,7 +2,7 @@
 the keys of each are rotated, and what a layer's attention sees.
 
 Verb: `describe_model`. What it finds is proven by forwards of the model itself when a server starts
-(`host/model_check.py`), so a class of models differs from another in nothing but what stands here.
+(`start/model_check.py`), so a class of models differs from another in nothing but what stands here.
 """
 
 from __future__ import annotations

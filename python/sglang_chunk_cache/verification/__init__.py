@@ -1,4 +1,4 @@
 """The gate in a scheduler process: it verifies fused replies while nothing else is to do, and keeps what it finds.
 
-`chunk_cache.gate` decides; `host/exact_pass.py` computes.
+`chunk_cache.gate` decides; `exact_pass.py` computes.
 """

@@ -124,7 +124,7 @@ def top_k_renorm_prob(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor
 
 
 def top_p_renorm_prob(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """As `top_k_renorm_prob`, with as few of the most probable as together reach p."""
+    """Probabilities of the most probable tokens that together reach p, renormalised; those of all others are 0."""
     ordered, order = probs.sort(-1, descending=True)
     in_front = ordered.cumsum(-1) - ordered
     kept = ordered.masked_fill(in_front >= top_ps.view(-1, 1), 0)
