@@ -63,9 +63,11 @@ def add_server_flags(parser: argparse.ArgumentParser, default: str | None = URL)
 
 
 def add_tokenizer_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--tokenizer`."""
+    """Adds `--tokenizer`, whose older name is `--model-path`."""
     parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder of the model's tokenizer (default: the path that the server names)"
+        *("--tokenizer", "--model-path"),
+        metavar="DIR",
+        help="folder of the model's tokenizer (default: the path that the server names)",
     )
 
 

@@ -61,7 +61,7 @@ def _parser() -> CommandParser:
     add_server_flags(parser)
     add("--prompt", metavar="FILE", help="a text with separators around its chunks; - reads the standard input")
     add(
-        *("--methods", "-m"),
+        *("--methods", "--method", "-m"),
         nargs="+",
         action="extend",
         default=[],

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import ChunkCacheRequestError, show
 from chunk_cache.methods import METHODS, find_method, num_rows_at
 from unit.scheduler.method_suite import KEYS, LENS, RATIOS, MethodSuite, shared
 
@@ -49,7 +49,7 @@ def test_ratio_outside_its_range_is_an_assertion(ratio: float) -> None:
 def test_unknown_methods_are_refused_alike(name: object) -> None:
     with pytest.raises(ChunkCacheRequestError) as caught:
         find_method(name, "p.method")
-    assert str(caught.value) == f"p.method: unknown method {name!r}; known methods: {', '.join(METHODS)}"
+    assert str(caught.value) == f"p.method: unknown method {show(name)}; known methods: {', '.join(METHODS)}"
 
 
 def test_names_are_those_of_the_contract() -> None:

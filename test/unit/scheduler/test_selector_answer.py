@@ -129,7 +129,7 @@ def test_the_manager_plans_anew_when_the_answer_comes() -> None:
         (7, "--chunk-cache-config: selector: 7 is not an object; give an object with some of timeout_s, "),
         ({"model": "x"}, "--chunk-cache-config: selector.model: unknown key 'model'; known keys: timeout_s, "),
         ({"timeout_s": 0}, "--chunk-cache-config: selector.timeout_s: 0 is not a number of at least 0.001; "),
-        ({"timeout_s": True}, "--chunk-cache-config: selector.timeout_s: True is not a number"),
+        ({"timeout_s": True}, "--chunk-cache-config: selector.timeout_s: true is not a number"),
         ({"max_bytes": "much"}, "--chunk-cache-config: selector.max_bytes: 'much' is not a number of bytes; "),
         ({"num_threads": -1}, "--chunk-cache-config: selector.num_threads: -1 is not an integer in [0, 1024]; "),
         ({"num_threads": 1.0}, "--chunk-cache-config: selector.num_threads: 1.0 is not an integer"),

@@ -142,7 +142,7 @@ def test_texts_are_their_own_ids_and_give_their_length(tmp_path: Path) -> None:
         ('{"chunks": [{"id": "new"}]}', r':2: chunks\[0\]: has no length, .*; add "length"'),
         ('{"chunks": [{"id": "a", "length": 0}]}', r":2: chunks\[0\]\.length: 0 is not an integer of at least 1; give"),
         ('{"chunks": [{"id": "a", "length": 8}]}', r":2: chunks\[0\]\.length: 8, but the same chunk had 9 .*; give"),
-        ('{"chunks": [], "question_len": true}', r":2: question_len: True is not an integer of at least 1; give"),
+        ('{"chunks": [], "question_len": true}', r":2: question_len: true is not an integer of at least 1; give"),
     ],
 )
 def test_a_bad_line_is_told_with_file_line_and_remedy(tmp_path: Path, line: str, message: str) -> None:
