@@ -1,6 +1,6 @@
 """ChunkAdmin: administration in one scheduler process.
 
-Verbs: `answer` (one request of `messages`; `host/admin_requests.py` brings them here), `before_eviction` and
+Verbs: `answer` (one request of `admin_messages`; `host/admin_requests.py` brings them here), `before_eviction` and
 `after_reset` (called by the radix cache).
 
 Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it

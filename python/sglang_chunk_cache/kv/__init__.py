@@ -1,1 +1,2 @@
-"""Key-value caches: where variants lie (`store`), how they move (`assembler`), which rows attend (`rows`)."""
+"""Key-value caches: where variants lie (`store`), room for them (`pool`), how they move (`assembler`), what stays
+(`keeper`)."""
