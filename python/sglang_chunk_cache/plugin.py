@@ -15,7 +15,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO, DEFAULT_SEPARATOR
 from sglang_chunk_cache.flags.server_args import (
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 HTTP_APP = "sglang_chunk_cache.host.http_worker:app"
 _BY_ENGINE = "_chunk_cache_by_engine"
 _refused: list[StartRefused] = []
+CHILDREN_END_S = 10.0
 
 
 def register() -> None:
@@ -171,23 +175,32 @@ def launch_subprocesses(original: Callable[..., Any], cls: type, *args: Any, **k
     set_args(chunk_cache_args)
     if chunk_cache_args is not None and server_args.tokenizer_worker_num > 1:
         _name_http_app()
+    before = {child.pid for child in _children()}
     try:
         with exported(chunk_cache_args):
             return original(cls, *args, **kwargs)
     except StartRefused as error:
-        _end_start(error, is_server=not hasattr(server_args, _BY_ENGINE))
+        _end_start(error, before, is_server=not hasattr(server_args, _BY_ENGINE))
         raise
 
 
-def _end_start(error: StartRefused, *, is_server: bool) -> None:
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _end_start(error: StartRefused, before: set[int], *, is_server: bool) -> None:
     """Ends the children of a start that is refused, and this process too where it was to be a server.
+
+    Children that were there `before` are somebody else's: an Engine that serves, workers of the program.
 
     What was made of the tokenizer manager is never collected: its sockets would wait for the other end for ever.
     """
-    from sglang.srt.utils import kill_process_tree
-
+    started = [child for child in _children() if child.pid not in before]
     try:
-        kill_process_tree(os.getpid(), include_parent=False, wait_timeout=10)
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(started, timeout=CHILDREN_END_S)
     finally:
         if is_server:
             sys.stdout.flush()

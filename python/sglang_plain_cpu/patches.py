@@ -71,10 +71,10 @@ def apply(when: str) -> None:
     """Applies the rows of a moment, in the order of the table; does nothing when called again."""
     if when in _applied:
         return
-    _applied.add(when)
     for patch in PATCHES:
         if patch.when == when:
             patch.apply()
+    _applied.add(when)
 
 
 def _put(patch: Patch) -> None:

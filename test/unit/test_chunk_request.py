@@ -13,7 +13,7 @@ from chunk_cache.options.kept_tokens import KeptTokens
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
-from sglang_chunk_cache.forward.forward import Forward, Part, TargetForwards
+from sglang_chunk_cache.forward.forward import Forward, Part, TargetForwards, announce, announced
 from sglang_chunk_cache.kv.pool import Load
 from sglang_chunk_cache.request.chunk_request import Admission, ChunkRequest
 
@@ -54,6 +54,14 @@ def test_a_reply_speaks_of_the_plan_without_the_load_that_failed() -> None:
     assert request.reported is not None
     assert request.reported.plan is request.admission.fused_plan is without
     assert request.admission.load_plan is None
+
+
+def test_nothing_that_was_announced_outlives_its_forward() -> None:
+    batch: Any = SimpleNamespace()
+    forward = Forward((Part(batch, attention=SimpleNamespace()),))  # type: ignore[arg-type]
+    assert announce(forward) is batch
+    assert announced(batch) is forward
+    assert vars(batch) == {}, "or the batch would hold itself"
 
 
 def test_a_draft_is_told_the_rows_of_the_same_batch_once() -> None:

@@ -158,8 +158,8 @@ class ChunkAdmin:
 
     def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
         """Whether a store was asked for what is missing, and has not answered yet."""
-        is_scoring_pass = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
-        return {"is_asking": True} if is_scoring_pass else {}
+        is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
+        return {"is_asking": True} if is_asking else {}
 
     def _prepared(self, request: messages.ChunkCachePreparedReq) -> Result:
         neighbours = {key: tuple(behind) for key, behind in zip(request.keys, request.neighbours, strict=True)}

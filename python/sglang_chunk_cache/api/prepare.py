@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
@@ -396,7 +397,8 @@ def _sampling_problem(params: Any, manager: Any) -> str | None:
         built = manager.sampling_params_class(**{**params, "custom_params": None})
         built.normalize(manager.tokenizer)
         built.verify(manager.model_config.vocab_size)
-        msgspec.msgpack.decode(msgspec.msgpack.encode(built), type=type(built))
+        sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
+        msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
     except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)
         return " ".join(str(error).split()).rstrip(".")
     return None
@@ -420,6 +422,12 @@ def _are_below(ids: Sequence[int], bound: int) -> bool:
         return False
 
 
+class PromptTooLong(ChunkCacheRequestError):
+    """A marked prompt does not fit into the context."""
+
+    num_tokens: int
+
+
 def check_length(num_tokens: int, spans: Sequence[Span], paths: Sequence[str], manager: Any, path: str) -> None:
     """Checks that a marked prompt fits into the context, also with --allow-auto-truncate.
 
@@ -428,15 +436,19 @@ def check_length(num_tokens: int, spans: Sequence[Span], paths: Sequence[str], m
         path: of the prompt.
 
     Raises:
-        ChunkCacheRequestError: it does not; a chunk that does not fit by itself is named.
+        PromptTooLong: it does not; a chunk that does not fit by itself is named.
     """
     for (start, end), where in zip(spans, paths, strict=True):
         if end - start >= manager.context_len:
             problem = f"the chunk has {end - start} tokens and the context length of the model is {manager.context_len}"
-            raise request_error(where, problem, "shorten the chunk")
+            error = user_error(PromptTooLong, where, problem, "shorten the chunk")
+            error.num_tokens = num_tokens
+            raise error
     if num_tokens + manager.num_reserved_tokens >= manager.context_len:
         problem = f"the prompt has {num_tokens} tokens and the context length of the model is {manager.context_len}"
-        raise request_error(path, problem, "shorten the prompt")
+        error = user_error(PromptTooLong, path, problem, "shorten the prompt")
+        error.num_tokens = num_tokens
+        raise error
 
 
 def _with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:

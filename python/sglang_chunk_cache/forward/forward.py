@@ -81,8 +81,11 @@ def announce(forward: Forward) -> ForwardBatch:
 
 
 def announced(batch: ForwardBatch) -> Forward | None:
-    """What was announced of a batch; None = its forward is SGLang's alone."""
-    forward: Forward | None = getattr(batch, _FORWARD, None)
+    """What was announced of a batch, once; None = its forward is SGLang's alone.
+
+    The forward holds the batch, so a batch that still held its forward would live until Python collects circles.
+    """
+    forward: Forward | None = vars(batch).pop(_FORWARD, None)
     return forward
 
 

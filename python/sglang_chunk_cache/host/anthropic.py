@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.prepare import PromptTooLong
 from sglang_chunk_cache.api.replies import USAGE_KEYS, Replies
 from sglang_chunk_cache.flags.server_args import attached
 
@@ -30,14 +31,14 @@ _START = "event: message_start\ndata: "
 
 
 class _Usage(AnthropicUsage):
-    """With the counts of the chunk cache."""
+    """Usage with the counts of the chunk cache."""
 
     chunk_reused_tokens: int
     chunk_recomputed_tokens: int
 
 
 class _Message(AnthropicMessagesResponse):
-    """With the reply of the chunk cache."""
+    """Message with the reply of the chunk cache."""
 
     usage: _Usage
     sglext: Any
@@ -55,7 +56,9 @@ class ChunkAnthropicServing(AnthropicServing):
             message = AnthropicMessagesRequest(**{**dict(request), "max_tokens": 1})
             asked = self._convert_to_chat_completion_request(message)
             adapted, _ = chat._convert_to_internal_request(asked, raw_request)
-        except ValueError as error:
+        except PromptTooLong as error:
+            return JSONResponse({"input_tokens": error.num_tokens})
+        except Exception as error:  # noqa: BLE001  (as SGLang's own: whatever cannot be converted is a bad request)
             return self._error_response(HTTPStatus.BAD_REQUEST, "invalid_request_error", str(error))
         ids = adapted.input_ids
         if ids is None:

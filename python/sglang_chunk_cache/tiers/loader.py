@@ -142,7 +142,9 @@ class TierLoader:
         if self._overlaps:
             self._choose_preload(waiting, searches, num_rows(), num_keys)
         for key, search in to_load.items():
-            self._searches.setdefault(key, search)
+            other = self._searches.get(key)
+            if other is None or (other.chunk.held.is_of_use and not search.chunk.held.is_of_use):
+                self._searches[key] = search  # whoever holds nothing needs more; a search that runs goes on
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
         while self._config.loading == "sync" and self._queue.state_of(rid) is State.WAITING:
@@ -228,7 +230,11 @@ class TierLoader:
             self._num_wanting[chunk.key] -= 1
             if not self._num_wanting[chunk.key]:
                 del self._num_wanting[chunk.key]
-                self.num_staged_bytes -= self._staged.pop(chunk.key, 0)
+                num_bytes = self._staged.pop(chunk.key, None)
+                if num_bytes is None:  # its load never began, so the queue will not drain it
+                    self._drop(chunk.key)
+                else:
+                    self.num_staged_bytes -= num_bytes
 
     def clear(self) -> None:
         """Nobody waits any more."""
@@ -372,10 +378,13 @@ class TierLoader:
 
     def _drop_unwanted(self) -> None:
         for key in self._queue.drain():
-            self._found.pop(key, None)
-            self._searches.pop(key, None)
-            self._estimated_s.pop(key, None)
-            self._preload.pop(key, None)
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._found.pop(key, None)
+        self._searches.pop(key, None)
+        self._estimated_s.pop(key, None)
+        self._preload.pop(key, None)
 
     def _find(self, search: OpenSearch, num_layers: int | None) -> Found:
         """A worker's part: nobody may want it any more."""
@@ -384,7 +393,7 @@ class TierLoader:
     def _settle(self, rids: Sequence[str]) -> None:
         """The loads of these requests have ended, or are late, on all ranks."""
         pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
-        outcomes = [waiting.decided.get(key) or self._found.get(key, LATE) for waiting, key in pairs]
+        outcomes = [self._outcome(self._waiting[rid], chunk) for rid in rids for chunk in self._waiting[rid].chunks]
         if self._reduce_max is not None and outcomes:
             outcomes = self._agree(outcomes, self._reduce_max)
         for rid in rids:
@@ -396,6 +405,18 @@ class TierLoader:
             self._note_outcome(found)
         found_by_key = [(key, found) for (_, key), found in zip(pairs, outcomes, strict=True)]
         self._run_streams({key: found.stream for key, found in found_by_key if found.stream is not None})
+
+    def _outcome(self, waiting: _Waiting, chunk: Wanted) -> Found:
+        """What was decided or found for a chunk; where that came too late, what host memory has of it."""
+        found = waiting.decided.get(chunk.key) or self._found.get(chunk.key)
+        # Another request's search may have ended because that request holds a variant, which this one does not.
+        if found is not None and (chunk.held.is_of_use or not found.is_held):
+            return found
+        in_memory = self._search.run_in_memory(self._search.open(chunk, {}, is_memory=True))
+        if in_memory is None or in_memory.stored is None:
+            return LATE
+        self._note_reads(chunk.key, in_memory)
+        return in_memory
 
     def _agree(self, outcomes: Sequence[Found], reduce_max: Callable[[Votes], Votes]) -> list[Found]:
         """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""

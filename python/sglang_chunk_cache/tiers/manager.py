@@ -201,8 +201,8 @@ class ChunkTiers:
         for tier in tiers if is_first else ():
             find = partial(_listed, tier, partial(_found, tier, keys), f"tier {tier.name} was not asked")
             self._workers.submit(find, self._adopt_found, _asking(tier))
-        is_scoring_pass = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
-        return bool((is_scoring_pass if self.reduce_max is None else self.reduce_max(is_scoring_pass))[0])
+        is_asked = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
+        return bool((is_asked if self.reduce_max is None else self.reduce_max(is_asked))[0])
 
     def _adopt_found(self, found: tuple[Tier, list[EntrySummary]]) -> None:
         tier, entries = found

@@ -130,14 +130,15 @@ class TierSearch:
         self._empty = fingerprint.empty
         self._prefers_prepared = prefers_prepared
 
-    def open(self, chunk: Wanted, load_shares: Mapping[str, float]) -> OpenSearch:
+    def open(self, chunk: Wanted, load_shares: Mapping[str, float], *, is_memory: bool = False) -> OpenSearch:
         """What the ledgers know of a chunk is where its search begins.
 
         Args:
             load_shares: by tier, as in `TierView`.
+            is_memory: only host memory is searched.
         """
         views = []
-        for tier in self._tiers.values():
+        for tier in (tier for tier in self._tiers.values() if tier.is_host or not is_memory):
             entries = tier.ledger.peers_of(chunk.key)
             # Of host memory the ledger knows all, and where the pool has a variant nothing is asked at random.
             if entries or not (tier.is_host or chunk.held.is_of_use):

@@ -129,9 +129,9 @@ def test_what_a_tier_has_is_stored_as_well(admin):
         ask=lambda keys, *, is_first: asked.append((keys, is_first)) or is_first,
     )
     expected = {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
-    for is_again, is_scoring_pass in ((False, {"is_asking": True}), (True, {})):
+    for is_again, is_asking in ((False, {"is_asking": True}), (True, {})):
         request = messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)], is_again=is_again)
-        assert admin.answer(request) == expected | is_scoring_pass
+        assert admin.answer(request) == expected | is_asking
         asks = [([key(3), key(4)], None), ([key(4)], not is_again)]
         assert asked[-2:] == asks, "what the pool has is not looked for, and what a tier is known to have not asked for"
     admin.tiers = None

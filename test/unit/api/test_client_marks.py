@@ -397,6 +397,13 @@ def test_what_a_message_refuses_is_not_counted(service, seen):
     assert "only one separator" in response.json()["error"]["message"]
 
 
+def test_a_message_that_does_not_fit_is_counted(service, seen):
+    long = f"{SEP}{'word ' * 20000}{SEP}"
+    sent(service, seen, MESSAGES, messages(text(f"Read {long} Who?")), status=400)
+    response = sent(service, seen, f"{MESSAGES}/count_tokens", messages(text(f"Read {long} Who?")))
+    assert response.json()["input_tokens"] >= 20000
+
+
 # Blank passages, and marks that stand elsewhere.
 
 MARKS = {"marks": True}

@@ -167,11 +167,15 @@ if __name__ == "__main__":
     options.attach(record, options.ChunkCacheArgs())
     if sys.argv[1] == "engine":
         setattr(record, plugin._BY_ENGINE, True)
+        worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
+        worker.start()  # of the program, not of the engine
     try:
         plugin.launch_subprocesses(launch_subprocesses, object, server_args=record)
     except options.StartRefused as error:
         if sys.argv[1] != "engine":
             raise
+        assert worker.is_alive()
+        worker.kill()
         print(error.code, "raised", file=sys.stderr)
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from chunk_cache.index.need import Need
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Held
+from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.search import Wanted
 from unit.tiers.medium_suite import FINGERPRINT
@@ -114,3 +115,33 @@ def test_host_memory_is_used_where_the_better_one_cannot_be_read(tmp_path: Path)
         path.unlink()
         assert result(tiers.load(needed())[0]) == ("host", None)
         tiers.check()
+
+
+def test_host_memory_is_used_where_the_better_one_comes_too_late(tmp_path: Path) -> None:
+    with opened(tmp_path, slow={"disk": (1e9, 1.0)}, timeout_s=0.2) as tiers:
+        fill(tiers)
+        assert result(tiers.load(needed())[0]) == ("host", None)
+
+
+def test_a_search_of_who_holds_a_variant_does_not_answer_for_who_holds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "MAX_STAGED_BYTES", 1)
+    with opened(tmp_path, in_host=False, slow={"disk": (1e9, 0.3)}) as tiers:
+        fill(tiers)
+        tiers.want("first", wanted(2))  # takes the room
+        tiers.want("held", needed(held(ELSEWHERE.name, share=0.6)))
+        tiers.want("none", needed())
+        tiers.settle("first", "held", "none")
+        assert result(tiers.loader.bring_in("none")[needed().key]) == ("disk", None)
+
+
+def test_nothing_is_left_of_a_load_that_never_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "MAX_STAGED_BYTES", 1)
+    with opened(tmp_path, in_host=False, slow={"disk": (1e9, 0.3)}) as tiers:
+        fill(tiers)
+        tiers.want("first", wanted(2))  # takes the room
+        tiers.want("second", needed())
+        tiers.loader.poll(["first"])  # the second is gone
+        assert set(tiers.loader._searches) == {wanted(2).key}
+        tiers.settle("first")
