@@ -20,12 +20,13 @@ LAYERWISE = ({"method": "cacheblend"}, {"method": "a3"}, {"method": "epic", "opt
 
 @contextlib.contextmanager
 def _watched(s: Session, look: Callable[[Any, bool, Any], None]) -> Iterator[None]:
-    """Inside the scope `look` gets the batch of every forward, whether it is a mixed one, and the output."""
+    """Inside the scope `look` gets the batch of every forward, whether it is mixed (ours: and fused), and the output."""
     runner = s.local.scheduler.tp_worker.model_runner
     forward = runner.forward
 
     def watching(batch: Any, *args: Any, **kwargs: Any) -> Any:
         is_mixed = batch.forward_mode.is_mixed()  # SGLang changes the mode on the way
+        is_mixed = is_mixed and (not s.is_ours or hasattr(batch, "chunk_cache_forward"))
         output = forward(batch, *args, **kwargs)
         look(batch, is_mixed, output)
         return output
@@ -85,7 +86,7 @@ def case_mixed_batches(s: Session) -> None:
 
     def look(batch: Any, is_mixed: bool, output: Any) -> None:
         nonlocal num_mixed
-        num_mixed += is_mixed and (not s.is_ours or hasattr(batch, "chunk_cache_extras"))
+        num_mixed += is_mixed
         logits = output.logits_output.next_token_logits
         for rid, row in zip(batch.rids, logits.float().log_softmax(-1).tolist(), strict=True):
             found[rid].append(row)
