@@ -20,7 +20,7 @@ LAYERWISE = ({"method": "cacheblend"}, {"method": "a3"}, {"method": "epic", "opt
 
 @contextlib.contextmanager
 def _watched(s: Session, look: Callable[[Any, bool, Any], None]) -> Iterator[None]:
-    """Inside the scope `look` gets the batch of every forward, whether it is mixed (ours: and fused), and the output."""
+    """Inside the scope `look` gets the batch of each forward, whether it is mixed (ours: and fused), and the output."""
     runner = s.local.scheduler.tp_worker.model_runner
     forward = runner.forward
 
