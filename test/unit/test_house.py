@@ -19,7 +19,7 @@ DANGLING = ("Of", "That", "As", "So")
 def test_no_two_files_of_a_package_share_a_name(package):
     places = defaultdict(list)
     for file in (ROOT / package).rglob("*.py"):
-        if file.name not in ("__init__.py", "__main__.py"):
+        if file.name != "__init__.py":
             places[file.name].append(str(file.relative_to(ROOT)))
     assert [found for found in places.values() if len(found) > 1] == []
 

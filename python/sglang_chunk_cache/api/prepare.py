@@ -440,15 +440,16 @@ def check_length(num_tokens: int, spans: Sequence[Span], paths: Sequence[str], m
     """
     for (start, end), where in zip(spans, paths, strict=True):
         if end - start >= manager.context_len:
-            problem = f"the chunk has {end - start} tokens and the context length of the model is {manager.context_len}"
-            error = user_error(PromptTooLong, where, problem, "shorten the chunk")
-            error.num_tokens = num_tokens
-            raise error
+            raise _too_long(where, "chunk", end - start, num_tokens, manager)
     if num_tokens + manager.num_reserved_tokens >= manager.context_len:
-        problem = f"the prompt has {num_tokens} tokens and the context length of the model is {manager.context_len}"
-        error = user_error(PromptTooLong, path, problem, "shorten the prompt")
-        error.num_tokens = num_tokens
-        raise error
+        raise _too_long(path, "prompt", num_tokens, num_tokens, manager)
+
+
+def _too_long(path: str, what: str, length: int, num_tokens: int, manager: Any) -> PromptTooLong:
+    problem = f"the {what} has {length} tokens and the context length of the model is {manager.context_len}"
+    error = user_error(PromptTooLong, path, problem, f"shorten the {what}")
+    error.num_tokens = num_tokens
+    return error
 
 
 def _with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:

@@ -7,8 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -121,11 +119,6 @@ def test_a_pipe_gets_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with progress(2, "asking", "methods"):
         pass
     assert capsys.readouterr().err == "asking: done in 0 s\n"
-
-
-def test_no_two_files_of_the_tools_share_a_name() -> None:
-    names = Counter(path.name for path in Path(chunk_cache_tools.__file__).parent.rglob("*.py"))
-    assert {name for name, num in names.items() if num > 1} == {"__init__.py"}
 
 
 def test_the_tools_import_nothing_of_a_server() -> None:
