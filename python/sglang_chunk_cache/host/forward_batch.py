@@ -21,7 +21,6 @@ import numpy as np
 
 from chunk_cache.gate.verification_queue import Candidate
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.flags.step_limits import step_len
 from sglang_chunk_cache.forward.added_rows import AddedRows, take_added_rows
 from sglang_chunk_cache.forward.attending import Observer
 from sglang_chunk_cache.forward.batch.fused_batch import FusedBatch
@@ -57,20 +56,22 @@ def init_forward_batch(
     def init(fused: ScheduleBatch) -> ForwardBatch:
         return original(cls, fused, model_runner, **kwargs)
 
+    fused = partial(FusedBatch, batch=batch, model_runner=model_runner, init=init, min_run_len=chunks.min_run_len)
     draft = chunks.assembler.draft
     if model_runner.is_draft_worker:
         added = None if draft is None else chunks.target_forwards.take(batch)
         if draft is None or added is None:
             return init(batch)
         kwargs["kv_loc_plan"] = None  # that of SGLang is of the rows of the target's last forward
-        return announce(_draft_forward(batch, model_runner, chunks, draft.kernel, init, added))
-    forward = _target_forward(batch, model_runner, chunks, init)
+        return announce(_draft_forward(fused(kernel=draft.kernel), added))
+    forward = _target_forward(fused, batch, model_runner, chunks, init)
     if draft is not None:
         chunks.target_forwards.note(batch, forward)
     return announce(forward)
 
 
 def _target_forward(
+    fused_batch: Callable[..., FusedBatch],
     batch: ScheduleBatch,
     model_runner: ModelRunner,
     chunks: ChunkRuntime,
@@ -86,17 +87,8 @@ def _target_forward(
     if added is None:
         timing, observers = _timing(chunks, batch, ()), observe(batch, batch.prefix_lens, None)
         return Forward((Part(init(batch), None, observers),), timing=timing, first_rows=first_rows)
-    fused = FusedBatch(
-        batch=batch,
-        model_runner=model_runner,
-        init=init,
-        layers=chunks.layers,
-        kernel=chunks.kernel,
-        min_run_len=chunks.min_run_len,
-        observe=observe,
-        count=chunks.metrics.count_fused_batch,
-        step_len=step_len(),
-    )
+    count = chunks.metrics.count_fused_batch
+    fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, count=count)
     forward = partial(Forward, fused.parts(added), added, tail_lens=_tail_lens(batch), first_rows=first_rows)
     copies = [layer_copy for one in added for layer_copy in one.layer_copies]
     if chunks.landings is None or not copies:
@@ -106,33 +98,15 @@ def _target_forward(
     return forward(loads=chunks.landings.loads(copies), instead=instead)
 
 
-def _draft_forward(
-    batch: ScheduleBatch,
-    model_runner: ModelRunner,
-    chunks: ChunkRuntime,
-    kernel: str,
-    init: Callable[[ScheduleBatch], ForwardBatch],
-    added: Sequence[AddedRows],
-) -> Forward:
+def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:
     """A prompt in the model that drafts, behind the target's forward of the same batch.
 
     SGLang's `_draft_extend_for_prefill` asks for it, with the hidden states of the target's rows where the draft reads
     them.
     """
-    fused = FusedBatch(
-        batch=batch,
-        model_runner=model_runner,
-        init=init,
-        layers=None,
-        kernel=kernel,
-        min_run_len=chunks.min_run_len,
-        observe=lambda *_: (),
-        count=lambda _: None,
-        step_len=step_len(),
-    )
     parts = fused.parts([one.for_draft() for one in added])
     batches = [part.batch for part in parts]
-    hidden = batch.spec_info.hidden_states
+    hidden = fused.batch.spec_info.hidden_states
     if len(parts) > 1 and hidden is not None:
         for one, own in zip(batches, hidden.split([one.extend_num_tokens for one in batches]), strict=True):
             one.spec_info = copy.copy(one.spec_info)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_chunk_cache.flags.step_limits import step_len
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.attending import Attention, Observer
 from sglang_chunk_cache.forward.batch.layerwise import layerwise_forward
@@ -43,30 +44,28 @@ class FusedBatch:
         batch: SGLang's, without the rows.
         model_runner: of the model that computes it.
         init: makes the forward batch of a batch, as stock SGLang does.
-        layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
         kernel: backend of the operations.
         min_run_len: mean length of runs of rows from which SGLang's attention backend serves them; None = never.
+        layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
         observe: see `Observe`.
         count: told by which kernel a part is served.
-        step_len: rows that a step has room for; None = any number.
     """
 
     batch: ScheduleBatch
     model_runner: ModelRunner
     init: Callable[[ScheduleBatch], ForwardBatch]
-    layers: ModelLayers | None
     kernel: str
     min_run_len: int | None
-    observe: Observe
-    count: Callable[[str], None]
-    step_len: int | None
+    layers: ModelLayers | None = None
+    observe: Observe = lambda *_: ()
+    count: Callable[[str], None] = lambda _: None
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
         """One, or several where the only request that prefills has too many rows for a step; `added` per request."""
         batch = self.batch
         one, *decoding = added
         tails_len = sum(batch.extend_lens)
-        most = self.step_len
+        most = step_len()
         is_alone = len(decoding) == num_decoding(batch)
         if most is None or not is_alone or one.choice is not None or len(one.positions) + tails_len <= most:
             return (self._part(batch, added),)
