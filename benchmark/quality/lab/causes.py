@@ -65,7 +65,7 @@ def _with_mean_drift(case: Case) -> KV:
     cache = case.reused.clone()
     for start, end in case.spans[1:]:
         positions = torch.arange(start, end)
-        drift = case.model.turn_to(case.full.k[:, start:end] - cache.k[:, start:end], -positions).mean(1, keepdim=True)
-        cache.k[:, start:end] += case.model.turn_to(drift.expand_as(cache.k[:, start:end]), positions)
+        drift = case.model.turn(case.full.k[:, start:end] - cache.k[:, start:end], -positions).mean(1, keepdim=True)
+        cache.k[:, start:end] += case.model.turn(drift.expand_as(cache.k[:, start:end]), positions)
         cache.v[:, start:end] += (case.full.v[:, start:end] - cache.v[:, start:end]).mean(1, keepdim=True)
     return cache

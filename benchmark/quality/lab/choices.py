@@ -23,14 +23,18 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Reused:
-    """The reused part of a case and what can be known of it; scores are `[prompt_len]`."""
+    """The reused part of a case and what can be known of it; scores are `[prompt_len]`.
+
+    `first` is the first chunk that is reused: those before it lie in the exact prefix.
+    """
 
     case: Case
     supporting: Sequence[int] = ()
+    first: int = 1
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        return self.case.spans[1:]
+        return self.case.spans[self.first :]
 
     @property
     def start(self) -> int:
@@ -83,10 +87,10 @@ class Reused:
 
         def change(layer: int, cache: KV, k: torch.Tensor, v: torch.Tensor) -> None:
             num = len(rows)
-            drift_k = model.turn_to(k[:num] - cache.k[layer, rows], -rows)
+            drift_k = model.turn_to(k[:num] - cache.k[layer, rows], -rows, layer)
             drift_v = v[:num] - cache.v[layer, rows]
             mean_k, mean_v = (torch.einsum("cr,rhd->chd", weights, drift) for drift in (drift_k, drift_v))
-            cache.k[layer, others] += model.turn_to(mean_k[other_chunk], others)
+            cache.k[layer, others] += model.turn_to(mean_k[other_chunk], others, layer)
             cache.v[layer, others] += mean_v[other_chunk]
 
         return change

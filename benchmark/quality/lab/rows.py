@@ -1,7 +1,8 @@
 """RowModel: a pretrained model that computes chosen rows of a prompt over a KV cache that one may change.
 
-The instrument behind `study.py`. It runs the modules of a Hugging Face model of Llama's shape (Llama, Qwen2, Qwen3,
-Mistral) one layer at a time, outside any server, so that an experiment can put any K and V in front of any row:
+The instrument behind `study.py` and `storing.py`. It runs the modules of a Hugging Face model of Llama's shape (Llama,
+Qwen2, Qwen3, Mistral) or of Gemma 3 one layer at a time, outside any server, so that an experiment can put any K and V
+in front of any row:
 
     cache = KV.empty(model, 1000)
     model.run(cache, ids, positions)        # computes rows, writes their K and V, returns their hidden states
@@ -67,6 +68,11 @@ class RowModel:
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.num_heads)
+        # `softmax_attention` divides by the root of the head's size; where the model does not, queries make up for it.
+        self._q_scale = float(self._layers[0].self_attn.scaling) * self.head_dim**0.5
+        is_mixed = getattr(config, "sliding_window", None) and "sliding_attention" in (config.layer_types or ())
+        self._kinds = list(config.layer_types) if is_mixed else [None] * self.num_layers
+        self._window = int(config.sliding_window) if is_mixed else None
 
     def run(
         self,
@@ -93,12 +99,13 @@ class RowModel:
             Hidden states behind the last norm, `[num_rows, hidden_size]`.
         """
         kv_len = int(positions[-1]) + 1
-        seen = torch.arange(kv_len)[None, :] <= positions[:, None]
-        mask = torch.zeros(seen.shape).masked_fill_(seen.logical_not(), float("-inf"))
+        masks = self._masks(positions, kv_len)
         x = self._model.model.embed_tokens(ids)
-        cos, sin = self._rotation(positions - shift)
+        rotations = {kind: self._rotation(positions - shift, kind) for kind in set(self._kinds)}
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, x, cos, sin)
+            kind = self._kinds[index]
+            q, k, v = self._project(layer, x, *rotations[kind])
+            mask = masks[kind]
             if change is not None:
                 change(index, cache, k, v)
             cache.k[index, positions], cache.v[index, positions] = k, v
@@ -116,33 +123,46 @@ class RowModel:
         """
         start = k.shape[1]
         positions = torch.arange(start, start + len(ids))
-        seen = torch.arange(start + len(ids))[None, :] <= positions[:, None]
-        mask = torch.zeros(seen.shape).masked_fill_(seen.logical_not(), float("-inf"))
+        masks = self._masks(positions, start + len(ids))
         x = self._model.model.embed_tokens(ids)
-        cos, sin = self._rotation(positions)
+        rotations = {kind: self._rotation(positions, kind) for kind in set(self._kinds)}
         for index, layer in enumerate(self._layers):
-            q, new_k, new_v = self._project(layer, x, cos, sin)
-            x = self._finish(
-                layer, x, softmax_attention(q, torch.cat([k[index], new_k]), torch.cat([v[index], new_v]), mask)
-            )
+            kind = self._kinds[index]
+            q, new_k, new_v = self._project(layer, x, *rotations[kind])
+            keys, values = torch.cat([k[index], new_k]), torch.cat([v[index], new_v])
+            x = self._finish(layer, x, softmax_attention(q, keys, values, masks[kind]))
         return self._model.model.norm(x)
 
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, vocab_size]`."""
         return self._model.lm_head(hidden).log_softmax(-1)
 
-    def turn(self, k: torch.Tensor, by: int) -> torch.Tensor:
-        """K `[..., len, num_kv_heads, head_dim]` as it would be `by` positions later."""
-        return self.turn_to(k, torch.full((k.shape[-3],), by))
+    def turn(self, k: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+        """K of all layers `[num_layers, len, num_kv_heads, head_dim]` as it would be `by` positions later.
 
-    def turn_to(self, k: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """K `[..., len, num_kv_heads, head_dim]` turned by `[len]` positions, each by its own."""
-        cos, sin = self._rotation(by.abs())
+        Args:
+            by: for all tokens, or `[len]` for each its own.
+        """
+        places = by if isinstance(by, torch.Tensor) else torch.full((k.shape[-3],), by)
+        return torch.stack([self.turn_to(one, places, layer) for layer, one in enumerate(k)])
+
+    def turn_to(self, k: torch.Tensor, by: torch.Tensor, layer: int) -> torch.Tensor:
+        """K of a layer `[..., len, num_kv_heads, head_dim]` turned by `[len]` positions, each by its own."""
+        cos, sin = self._rotation(by.abs(), self._kinds[layer])
         return _rotate(k, cos, sin * by.sign()[:, None, None])
 
-    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._model.model.rotary_emb(torch.zeros(1), positions[None])
+    def _rotation(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        kinds = () if kind is None else (kind,)
+        cos, sin = self._model.model.rotary_emb(torch.zeros(1), positions[None], *kinds)
         return cos[0][:, None], sin[0][:, None]
+
+    def _masks(self, positions: torch.Tensor, kv_len: int) -> dict[str | None, torch.Tensor]:
+        """`[num_rows, kv_len]` by kind of layer, added to the scaled scores."""
+        distance = positions[:, None] - torch.arange(kv_len)[None, :]
+        unseen = {kind: distance < 0 for kind in set(self._kinds)}
+        if self._window is not None:
+            unseen["sliding_attention"] |= distance >= self._window
+        return {kind: torch.zeros(far.shape).masked_fill_(far, float("-inf")) for kind, far in unseen.items()}
 
     def _project(
         self, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -154,10 +174,14 @@ class RowModel:
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return _rotate(q, cos, sin) * self._q_scale, _rotate(k, cos, sin), v
 
     def _finish(self, layer: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = x + layer.self_attn.o_proj(attended.flatten(1))
+        attended = layer.self_attn.o_proj(attended.flatten(1))
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            x = x + layer.post_attention_layernorm(attended)
+            return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+        x = x + attended
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
 

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark.quality.lab import study
+from benchmark.quality.lab import storing, study
 from benchmark.quality.lab.anatomy import _of_full_prefill, _squared_deviation, anatomy
 from benchmark.quality.lab.ape import MergedAttention, ape
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import Reused, choices
 from benchmark.quality.lab.rows import KV, RowModel, softmax_attention
+from benchmark.quality.lab.storing import Stored
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import write_questions
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 TRAINED = "benchmark/quality/models/qa-1m-seed0"
 
@@ -178,3 +179,73 @@ def test_the_anatomy_of_a_case(case: Case) -> None:
 def test_nothing_deviates_in_the_first_layer_but_for_rounding(case: Case) -> None:
     first, second = _squared_deviation(case)[:2, : case.tail_start].amax(1).tolist()
     assert first < 1e-5 * second
+
+
+def test_a_store_behind_nothing_is_that_of_each_passage_alone(case: Case) -> None:
+    stored = Stored(case)
+    stored.add([torch.tensor([], dtype=torch.int64)])
+    (first, _), chunks = case.spans[1], slice(case.head_len, case.tail_start)
+    torch.testing.assert_close(stored.mean().reused.v[:, first : chunks.stop], case.reused.v[:, first : chunks.stop])
+    torch.testing.assert_close(stored.mean().reused.k[:, chunks], case.reused.k[:, chunks], atol=1e-4, rtol=1e-4)
+
+
+def test_a_store_is_the_mean_of_what_its_contexts_give(case: Case) -> None:
+    contexts = [case.ids[case.tail_start : case.tail_start + 3], case.ids[:5]]
+    each, both = [], Stored(case)
+    for context in contexts:
+        one = Stored(case)
+        one.add([context])
+        both.add([context])
+        each.append(one.mean().reused)
+    torch.testing.assert_close(both.mean().reused.k, (each[0].k + each[1].k) / 2, atol=1e-5, rtol=1e-5)
+    assert float((each[0].v - each[1].v).abs().max()) > 1e-3
+
+
+def test_storing_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "questions.jsonl"
+    write_questions(data, make_questions("carry", num=6, seed=HELD_OUT_SEEDS[0]))
+    args = [
+        TRAINED,
+        "--data",
+        str(data),
+        "--held-out",
+        "2",
+        "--filler",
+        "1",
+        "--foreign",
+        "1",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert storing.main([*args, "--num", "1", "--name", "tiny"]) == 0
+    assert storing.main([*args, "--num", "2", "--name", "tiny"]) == 0
+    assert capsys.readouterr().out.count("minutes left") == 2
+    page = (tmp_path / "tiny.md").read_text()
+    assert "2 questions of the last 2 lines of questions.jsonl" in page
+    assert page.count("| foreign x2 | 2 |") == 3, "one row a measure"
+    assert storing.main([*args, "--data", str(tmp_path / "none.jsonl")]) == 1
+
+
+def test_gemma_with_its_windows_and_two_rotations_is_that_of_transformers(model: RowModel, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=len(model.tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    gemma, ids, positions = RowModel(str(tmp_path)), torch.arange(5, 29), torch.arange(24)
+    parts = KV.empty(gemma, 24)
+    hidden = torch.cat([gemma.run(parts, ids[part], part) for part in positions.split(7)])
+    expected = gemma._model(ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(gemma.log_probs(hidden), expected, atol=1e-4, rtol=1e-4)
+    turned = gemma.turn(gemma.turn(parts.k, 9), -9)
+    torch.testing.assert_close(turned, parts.k, atol=1e-5, rtol=1e-5)
