@@ -61,7 +61,6 @@ def open_replica() -> tuple[ChunkTiers, TierLedger]:
         pool=DictPool(),
         metrics=TierMetrics(enabled=False),
         max_generation=config.max_generation,
-        prefers_prepared=False,
         fingerprint=FINGERPRINT,
         ratio=0.15,
         reduce_max=None,

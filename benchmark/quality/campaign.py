@@ -27,6 +27,7 @@ from rich.progress import Progress, TaskID
 
 from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache_tools.verify.session import WARMED
 
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 
@@ -40,6 +41,7 @@ class Plan:
         work: folder of reply logs and server logs.
         flags: of `launch_server`, after the model.
         jobs: models at a time.
+        stored: how chunks are stored, one of `STORED`.
     """
 
     tasks: Sequence[Task]
@@ -50,6 +52,7 @@ class Plan:
     redo: Sequence[str] = ()
     flags: tuple[str, ...] = ("--chunk-cache",)
     jobs: int = 1
+    stored: str = WARMED
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,12 @@ def _open(name: str, path: str, plan: Plan, stack: ExitStack) -> list[Experiment
     model = fingerprint(path)
     experiments = []
     for task in plan.tasks:
-        settings = {"model": model, "flags": plan.flags, "asking": asdict(task.asking)}
+        settings = {"model": model, "flags": plan.flags, "asking": asdict(task.asking), "stored": plan.stored}
         log = ReplyLog(plan.work / name / f"{task.family}.jsonl", settings, resume=plan.resume)
         stack.enter_context(log)
         if plan.redo:
             log.drop(plan.redo)
-        experiments.append(Experiment(name, task, task.prompts(build), log))
+        experiments.append(Experiment(name, task, task.prompts(build), log, plan.stored))
     return experiments
 
 

@@ -8,7 +8,7 @@
     python benchmark/quality/evaluate.py --model DIR --methods cacheclip \
         --server-flags '--chunk-cache-selector DIR2 --chunk-cache-config {"selector":{"timeout_s":600}}'
 
-One server per model. Each chunk is computed once behind the system prompt; then every prompt is asked under every
+One server per model. Each chunk is computed once, as `--stored` says; then every prompt is asked under every
 method and ratio, and compared with a full prefill by stock SGLang (`"mode": "off"` on the same server). Replies are
 kept in `.cache/quality/`; CSV, page and plots go to `benchmark/results/quality/`. docs/quality.md says what they mean.
 """
@@ -52,7 +52,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chunk_cache_tools.conditions import Condition, check_likelihood, parse_method
 from chunk_cache_tools.server_client import ServerGone, ServerRefused
 from chunk_cache_tools.verify.reply_log import fingerprint
-from chunk_cache_tools.verify.session import SetupError
+from chunk_cache_tools.verify.session import STORED, WARMED, SetupError
 
 MODELS_DIR = ROOT / "benchmark" / "quality" / "models"
 WORK_DIR = ROOT / ".cache" / "quality"
@@ -76,6 +76,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help="default: " + " ".join(map(str, RATIOS)))
     add("--num", type=int, default=defaults.num, help="prompts per family (default: %(default)s)")
     add("--held-out-seed", type=int, default=defaults.seed, help="of generated questions (default: %(default)s)")
+    add("--stored", choices=STORED, default=WARMED, help="how chunks are computed before (default: %(default)s)")
     add("--max-new-tokens", type=int, help="end of an answer (default: by task)")
     add("--stop", action="append", metavar="TEXT", help="ends an answer; again for more (default: by task)")
     add("--top-logprobs", type=int, default=20, help="tokens compared one by one in the KL (default: %(default)s)")
@@ -190,6 +191,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         redo=args.redo,
         flags=server_flags(args.server_flags),
         jobs=default_jobs(len(models)),
+        stored=args.stored,
     )
     with Progress(TextColumn("{task.description}"), *COLUMNS, console=console) as progress:
         result = ask_models(models, plan, progress)
@@ -197,6 +199,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "models": ", ".join(f"{name} ({fingerprint(path)})" for name, path in models.items()),
         "tasks": f"{shown_tasks(args.tasks)}; seed {args.held_out_seed}, up to {args.num} prompts per family",
         "prompts": f"{'chat' if args.chat else 'plain text'}, template {args.prompt_template or 'of the task'}",
+        "chunks": f"stored {args.stored}",
         "server flags": f"`{without_folders(' '.join(plan.flags))}`",
         "replies": f"{result.num_asked} of this run, {result.num_kept} kept from earlier ones",
         "KL": f"over the {args.top_logprobs} likeliest first tokens of the full prefill and one bucket for the rest",

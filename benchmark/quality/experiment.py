@@ -19,7 +19,7 @@ from benchmark.quality.tasks import Task
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, parse_method
 from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
-from chunk_cache_tools.verify.session import ALONE, Session
+from chunk_cache_tools.verify.session import WARMED, Session
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Experiment:
     task: Task
     prompts: Sequence[Prompt]
     log: ReplyLog
-    stored: str = ALONE
+    stored: str = WARMED
     neighbours: Neighbours | None = None
 
     def num_needed(self, conditions: Sequence[Condition]) -> int:

@@ -50,7 +50,6 @@ from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.session import ALONE, SetupError
 
 WORK_DIR = ROOT / ".cache" / "preparation"
-PREFER_PREPARED = '--chunk-cache-config={"prefer_prepared":true}'
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -100,7 +99,7 @@ def ask(
     """
     ((name, path),) = find_models([args.model_path]).items()
     build = prompt_builder(path, chat=args.chat)
-    flags = (*server_flags(args.server_flags), PREFER_PREPARED)
+    flags = tuple(server_flags(args.server_flags))
     pairs, deviations = [], []
     with ExitStack() as stack:
         for task in tasks:

@@ -51,7 +51,7 @@ class PreparedSession(Session):
     def _check_stored(self, prompt: Prompt, chunk_cache: Mapping[str, Any]) -> None:  # type: ignore[override]
         near = self._neighbours[prompt.partition]
         for number, (text, chunk) in enumerate(zip(prompt.chunks, chunk_cache["chunks"], strict=True), 1):
-            if chunk["status"] == "hit" and near[text] and not chunk.get("prepared"):
+            if chunk["status"] == "hit" and near[text] and chunk.get("kind") != "prepared":
                 raise SetupError(
                     f"Chunk {number} of prompt {prompt.key} was not used as prepared; give the server a larger "
                     "--max-total-tokens in --server-flags."

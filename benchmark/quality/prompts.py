@@ -50,13 +50,14 @@ class Prompt:
     def body(self) -> Body:
         return Body(self.text)
 
-    def priming(self, page_size: int = 1) -> tuple[Body, ...]:
-        """One marked prompt per different chunk: the chunk alone behind the head, and a page behind it.
+    def priming(self, page_size: int = 1, filler: str | None = None) -> tuple[Body, ...]:
+        """One marked prompt per different chunk: the chunk behind the head and what fills, and a page behind it.
 
         The last page of a path is stored only when it is full, so a chunk must not end there.
         """
         tail = _tail(page_size)
-        return tuple(Body(SEPARATOR.join((self.head, chunk, tail))) for chunk in dict.fromkeys(self.chunks))
+        front = (self.head,) if filler is None else (self.head, filler)
+        return tuple(Body(SEPARATOR.join((*front, chunk, tail))) for chunk in dict.fromkeys(self.chunks))
 
     def shuffled(self, page_size: int = 1) -> Body:
         """The marked prompt with its different chunks in another order, the same one every time, and a page behind."""

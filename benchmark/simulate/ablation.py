@@ -41,8 +41,9 @@ def _overlap(variant: Variant, context: Context) -> float:
 
 
 def _impact(variant: Variant) -> float:
+    """CCI; what was computed alone costs all there is, as in `unit_cfo`."""
     assert variant.statistics is not None, f"{variant} without statistics in a simulation"
-    return float(variant.statistics.cci)
+    return float(variant.statistics.cci) if variant.context else 1.0
 
 
 def _whole(variant: Variant, context: Context, system: bytes) -> float:

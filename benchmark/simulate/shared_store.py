@@ -202,8 +202,7 @@ class StoreReplay(Replay):
         load_s = self._channel().estimate(length * hardware.token_bytes, self._queued_bytes())
         share = load_share(load_s, self._prefill().marginal(length, num_keys), 0.0)
         views = [TierView(REMOTE, entries, share)] if entries or not missing.held.is_of_use else []
-        prefers = self.settings.config.prefer_prepared
-        return VariantSearch(missing.need, views, prefers_prepared=prefers, held=missing.held)
+        return VariantSearch(missing.need, views, missing.held)
 
     def _run(self, search: VariantSearch[Variant], number: int) -> Variant | None:
         while (step := search.next()) is not None:

@@ -31,6 +31,7 @@ from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking, Stage
 from chunk_cache.options.config import Config
+from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
 from chunk_cache.plan.selector_answer import NO_ANSWER
@@ -144,7 +145,6 @@ class ChunkManager:
             max_path_tokens=config.max_path_tokens,
             eviction=config.eviction,
             ageing=config.ageing,
-            prefers_prepared=config.prefer_prepared,
             partition_share=config.partition_share,
         )
         self._method = method
@@ -152,7 +152,8 @@ class ChunkManager:
         self._page_size = page_size
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
         self._max_derived = math.inf if capacity is None else config.contexts_share * capacity
-        self._is_system_fixed = config.system_prompts == "same"
+        self._is_trust_limited = config.trust == "warmed"
+        self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
         self._is_by_frequency = config.eviction == "frequency-reuse"
 
     # What a prompt reuses.
@@ -187,12 +188,13 @@ class ChunkManager:
             context=prompt.context(chunk),
             system=prompt.system,
             is_system_fixed=self._is_system_fixed,
+            is_trust_limited=self._is_trust_limited,
             max_unit_cfo=max_unit_cfo,
         )
 
     def missing(self, prompt: ChunkPrompt) -> Iterator[Missing]:
         """Chunks that the pool has not, or only as a variant that does not fit a prompt perfectly."""
-        if prompt.options.mode not in ("auto", "prepare"):
+        if prompt.options.mode in ("off", *EXACT_MODES):
             return
         for i, key in enumerate(prompt.keys):
             if i == prompt.to_prepare:
@@ -221,7 +223,7 @@ class ChunkManager:
             need: where it is needed.
         """
         held = self._held(variant.key, need, self.index.best(variant.key, self.store.resolve, need))
-        if not is_better(variant, need, held, prefers_prepared=self.config.prefer_prepared):
+        if not is_better(variant, need, held):
             return None
         is_wanted = self.index.wants(
             variant.key,
@@ -250,9 +252,9 @@ class ChunkManager:
         assert variant is not None, "the index wanted it"
         return variant
 
-    def has_prepared(self, key: bytes, neighbours: tuple[bytes, ...]) -> bool:
-        """Whether the whole of a chunk is stored as computed behind these neighbours."""
-        variant = self.index.prepared(key, neighbours)
+    def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
+        """Whether the whole of a chunk is stored as prepared behind what stands in front of it."""
+        variant = self.index.prepared(prompt.keys[chunk], prompt.system, prompt.context(chunk))
         return variant is not None and self.store.resolve(variant) == variant.length
 
     def plan(
@@ -393,7 +395,7 @@ class ChunkManager:
     ) -> Iterator[Keep | Forgo]:
         """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
 
-        In mode prepare only the last is, in a home of its own.
+        In modes prepare and warm only the last is, in a home of its own.
 
         Args:
             in_tree: leading tokens of the prompt that its path holds.
@@ -448,17 +450,23 @@ class ChunkManager:
         return path_len > self.index.quota.path_tokens.most
 
     def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
-        need = Need(self.config.max_generation, system=prompt.system, is_system_fixed=self._is_system_fixed)
+        need = Need(
+            self.config.max_generation,
+            system=prompt.system,
+            is_system_fixed=self._is_system_fixed,
+            is_trust_limited=self._is_trust_limited,
+        )
         return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
 
     def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
-        """The chunk behind its neighbours, where it is not stored so already; its generation is 1 at any ratio."""
-        if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt.keys[chunk], prompt.context(chunk)):
+        """The chunk behind what stands in front of it, where it is not stored so already."""
+        generation = int(prompt.options.mode == "prepare")  # at any ratio
+        if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt, chunk):
             return
-        if self.config.max_generation < 1:
+        if self.config.max_generation < generation:
             yield Forgo(chunk, "generation_limit")
-        elif self._is_wanted(prompt, chunk, 1, is_prepared=True):
-            yield Keep(chunk, 1, in_path=False, is_prepared=True)
+        elif self._is_wanted(prompt, chunk, generation, is_prepared=True):
+            yield Keep(chunk, generation, in_path=False, is_prepared=True)
 
     def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
         """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
@@ -492,7 +500,7 @@ class ChunkManager:
         """
         source = None if keep.fixed is None else self.index.get(keep.fixed)
         if statistics is None and source is not None and source.statistics is not None:
-            statistics = source.statistics.behind(keep.chunk, num_pieces(prompt.system))
+            statistics = source.statistics.behind(len(prompt.context(keep.chunk)), num_pieces(prompt.system))
         start, end = prompt.options.spans[keep.chunk]
         return self.index.add(
             prompt.keys[keep.chunk],
@@ -500,7 +508,7 @@ class ChunkManager:
             start=start,
             generation=keep.generation,
             context=prompt.context(keep.chunk),
-            prompt_keys=prompt.keys,
+            prompt_keys=prompt.all_pieces,
             system=prompt.system,
             home=home,
             statistics=statistics,

@@ -260,7 +260,7 @@ def case_prepared_variants(s: Session) -> None:
     s.send(s.prompt([a, b, d]), options={"mode": "prepare"})
     for order in ([d, c], [c, d, b], [b, a, d]):
         (reply,) = s.send(s.prompt(order))
-        assert not s.is_ours or [chunk.get("prepared") for chunk in reply.info["chunks"]].count(True) == 1, reply.info
+        assert not s.is_ours or [chunk.get("kind") for chunk in reply.info["chunks"]].count("prepared") == 1, reply.info
     s.send(s.prompt([c, b, d]), s.prompt([a, b, d]), options={"mode": "prepare"})
     s.send(s.prompt([d, a]))
     s.send(s.prompt([a, b, d]), marked=False)  # nothing of it is in the exact cache

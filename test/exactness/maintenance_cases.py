@@ -139,6 +139,23 @@ def case_other_system(s: Session) -> list[Reply]:
     return replies
 
 
+def case_trust(s: Session) -> list[Reply]:
+    """A passage behind a stranger's, wanted behind another; again once it was computed alone, then warmed."""
+    stranger, a, c, d, filler = s.chunks(40, 35, 30, 25, 50)
+    s.send(s.prompt([stranger, a]), options={"mode": "exact"}, max_new_tokens=1)
+    replies = s.send(s.prompt([c, a]), ratio=0.0, options={"mode": "auto"}, max_new_tokens=1)
+    s.prime([a])
+    replies += s.send(s.prompt([d, a]), ratio=0.0, max_new_tokens=1)
+    index = s.local.cache.chunks.manager.index
+    for variant in variants_of(s, a):
+        if not variant.num_before:
+            index.discard(variant.variant_id)
+    prompt = Prompt().text(s.system).chunk(filler).chunk(a).text(s.tokens(9))
+    s.send(prompt, options={"mode": "warm"}, max_new_tokens=1)
+    replies += s.send(s.prompt([c, d, a]), ratio=0.0, max_new_tokens=1)
+    return replies
+
+
 def case_flush_before_a_refresh(s: Session) -> dict[str, Any]:
     """The server was idle, so a refresh waits; then it is told to flush."""
     scheduler = s.local.scheduler

@@ -72,7 +72,7 @@ class Pressure(Config):
         return Config(**{name: getattr(self, name) for name in same}, max_total_tokens=16384)
 
 
-UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2), ("prefer_prepared", True))
+UPKEEP = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_uses", 2))
 CONTEXTS = (("remember", "contexts"), ("max_variants_per_chunk", 4))
 VERIFY = (("verify_share", 1.0),)
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
@@ -305,7 +305,7 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
     counts["retracted_packed"] += reply.retractions > 0 and info.get("kept_tokens", len(request.ids)) < len(request.ids)
     counts.update(chunk["status"] for chunk in info["chunks"])
     counts["preparing"] += sum(chunk["reason"] == "preparing" for chunk in info["chunks"])
-    counts["prepared"] += sum(chunk.get("prepared", False) for chunk in info["chunks"])
+    counts["prepared"] += sum(chunk.get("kind") == "prepared" for chunk in info["chunks"])
     counts.update(f"tier {chunk['tier']}" for chunk in info["chunks"] if chunk.get("tier"))
     if info["fallback_reason"]:
         counts[f"fallback {info['fallback_reason']}"] += 1

@@ -20,9 +20,9 @@ EVERYTHING = (("eviction", "frequency-reuse"), ("promote_uses", 2), ("refresh_us
 BY_FREQUENCY = (("eviction", "frequency-reuse"), ("promote_uses", 2))
 BY_RECENCY = (("promote_uses", 2), ("refresh_uses", 2))
 NOTHING = (("promote_uses", 0),)
-PREPARED = (("prefer_prepared", True),)
 CONTEXTS = (("remember", "contexts"), ("refresh_uses", 0))
 APART = (("system_prompts", "same"),)
+TRUSTING = (("trust", "warmed"),)
 
 
 @cache
@@ -32,7 +32,7 @@ def outcomes(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
 
 def outcome(case: str, options: tuple[tuple[str, Any], ...], **fields: Any) -> Any:
     """Of one case; all cases of a configuration are run at once, but of those that one case is about."""
-    names = (case,) if options in (CONTEXTS, APART) else tuple(CASES)
+    names = (case,) if options in (CONTEXTS, APART, TRUSTING) else tuple(CASES)
     value = outcomes(Config(max_total_tokens=2048, options=options, **fields), names)[case]
     assert not isinstance(value, str), value
     return value
@@ -109,19 +109,14 @@ def test_a_chunk_is_prepared_behind_its_neighbours(options: Any, fields: dict[st
     assert found["after uses"] == [(1, True)], "it is not refreshed"
     assert found["contexts"] == [True], "the one behind other neighbours goes"
     for reply in found["replies"]:
-        assert (reply.info["chunks"][1]["generation"], reply.info["chunks"][1]["prepared"]) == (1, True)
-    assert "prepared" not in found["with an exact one"].info["chunks"][1]
+        assert (reply.info["chunks"][1]["generation"], reply.info["chunks"][1]["kind"]) == (1, "prepared")
+    assert found["with an exact one"].info["chunks"][1]["kind"] == "prepared", "the exact one was computed alone"
     assert found["exact prefix"] <= 0, "only what was computed exactly is in the exact cache"
-
-
-def test_prepared_variants_are_preferred_by_option() -> None:
-    found = outcome("prepared", PREPARED)
-    assert found["with an exact one"].info["chunks"][1]["prepared"]
 
 
 def test_prepared_kv_is_that_behind_the_exact_kv_of_the_neighbours() -> None:
     """Equation 10 of FusionRAG in numpy: KV of [system, neighbour] each, K turned to its place, then the chunk."""
-    found = outcome("prepared", PREPARED, layers=4)
+    found = outcome("prepared", NOTHING, layers=4)
     system, *neighbours, chunk = found["ids"]
     store = Store(Decoder(Config(layers=4).model_dir))
     ids = [*system, *(token for neighbour in neighbours for token in neighbour), *chunk]
@@ -197,7 +192,17 @@ def test_another_system_prompt_costs_what_the_chunk_gave_to_what_differs() -> No
     assert end[0]["cfo"] == end[0]["other_system"], "it was computed behind no chunk, and none is in front of it"
     assert own[0]["other_system"] == end[0]["other_system"], "three tokens more are another last piece"
     assert "other_system" not in behind[1]
-    assert behind[1]["cfo"] == 0.5
+    assert behind[1]["cfo"] == 1.0, "what was computed alone is worth least"
+
+
+def test_a_strangers_passage_reaches_another_request_unless_the_server_trusts_the_warmed_only() -> None:
+    met, beside_alone, warmed = (reply.info["chunks"][-1] for reply in outcome("trust", EVERYTHING))
+    assert [(chunk["status"], chunk["kind"]) for chunk in (met, beside_alone)] == [("hit", "met")] * 2
+    assert (warmed["status"], warmed["kind"]) == ("hit", "prepared"), "it is preferred anyway"
+    met, alone, warmed = (reply.info["chunks"][-1] for reply in outcome("trust", TRUSTING))
+    assert (met["status"], met["reason"]) == ("miss", "untrusted")
+    assert (alone["status"], alone["kind"]) == ("hit", "alone")
+    assert (warmed["status"], warmed["kind"]) == ("hit", "prepared")
 
 
 def test_system_prompts_can_be_kept_apart() -> None:

@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 def outcomes(folder: Path, names: list[str], *, page_size: int, loading: str) -> dict[str, Any]:
     tiers = {"disk": {"path": str(folder)}, "loading": loading, "controller": False}
-    config = Config(page_size=page_size, options=(("tiers", tiers), ("prefer_prepared", True)))
+    config = Config(page_size=page_size, options=(("tiers", tiers),))
     return run_cases(config, is_ours=True, names=names, module="exactness.tier_cases")
 
 
@@ -71,7 +71,7 @@ def test_a_prepared_chunk_comes_up_before_an_exact_one_and_replaces_another(page
         assert tiers(reply) == ["disk", "disk", None], "neighbours come up as they were computed alone"
         assert [chunk["generation"] for chunk in reply.info["chunks"]] == [0, 0, None]
     chunk = found["used"].info["chunks"][1]
-    assert (chunk["tier"], chunk["generation"], chunk["prepared"]) == ("disk", 1, True)
+    assert (chunk["tier"], chunk["generation"], chunk["kind"]) == ("disk", 1, "prepared")
     assert found["prepared"] == [False, True, False], "of two the newer one is left"
     assert found["entries"] == [(0, False), (1, True)]
 

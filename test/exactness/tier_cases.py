@@ -91,9 +91,10 @@ def case_prepared(s: Session) -> dict[str, Any]:
     s.send(s.prompt([s.tokens(5), d]))
     keys = [chunk_key(Partition(), chunk) for chunk in (a, b, c, d)]
     tiers = s.local.cache.chunks.tiers
-    prepared = [tiers.prepared_keys({keys[3]: (keys[i], keys[j])}) == {keys[3]} for i, j in ((0, 1), (2, 0), (0, 2))]
     (disk,) = tiers._tiers
     entries = [(info.generation, info.is_prepared) for info in disk.medium.find(keys[3])]
+    contexts = [info.context for info in disk.medium.find(keys[3]) if info.is_prepared]
+    prepared = [(keys[i], keys[j]) in contexts for i, j in ((0, 1), (2, 0), (0, 2))]
     return {"prepares": found, "used": s.replies[-2], "entries": entries, "prepared": prepared}
 
 

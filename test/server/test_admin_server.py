@@ -328,20 +328,34 @@ def test_flush_drops_pins_and_is_refused_while_busy(empty, passages):
 
 def test_warm_then_a_request_hits(empty, tokenizer, passages):
     chunks = passages.several(5)
-    prime(empty, chunks[:1])
+    prime(empty, chunks[:1])  # as a prompt leaves it, which is not what is asked for
     texts = [*chunks, chunks[1], "", f"a{SEP}b", "word " * 9000]
     *progress, summary = empty.warm(texts=texts, batch=2, prefix_text="Read.\n")
     assert [line["done"] for line in progress] == [2, 4, 6, 8, 9]
     failed = [entry["index"] for line in progress for entry in line["failed"]]
     assert failed == [entry["index"] for entry in summary["failed"]] == [6, 7, 8]
     assert summary["failed"][2]["error"].startswith("texts[8]: ")
-    assert (summary["stored"], summary["already"], summary["total"], summary["present"]) == (4, 2, 9, 6)
+    assert (summary["stored"], summary["already"], summary["total"], summary["present"]) == (5, 1, 9, 6)
+    assert summary["behind"] == "filler"
     out = empty.generate(marked(chunks[::-1], head="Look here. ").text)
     assert statuses(generated(out)) == ["hit"] * 5
-    head = generated(empty.generate(marked(chunks[2:3], head="Read.\n").text))
-    assert statuses(head) == ["prefix"], "the prefix is that of a prompt, BOS included"
+    assert {chunk["kind"] for chunk in generated(out)["chunks"]} == {"prepared"}
     *_, summary = empty.warm(texts=chunks, prefix_text="Read.\n")
     assert (summary["stored"], summary["already"], summary["computed_tokens"]) == (0, 5, 0)
+    *_, summary = empty.warm(texts=chunks, prefix_text="Answer.\n")
+    assert (summary["stored"], summary["already"]) == (5, 0), "another system prompt has variants of its own"
+    *_, summary = empty.warm(texts=chunks[2:3], prefix_text="Read.\n", alone=True)
+    assert (summary["stored"], summary["behind"]) == (1, "nothing")
+    head = generated(empty.generate(marked(chunks[2:3], head="Read.\n").text))
+    assert statuses(head) == ["prefix"], "the prefix is that of a prompt, BOS included"
+
+
+def test_warming_in_a_full_pool_evicts_no_more_than_it_needs(empty, passages):
+    chunks = passages.several(40)
+    for prefix in ("Read.\n", "Answer.\n"):
+        *_, summary = empty.warm(texts=chunks, prefix_text=prefix)
+        assert (summary["stored"], summary["present"], summary["failed"]) == (40, 40, [])
+    assert empty.rank()["tiers"]["pool"]["free_tokens"] < 200
 
 
 def test_warm_by_ids_and_in_a_partition(empty, tokenizer, passages):
@@ -369,7 +383,7 @@ def test_chunks_are_prepared_behind_similar_ones(empty, passages):
     assert {key for keys in prepared.values() for key in keys} == exact, (
         "neighbours, and nothing else, are stored alone"
     )
-    assert len(exact) == len(estimate["alone"])
+    assert len(exact) == len(estimate["exact"])
     assert all(len(keys) == 2 and key not in keys for key, keys in prepared.items())
     assert {variant["generation"] for variant in listed if variant["neighbours"]} == {1}
     *_, summary = empty.warm(texts=chunks, neighbours=2, prefix_text="Read.\n")
@@ -386,7 +400,7 @@ def test_a_prepared_chunk_is_used_where_there_is_no_exact_one(empty, passages):
     *_, summary = empty.warm(texts=[c, a, b], neighbours=[[1, 2]], prefix_text="Read.\n")
     assert (summary["stored"], summary["total"]) == (1, 1)
     reply = generated(empty.generate(marked([b, c], head="There. ").text, max_new_tokens=1))
-    assert [chunk.get("prepared") for chunk in reply["chunks"]] == [None, True]
+    assert [chunk.get("kind") == "prepared" for chunk in reply["chunks"]] == [False, True]
     assert statuses(reply) == ["hit", "hit"]
 
 
@@ -423,7 +437,7 @@ def test_the_command_prepares_a_corpus(empty, passages, tmp_path):
         return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300)
 
     dry = run("--neighbours", "file", "--dry-run")
-    assert "4 chunks to compute alone, 4 behind their neighbours, 0 already there, 1 failed" in dry.stdout, dry.stderr
+    assert "4 chunks to compute, 4 behind their neighbours, 0 already there, 1 failed" in dry.stdout, dry.stderr
     done = run("--neighbours", "file")
     assert (done.returncode, "5 lines: 4 stored, 0 already there, 1 failed" in done.stdout) == (1, True), done
     assert "corpus.jsonl:5: neighbours[0]: 9 is no line of the file" in done.stderr
@@ -482,7 +496,7 @@ def test_the_command_runs_twice(empty, tmp_path, passages):
 
 
 def test_the_command_goes_on_after_a_kill(empty, tmp_path, passages):
-    chunks = passages.several(150)
+    chunks = passages.several(100)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks))
     state = tmp_path / "state"
@@ -496,15 +510,15 @@ def test_the_command_goes_on_after_a_kill(empty, tmp_path, passages):
     process.kill()
     process.wait()
     done = json.loads(state.read_text())["line"]
-    assert 10 <= done < 150
+    assert 10 <= done < 100
     computed = num_added_at_rest(empty) - before
-    assert computed < 150, "a job whose client is gone stops"
+    assert computed < 100, "a job whose client is gone stops"
     second = run_command(empty, corpus, *flags)
     assert second.returncode == 0, second.stderr
     stored, already = (int(second.stdout.split()[i]) for i in (2, 4))
-    assert stored + already == 150
+    assert stored + already == 100
     assert already == computed - done, "what was stored after the last line of the state is found, not computed again"
-    assert num_added(empty) - before == 150
+    assert num_added(empty) - before == 100
 
 
 def num_added(server):

@@ -176,9 +176,11 @@ def test_metrics_name_tier_and_outcome(through, tokenizer, passages, stored):
         assert metric(through, "bytes", tier=tier) > 0
 
 
-def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, stored):
+def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, folder):
     chunks = passages.several(2)
-    stored(chunks[0])
+    through.post("/chunk_cache/warm", {"texts": chunks[:1]})
+    folder.wait_for(chunks[0])
+    through.flush()
     lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["stored"], summary["already"], summary["present"]) == (1, 1, 2)
@@ -238,7 +240,7 @@ def test_prepared_chunks_outlive_a_restart(through, beside, model_dir, folder, t
     body = {"texts": [c, a, b], "neighbours": [[1, 2]]}
     assert json.loads(through.post("/chunk_cache/warm", body).text.splitlines()[-1])["stored"] == 1
     folder.wait_for(a, b, c)
-    config = {"prefer_prepared": True, "tiers": {"controller": False, "disk": {"path": str(folder.path)}}}
+    config = {"tiers": {"controller": False, "disk": {"path": str(folder.path)}}}
     flags = ("--chunk-cache", "--chunk-cache-config", json.dumps(config))
     server = beside.use("restarted", lambda: tier_server(model_dir, *flags))
 
@@ -248,7 +250,10 @@ def test_prepared_chunks_outlive_a_restart(through, beside, model_dir, folder, t
     wait_until(is_known, "the folder was not searched")
     prompt = marked([b, c], head="Restarted. ")
     out, reply = reuse(server, prompt, tokenizer)
-    assert ([chunk.get("prepared") for chunk in reply["chunks"]], tiers(reply)) == ([None, True], ["disk"] * 2)
+    assert ([chunk.get("kind") == "prepared" for chunk in reply["chunks"]], tiers(reply)) == (
+        [False, True],
+        ["disk"] * 2,
+    )
     assert_right(server, prompt, out)
 
 

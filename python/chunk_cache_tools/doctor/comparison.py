@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from chunk_cache.advice import ADVICE, Level
 from chunk_cache.keys import Partition
+from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache_tools.doctor.checks import Check
 from chunk_cache_tools.doctor.request_checks import Piece, Request
 from chunk_cache_tools.doctor.server_checks import Stored
@@ -68,7 +69,7 @@ def compare(
         found = f"{later.where} marks no chunk, so only an exact prefix of it is reused"
         yield _warning("prompt", Cause.UNMARKED, found)
         return
-    if later.mode in ("off", "exact"):
+    if later.mode in ("off", *EXACT_MODES):
         yield _warning("prompt", Cause.MODE, f"{later.where} asks for mode {later.mode}")
     if earlier:
         yield _head(earlier[-1], later)

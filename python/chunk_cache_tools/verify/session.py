@@ -16,7 +16,8 @@ say that each chunk was taken from the store (`hit`), or lay in the exact prefix
 What `prime` stores decides what Cache-Craft's alpha means, for CFO compares the context of a chunk with the one it had
 when it was stored:
 
-    ALONE      [system, chunk] once per chunk; without a context CFO = alpha / 2 for all of them
+    WARMED     [system, filler, chunk] once per chunk, as `chunk-cache warm` stores it
+    ALONE      [system, chunk] once per chunk; without a context CFO = alpha for all of them
     SHUFFLED   [system, all chunks of the prompt in another order] once per prompt, computed exactly
 """
 
@@ -28,6 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
+from chunk_cache.prompt.filler import FILLER
 from chunk_cache.types import Span
 from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.server_client import ServerClient
@@ -40,8 +42,8 @@ MAX_BATCH = 64  # prompts in one call
 # decoding they stay below one, so nothing that was primed is evicted.
 PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
 MIN_LOGPROB = -1e4  # stands for a probability of zero
-ALONE, SHUFFLED = "alone", "shuffled"
-STORED = (ALONE, SHUFFLED)
+WARMED, ALONE, SHUFFLED = "warmed", "alone", "shuffled"
+STORED = (WARMED, ALONE, SHUFFLED)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,12 @@ class Prompt(Protocol):
     def body(self) -> Body:
         """The whole prompt."""
 
-    def priming(self, page_size: int) -> Sequence[Body]:
-        """One prompt per different chunk: the chunk behind the head, and with pages something behind it."""
+    def priming(self, page_size: int, filler: Any = None) -> Sequence[Body]:
+        """One prompt per different chunk: the chunk behind the head, and with pages something behind it.
+
+        Args:
+            filler: stands between both, marked as a chunk; text or token ids, as `body`.
+        """
 
     def shuffled(self, page_size: int) -> Body:
         """The different chunks in another order, the same one every time."""
@@ -109,7 +115,7 @@ class Asking:
 class Session:
     """Asks one server. Not for several threads."""
 
-    def __init__(self, client: ServerClient, asking: Asking, stored: str = ALONE, salt: str = "") -> None:
+    def __init__(self, client: ServerClient, asking: Asking, stored: str = WARMED, salt: str = "") -> None:
         """
         Args:
             stored: one of `STORED`.
@@ -165,12 +171,21 @@ class Session:
             bodies = [(prompt.shuffled(self._page_size), prompt.partition) for prompt in prompts]
             size = self._batch_size([prompt.body for prompt in prompts])
         else:
-            wanted = dict.fromkeys((b, prompt.partition) for prompt in prompts for b in prompt.priming(self._page_size))
+            page_size, filler = self._page_size, self._filler_for(prompts)
+            wanted = dict.fromkeys((b, p.partition) for p in prompts for b in p.priming(page_size, filler))
             bodies, size = list(wanted), MAX_BATCH
         batches = [bodies[i : i + size] for i in range(0, len(bodies), size)]
         with ThreadPoolExecutor(NUM_CALLS) as calls:
             for _ in calls.map(self._prime_batch, batches):
                 pass
+
+    def _filler_for(self, prompts: Sequence[Prompt]) -> str | tuple[int, ...] | None:
+        if self._stored != WARMED or not prompts:
+            return None
+        if isinstance(prompts[0].body.content, str):
+            return FILLER
+        body = {"prompt": FILLER, "add_special_tokens": False}
+        return tuple(self._client.send("POST", "/tokenize", body).json()["tokens"])
 
     def ask(self, asks: Sequence[Ask], references: Mapping[str, Reply]) -> Iterator[list[Reply]]:
         """Asks primed prompts, each under its condition, some replies at a time.
@@ -234,7 +249,7 @@ class Session:
 
     def _prime_batch(self, batch: Sequence[tuple[Body, str]]) -> None:
         # With "exact" nothing stored is brought in, so every variant is that of a full prefill in its context.
-        mode = {"mode": "exact"} if self._stored == SHUFFLED else {}
+        mode = {SHUFFLED: {"mode": "exact"}, WARMED: {"mode": "warm"}}.get(self._stored, {})
         bodies = [body for body, _ in batch]
         params = [{"max_new_tokens": 0, "temperature": 0.0, **custom_params(mode, body)} for body in bodies]
         keys = [self._salt + partition for _, partition in batch]

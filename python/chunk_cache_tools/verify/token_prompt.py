@@ -56,8 +56,9 @@ class TokenPrompt:
     def body(self) -> Body:
         return Body(self.ids, self.spans)
 
-    def priming(self, page_size: int) -> tuple[Body, ...]:
-        return tuple(self._marked([chunk], page_size) for chunk in self.chunks)
+    def priming(self, page_size: int, filler: Ids | None = None) -> tuple[Body, ...]:
+        behind = () if filler is None else (filler,)
+        return tuple(self._marked([*behind, chunk], page_size) for chunk in self.chunks)
 
     def shuffled(self, page_size: int) -> Body:
         chunks = list(self.chunks)

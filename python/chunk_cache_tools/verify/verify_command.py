@@ -46,7 +46,7 @@ from chunk_cache_tools.verify.results import (
     text_table,
     write_results,
 )
-from chunk_cache_tools.verify.session import ALONE, SHUFFLED, STORED, Asking, Session, SetupError
+from chunk_cache_tools.verify.session import SHUFFLED, STORED, WARMED, Asking, Session, SetupError
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
 
@@ -94,7 +94,7 @@ def _parser() -> CommandParser:
         "--stored",
         choices=STORED,
         help="how chunks are computed first: alone behind the system prompt, or with the prompt's other chunks in "
-        f"another order (default: {ALONE}, with --alphas {SHUFFLED})",
+        f"another order (default: {WARMED}, with --alphas {SHUFFLED})",
     )
     add("--num", type=int, default=100, help="prompts, at most, spread over the file (default: %(default)s)")
     add("--max-new-tokens", type=int, default=32, metavar="NUM", help="of full prefill's answer (default: %(default)s)")
@@ -133,7 +133,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     flags = given[cut + 1 :]
     if args.is_url and flags:
         parser.error(f"-- {flags[0]}: a running server has its flags; leave them out, or name the model")
-    args.stored = args.stored or (SHUFFLED if args.alphas else ALONE)
+    args.stored = args.stored or (SHUFFLED if args.alphas else WARMED)
     return args, flags
 
 

@@ -15,7 +15,7 @@ class Estimate:
     """Chunks that would be computed, by the number of their line.
 
     Attributes:
-        alone: tokens of those that are computed alone, for themselves or as neighbours.
+        exact: tokens of those that are computed behind the filler, or as neighbours, or alone.
         prepared: tokens of those that are computed behind neighbours, and of these neighbours.
         capacity_tokens: of the KV pool.
     """
@@ -23,7 +23,7 @@ class Estimate:
     num_lines: int
     num_already: int = 0
     num_failed: int = 0
-    alone: dict[int, int] = field(default_factory=dict)
+    exact: dict[int, int] = field(default_factory=dict)
     prepared: dict[int, tuple[int, int]] = field(default_factory=dict)
     capacity_tokens: int = 0
     _bytes_per_token: float = 0.0
@@ -32,7 +32,7 @@ class Estimate:
         """The summary of a dry run whose texts stand in these lines."""
         self.num_already += summary["already"]
         self.num_failed += len(summary["failed"])
-        self.alone |= {numbers[one["index"]]: one["tokens"] for one in summary["alone"]}
+        self.exact |= {numbers[one["index"]]: one["tokens"] for one in summary["exact"]}
         self.prepared |= {
             numbers[one["index"]]: (one["tokens"], one["neighbour_tokens"]) for one in summary["prepared"]
         }
@@ -43,14 +43,14 @@ class Estimate:
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed, each of which is stored."""
-        return sum(self.alone.values()) + sum(own for own, _ in self.prepared.values())
+        return sum(self.exact.values()) + sum(own for own, _ in self.prepared.values())
 
     @property
     def numbers(self) -> dict[str, int]:
         """What it prints, by name, for a program."""
         return {
             "lines": self.num_lines,
-            "alone": len(self.alone),
+            "exact": len(self.exact),
             "prepared": len(self.prepared),
             "already": self.num_already,
             "failed": self.num_failed,
@@ -62,7 +62,7 @@ class Estimate:
     def __str__(self) -> str:
         num_read = sum(read for _, read in self.prepared.values())
         return (
-            f"{self.num_lines} lines: {len(self.alone)} chunks to compute alone, {len(self.prepared)} behind their "
+            f"{self.num_lines} lines: {len(self.exact)} chunks to compute, {len(self.prepared)} behind their "
             f"neighbours, {self.num_already} already there, {self.num_failed} failed.\n"
             f"{self.num_tokens} tokens to compute, {num_read} of neighbours to read; "
             f"{self.num_tokens * self._bytes_per_token / 2**20:.1f} MiB of KV; "

@@ -66,6 +66,7 @@ def _parser() -> CommandParser:
     add("--prefix", default=None, metavar="TEXT", help="system prompt in front of every chunk")
     add("--extra-key", default=None, metavar="KEY", help="partition of the cache")
     add("--cache-salt", default=None, metavar="SALT", help="partition of the cache")
+    add("--alone", action="store_true", help="compute each chunk behind nothing but the system prompt; costs answers")
     neighbours_help = f"compute each chunk behind so many similar ones; {GIVEN}: behind those that its line names"
     add("--neighbours", default=None, metavar=f"NUM|{GIVEN}", help=neighbours_help)
     retriever_help = "finds them: %(default)s, or the name or folder of a sentence-transformers model"
@@ -103,6 +104,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _neighbourhood(args: argparse.Namespace, corpus: Corpus) -> Neighbourhood | None:
+    if args.alone and args.neighbours is not None:
+        raise request_error("--alone", "given beside --neighbours", "give one of them")
     if args.neighbours is None:
         if args.retriever != DEFAULT_RETRIEVER:
             raise request_error(f"--retriever {args.retriever}", "given without --neighbours", "give a number of them")
@@ -140,7 +143,9 @@ class Task:
         self._wait_s = 0.5
         partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "prefix_text": args.prefix}
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
-        self._task = {"corpus": corpus.digest, "field": corpus.field, "url": args.url, **partition}
+        if args.alone:
+            self._body["alone"] = True
+        self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "url": args.url, **partition}
         self._lines_per_request = LINES_PER_REQUEST
         if neighbourhood is not None:
             self._task |= {"neighbours": args.neighbours, "retriever": args.retriever}

@@ -70,8 +70,9 @@ class Warm:
     """Chunks to compute, what stands in front of each, and how many at a time.
 
     Attributes:
+        alone: nothing but the prefix stands in front of a chunk; else the filler does, or neighbours.
         neighbours: how many similar chunks each is computed behind, or which, by their places in the selection; where
-            these are fewer than the chunks, the others are there only to be neighbours. None = each alone.
+            these are fewer than the chunks, the others are there only to be neighbours. None = behind none.
         retriever: finds them.
         dry_run: only say what it would take.
     """
@@ -83,6 +84,7 @@ class Warm:
     neighbours: int | tuple[tuple[int, ...], ...] | None = None
     retriever: str = DEFAULT_RETRIEVER
     dry_run: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def parse_warm(body: object) -> Warm:
     """The body of `warm`."""
     ways = _SELECTORS[:2]
     fields = _object(
-        body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch", "neighbours", "retriever", "dry_run")
+        body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch", "alone", "neighbours", "retriever", "dry_run")
     )
     if fields.get("prefix_text") is not None and fields.get("prefix_ids") is not None:
         raise request_error("prefix_ids", "given beside prefix_text", "give one of them")
@@ -139,8 +141,12 @@ def parse_warm(body: object) -> Warm:
     retriever = _text(fields.get("retriever"), "retriever")
     if retriever is not None and not isinstance(neighbours, int):
         raise request_error("retriever", "given without a number of neighbours to find", "drop it, or give neighbours")
+    alone = _boolean(fields.get("alone", False), "alone")
+    if alone and neighbours is not None:
+        raise request_error("alone", "given beside neighbours", "give one of them")
     return Warm(
         selection=selection,
+        alone=alone,
         prefix_text=_text(fields.get("prefix_text"), "prefix_text"),
         prefix_ids=None if prefix_ids is None else _ids(prefix_ids, "prefix_ids"),
         batch=_integer(fields.get("batch", DEFAULT_BATCH), "batch", 1, MAX_BATCH),

@@ -36,16 +36,10 @@ class ChunkCacheStoredReq(BaseReq, kw_only=True):
 
     keys: list[bytes]
     is_exact: bool = False
+    names: list[str] | None = None
+    """The variant of each chunk that is meant (`variant_name`); None = any."""
     is_again: bool = False
     """Whether a store was asked already for those that are not known to be stored."""
-
-
-class ChunkCachePreparedReq(BaseReq, kw_only=True):
-    """Which of these chunks, all different, are stored as computed behind these neighbours, one list for each."""
-
-    keys: list[bytes]
-    neighbours: list[list[bytes]]
-    is_again: bool = False
 
 
 class ChunkCachePinReq(BaseReq, kw_only=True):
@@ -86,7 +80,6 @@ REQUESTS = (
     ChunkCacheRequestsReq,
     ChunkCacheVariantsReq,
     ChunkCacheStoredReq,
-    ChunkCachePreparedReq,
     ChunkCachePinReq,
     ChunkCacheUnpinReq,
     ChunkCacheEvictReq,

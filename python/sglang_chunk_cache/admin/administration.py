@@ -131,15 +131,15 @@ class Admin:
 
     async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
         """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
-        replies = await self._ask_stores(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
-        of_all = [reply.ranks[0]["stored"] for reply in replies]
-        return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
+        return await self._stored(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
 
-    async def prepared(self, neighbours: Mapping[bytes, Sequence[bytes]]) -> set[bytes]:
-        """The chunks that are stored as computed behind these neighbours, on all replicas of the server."""
-        behind = [list(keys) for keys in neighbours.values()]
-        replies = await self._ask_stores(messages.ChunkCachePreparedReq(keys=list(neighbours), neighbours=behind))
-        return set.intersection(*({bytes.fromhex(key) for key in reply.ranks[0]["prepared"]} for reply in replies))
+    async def stored_as(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
+        """Stored tokens of each chunk whose variant of this name (`variant_name`) is stored on all replicas."""
+        return await self._stored(messages.ChunkCacheStoredReq(keys=list(names), names=list(names.values())))
+
+    async def _stored(self, request: messages.ChunkCacheStoredReq) -> dict[bytes, int]:
+        of_all = [reply.ranks[0]["stored"] for reply in await self._ask_stores(request)]
+        return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
 
     async def _ask_stores(self, request: Any) -> list[Any]:
         """The replies once the stores that the schedulers ask have answered, or cannot be asked."""

@@ -144,15 +144,19 @@ class ChunkAdmin:
         }
 
     def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
-        stored = {}
+        stored, names = {}, dict(zip(request.keys, request.names, strict=True)) if request.names else {}
         for key, variants in variants_of(self.index, request.keys).items():
-            wanted = [variant for variant in variants if variant.is_exact or not request.is_exact]
+            wanted = [
+                variant
+                for variant in variants
+                if (variant.is_exact or not request.is_exact) and names.get(key, variant.name) == variant.name
+            ]
             num_tokens = max(map(self.store.resolve, wanted), default=0)
             if num_tokens:
                 stored[key] = num_tokens
         if self.tiers is not None:
             missing = [key for key in request.keys if key not in stored]
-            stored |= self.tiers.stored_lens(missing, 0 if request.is_exact else None)
+            stored |= self.tiers.stored_lens(missing, 0 if request.is_exact else None, names)
         found = {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
         return found | self._asking([key for key in request.keys if key not in stored], request.is_again)
 
@@ -160,15 +164,6 @@ class ChunkAdmin:
         """Whether a store was asked for what is missing, and has not answered yet."""
         is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
         return {"is_asking": True} if is_asking else {}
-
-    def _prepared(self, request: messages.ChunkCachePreparedReq) -> Result:
-        neighbours = {key: tuple(behind) for key, behind in zip(request.keys, request.neighbours, strict=True)}
-        prepared = {key for key, behind in neighbours.items() if self.manager.has_prepared(key, behind)}
-        if self.tiers is not None:
-            missing = {key: behind for key, behind in neighbours.items() if key not in prepared}
-            prepared |= self.tiers.prepared_keys(missing)
-        found = {"prepared": [key.hex() for key in request.keys if key in prepared]}
-        return found | self._asking([key for key in request.keys if key not in prepared], request.is_again)
 
     def _pin(self, request: messages.ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until)
@@ -226,7 +221,6 @@ _HANDLERS: dict[type, Any] = {
     messages.ChunkCacheRequestsReq: ChunkAdmin._requests,
     messages.ChunkCacheVariantsReq: ChunkAdmin._variants,
     messages.ChunkCacheStoredReq: ChunkAdmin._stored,
-    messages.ChunkCachePreparedReq: ChunkAdmin._prepared,
     messages.ChunkCachePinReq: ChunkAdmin._pin,
     messages.ChunkCacheUnpinReq: ChunkAdmin._unpin,
     messages.ChunkCacheEvictReq: ChunkAdmin._evict,

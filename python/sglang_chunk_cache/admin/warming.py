@@ -1,14 +1,15 @@
 """Warming: computes chunks ahead of time, so that the first prompt that holds one finds it.
 
-Verb: `warm`. Each chunk that is not stored is computed by an ordinary request, alone or behind its neighbours:
+Verb: `warm`. Each chunk that is not stored so already is computed by an ordinary request:
 
-    | prefix (system prompt) | the chunk, marked | one token |      mode exact, and one token is generated
-    | prefix (system prompt) | neighbours, marked | the chunk, marked | one token |      mode prepare (FusionRAG eq. 10)
+    | prefix (system prompt) | filler, marked | the chunk, marked | one token |      mode warm
+    | prefix (system prompt) | neighbours, marked | the chunk, marked | one token |  mode prepare (FusionRAG eq. 10)
+    | prefix (system prompt) | the chunk, marked | one token |                       mode exact, where it shall be alone
 
-Promises: what is stored already, in the KV pool or in a tier below it, is not computed again; a chunk behind neighbours
-is stored only where it is stored behind these, and they are stored exactly before it is computed; at most `batch`
-chunks are computed at a time; a chunk counts as stored only when the schedulers say so afterwards; one bad chunk fails
-alone; where the client has gone, nothing new is begun and what runs is aborted.
+Promises: a chunk is stored only where it is stored as asked: behind this prefix and this filler, or these neighbours,
+in the KV pool or in a tier below it, and that is not computed again; neighbours are stored exactly before a chunk is
+computed behind them; at most `batch` chunks are computed at a time; a chunk counts as stored only when the schedulers
+say so afterwards; one bad chunk fails alone; where the client has gone, nothing new is begun and what runs is aborted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import HTTPException
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.index.system_prompt import marks_of
+from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
+from chunk_cache.prompt.filler import FILLER
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText
 from sglang_chunk_cache.admin.admin_bodies import Warm
@@ -37,28 +41,34 @@ NO_ROOM = "computed, but there was no room to keep it"
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One chunk to compute; without neighbours, alone.
+    """One chunk to compute.
 
     Attributes:
         place: in the request.
+        behind: what stands in front of it, behind the prefix: the filler, neighbours, or nothing.
+        has_neighbours: these are neighbours.
     """
 
     place: int
     key: bytes
     ids: tuple[int, ...]
-    neighbours: tuple[_Chunk, ...] = ()
+    behind: tuple[_Chunk, ...] = ()
+    has_neighbours: bool = False
 
     @property
-    def neighbour_keys(self) -> tuple[bytes, ...]:
-        return tuple(neighbour.key for neighbour in self.neighbours)
+    def behind_keys(self) -> tuple[bytes, ...]:
+        return tuple(one.key for one in self.behind)
+
+    @property
+    def neighbours(self) -> tuple[_Chunk, ...]:
+        return self.behind if self.has_neighbours else ()
 
 
 @dataclass(frozen=True)
 class _Missing:
-    """What of some chunks is not stored, each once: alone, and behind neighbours; and how many repeat another."""
+    """What of some chunks is not stored as it shall be, each once; and how many repeat another."""
 
-    alone: tuple[_Chunk, ...]
-    behind: tuple[_Chunk, ...]
+    chunks: tuple[_Chunk, ...]
     num_repeated: int
 
 
@@ -94,6 +104,10 @@ class Warming:
         self._num_chunks = len(body.selection.texts or body.selection.input_ids or ())
         self._check_neighbours()
         self._prefix = self._prefix_ids()
+        self._system = marks_of(self._prefix)
+        self._filler = self._filler_chunks()
+        self._has_filler: set[int | None] = set()  # replicas whose tree has it
+        self._filler_lock = asyncio.Lock()
         self._encoded: dict[int, _Chunk] = {}
         self._neighbours: Sequence[Sequence[int]] | None = None  # of each chunk; None = all are computed alone
         self._first_of: dict[bytes, _Chunk] = {}
@@ -137,9 +151,17 @@ class Warming:
             **self._counts(),
             "failed": self._failed,
             "present": len(self._chunks) - await self._num_missing(self._chunks),
+            "behind": self._behind,
             "computed_tokens": self._num_tokens,
             "seconds": round(time.monotonic() - began, 3),
         }
+
+    @property
+    def _behind(self) -> str:
+        """What the chunks are stored behind, in a word."""
+        if self._neighbours is not None:
+            return "neighbours"
+        return "filler" if self._filler else "nothing"
 
     def _counts(self) -> dict[str, int]:
         return {"stored": self._num_stored, "already": self._num_already}
@@ -148,17 +170,19 @@ class Warming:
         """What the work would take; nothing is computed."""
         chunks, failed = self._read(range(total))
         missing = await self._missing(chunks)
-        neighbours = await self._missing_neighbours(missing.behind)
-        alone = {chunk.key: chunk for chunk in (*missing.alone, *neighbours)}
-        num_tokens = sum(len(chunk.ids) for chunk in (*alone.values(), *missing.behind))
+        prepared = [chunk for chunk in missing.chunks if chunk.has_neighbours]
+        neighbours = await self._missing_neighbours(prepared)
+        exact = {chunk.key: chunk for chunk in (*missing.chunks, *neighbours) if not chunk.has_neighbours}
+        num_tokens = sum(len(chunk.ids) for chunk in (*exact.values(), *prepared))
         pools = [rank["tiers"]["pool"] for rank in (await self._admin.stats())["ranks"]]
         return {
             "summary": True,
             "dry_run": True,
             "total": total,
-            "already": len(chunks) - len(missing.alone) - len(missing.behind) - missing.num_repeated,
-            "alone": [_cost(chunk) for chunk in alone.values()],
-            "prepared": [_cost(chunk) for chunk in missing.behind],
+            "already": len(chunks) - len(missing.chunks) - missing.num_repeated,
+            "behind": self._behind,
+            "exact": [_cost(chunk) for chunk in exact.values()],
+            "prepared": [_cost(chunk) for chunk in prepared],
             "failed": failed,
             "computed_tokens": num_tokens,
             "kv_bytes": sum(num_tokens * pool["capacity_bytes"] // pool["capacity_tokens"] for pool in pools),
@@ -169,27 +193,24 @@ class Warming:
         """Computes what is not stored of these chunks; returns what failed."""
         chunks, failed = self._read(places)
         self._chunks += chunks
-        missing = await self._missing(chunks)
-        todo = (*missing.alone, *missing.behind)
+        todo = (await self._missing(chunks)).chunks
         self._num_already += len(chunks) - len(todo)
         if not todo:
             return failed
         problems: dict[bytes, str] = {}
-        if neighbours := await self._missing_neighbours(missing.behind):
+        if neighbours := await self._missing_neighbours(todo):
             problems = await self._compute_all(neighbours)
-            for neighbour in await self._missing_neighbours(missing.behind):
+            for neighbour in await self._missing_neighbours(todo):
                 problems.setdefault(neighbour.key, NO_ROOM)
         # Behind a neighbour that could not be computed the chunk would not be what it is said to be.
-        ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.neighbour_keys)]
+        ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.behind_keys)]
         own = await self._compute_all(ready)
-        still = {chunk.place for chunk in _all_of(await self._missing(ready))}
+        still = {chunk.place for chunk in (await self._missing(ready)).chunks}
         for chunk in todo:
             problem = own.get(chunk.key)
             if chunk not in ready:
-                at = next(i for i, key in enumerate(chunk.neighbour_keys) if key in problems)
-                problem = (
-                    f"neighbour {at} ({self._path(chunk.neighbours[at].place)}): {problems[chunk.neighbour_keys[at]]}"
-                )
+                at = next(i for i, key in enumerate(chunk.behind_keys) if key in problems)
+                problem = f"neighbour {at} ({self._path(chunk.behind[at].place)}): {problems[chunk.behind_keys[at]]}"
             elif problem is None and chunk.place in still:
                 problem = NO_ROOM
             if problem is None:
@@ -212,26 +233,27 @@ class Warming:
 
     async def _missing(self, chunks: Sequence[_Chunk]) -> _Missing:
         """Those of these chunks that are not stored as they shall be."""
-        alone: dict[bytes, _Chunk] = {}
-        behind: dict[bytes, _Chunk] = {}
+        each: dict[bytes, _Chunk] = {}
         for chunk in chunks:
-            (behind if chunk.neighbours else alone).setdefault(chunk.key, chunk)
-        num_repeated = len(chunks) - len(alone) - len(behind)
-        for key in await self._admin.stored(list(alone)) if alone else ():
-            del alone[key]
-        for key in await self._admin.prepared({k: c.neighbour_keys for k, c in behind.items()}) if behind else ():
-            del behind[key]
-        return _Missing(tuple(alone.values()), tuple(behind.values()), num_repeated)
+            each.setdefault(chunk.key, chunk)
+        stored = await self._admin.stored_as({key: self._name(chunk) for key, chunk in each.items()}) if each else {}
+        missing = tuple(chunk for key, chunk in each.items() if key not in stored)
+        return _Missing(missing, len(chunks) - len(each))
+
+    def _name(self, chunk: _Chunk) -> str:
+        """Name of the variant that is to be stored."""
+        start = len(self._prefix) + sum(len(one.ids) for one in chunk.behind)
+        return variant_name(start, int(chunk.has_neighbours), bool(chunk.behind), self._system, chunk.behind_keys)
 
     async def _num_missing(self, chunks: Sequence[_Chunk]) -> int:
-        keys = {chunk.key for chunk in _all_of(await self._missing(chunks))}
+        keys = {chunk.key for chunk in (await self._missing(chunks)).chunks}
         return sum(chunk.key in keys for chunk in chunks)
 
     async def _missing_neighbours(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
         """Neighbours of these chunks that are not stored exactly, each once."""
         neighbours = {neighbour.key: neighbour for chunk in chunks for neighbour in chunk.neighbours}
         stored = await self._admin.stored(list(neighbours), is_exact=True) if neighbours else {}
-        return [neighbour for key, neighbour in neighbours.items() if key not in stored]
+        return [one for key, one in neighbours.items() if key not in stored]
 
     # Computing.
 
@@ -261,23 +283,38 @@ class Warming:
 
     async def _compute_on(self, replica: int | None, chunk: _Chunk) -> str | None:
         input_ids, spans = list(self._prefix), []
-        for one in (*chunk.neighbours, chunk):
+        for one in (*chunk.behind, chunk):
             spans.append([len(input_ids), len(input_ids) + len(one.ids)])
             input_ids += one.ids
-        how = {"mode": "prepare", "method": "full-reuse"} if chunk.neighbours else {"mode": "exact"}
+        how: dict[str, Any] = {"mode": "warm" if chunk.behind else "exact"}
+        if chunk.has_neighbours:
+            how = {"mode": "prepare", "method": "full-reuse"}
+        if self._filler and chunk.behind == self._filler:
+            await self._compute_filler(replica, input_ids[: spans[-1][0]])
+        return await self._send(replica, input_ids, {"spans": spans, **how})
+
+    async def _compute_filler(self, replica: int | None, input_ids: list[int]) -> None:
+        """Of a prompt that prepares no path is kept: the filler's is computed once, and all find it in the tree."""
+        async with self._filler_lock:
+            if replica not in self._has_filler:
+                await self._send(replica, input_ids, {"mode": "off"})
+                self._has_filler.add(replica)
+
+    async def _send(self, replica: int | None, input_ids: list[int], options: dict[str, Any]) -> str | None:
+        """Computes a prompt; returns what went wrong, or None."""
         async with self._admin.warm_slots:
             rid = uuid.uuid4().hex
             is_answered = False
             try:
                 await self._admin.manager.compute_prompt(
                     rid=rid,
-                    # A prompt's last token never enters the tree before it is answered: one more than the chunk.
-                    input_ids=[*input_ids, chunk.ids[-1]],
+                    # A prompt's last token never enters the tree before it is answered: one more.
+                    input_ids=[*input_ids, input_ids[-1]],
                     sampling_params={
                         "max_new_tokens": 1,
                         "temperature": 0.0,
                         "ignore_eos": True,
-                        "custom_params": {KEY: {"spans": spans, **how}},
+                        "custom_params": {KEY: options},
                     },
                     extra_key=self._partition.extra_key,
                     cache_salt=self._partition.cache_salt,
@@ -316,7 +353,7 @@ class Warming:
         """
         alone = self._encode(place)
         if self._neighbours is None:
-            return alone
+            return replace(alone, behind=self._filler)
         neighbours: dict[bytes, _Chunk] = {}
         for i, other in enumerate(self._neighbours[place]):
             path = f"neighbours[{place}][{i}]"
@@ -327,9 +364,9 @@ class Warming:
                 raise request_error(path, problem, remedy) from None
             if neighbour.key != alone.key:  # a repetition is no neighbour, of itself or of another
                 neighbours[neighbour.key] = neighbour
-        chunk = _Chunk(place, alone.key, alone.ids, tuple(neighbours.values()))
+        chunk = replace(alone, behind=tuple(neighbours.values()) or self._filler, has_neighbours=bool(neighbours))
         first = self._first_of.setdefault(chunk.key, chunk)
-        if first.neighbour_keys != chunk.neighbour_keys:
+        if first.behind_keys != chunk.behind_keys:
             problem = f"{self._path(place)} has the tokens of {self._path(first.place)}, which has other neighbours"
             raise request_error(f"neighbours[{place}]", problem, "give them the same")
         return chunk
@@ -339,6 +376,13 @@ class Warming:
             ids = self._chunk_ids(place)
             self._encoded[place] = _Chunk(place, chunk_key(self._partition, ids), ids)
         return self._encoded[place]
+
+    def _filler_chunks(self) -> tuple[_Chunk, ...]:
+        """The filler; nothing where chunks shall be alone, or where this server cannot tokenize it."""
+        if self._body.alone or self._admin.manager.tokenizer is None:
+            return ()
+        ids = self._admin.encode_chunk(FILLER, "filler")
+        return (_Chunk(-1, chunk_key(self._partition, ids), ids),)
 
     def _chunk_ids(self, i: int) -> tuple[int, ...]:
         selection = self._body.selection
@@ -364,10 +408,6 @@ class Warming:
         # The chunk stands for any: only what is in front of it is wanted.
         marked = encode_marked(admin.manager.tokenizer, MarkedText((text, "a"), (None, Mark("prefix_text", "a"))))
         return tuple(marked.ids[: marked.spans[0][0]])
-
-
-def _all_of(missing: _Missing) -> tuple[_Chunk, ...]:
-    return (*missing.alone, *missing.behind)
 
 
 def _cost(chunk: _Chunk) -> dict[str, int]:

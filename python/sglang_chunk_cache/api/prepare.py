@@ -21,7 +21,14 @@ import numpy as np
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
-from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
+from chunk_cache.options.request_options import (
+    MAX_CHUNKS,
+    PREPARING,
+    RequestOptions,
+    check_fit,
+    dumps,
+    parse_request,
+)
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
 from chunk_cache.types import Span
@@ -30,6 +37,7 @@ from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 _PREPARED = "_chunk_cache_prepared"
+_OWN = "_chunk_cache_own"
 _BEGIN_LEN = 16
 """Characters at the beginning of a text, of which nearly always there are tokens."""
 
@@ -220,12 +228,25 @@ def prepare(
             check_vocabulary(item.ids, manager, item.path)
         elif item.text is not None and item.marked is None:
             _check_has_tokens(item.text, obj, manager, item.path)
+        _check_trust(item, obj, args)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
     _check_sampling(obj.sampling_params, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     setattr(obj, _PREPARED, True)
+
+
+def note_own(obj: Any) -> None:
+    """A `GenerateReqInput` is the administration's, not a client's."""
+    setattr(obj, _OWN, True)
+
+
+def _check_trust(item: Item, obj: Any, args: ChunkCacheArgs) -> None:
+    mode = None if item.opts is None else item.opts.mode
+    if mode in PREPARING and args.parsed_config.trust == "warmed" and not getattr(obj, _OWN, False):
+        problem = f"{show(mode)} keeps the chunk for other requests, and this server trusts what was warmed only"
+        raise request_error(f"{item.opts_path}.mode", problem, "have the administrator warm it")
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:

@@ -65,8 +65,8 @@ class _Job:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Lengths of its sums: per row outside, per key of the chunk received, per context chunk, per piece of S."""
-        return self.end - self.begin, self.end - self.span[0], self.chunk, len(self.pieces)
+        """Lengths of its sums: per row outside, per key received, two per earlier chunk, per piece of S."""
+        return self.end - self.begin, self.end - self.span[0], 2 * self.chunk, len(self.pieces)
 
     @property
     def pieces(self) -> list[int]:
@@ -208,7 +208,7 @@ class StatisticsTaker:
             by_job = by_segment.split([job.end - job.begin for job in jobs])
             for job, given in zip(jobs, by_job, strict=True):
                 first = len(job.pieces)
-                on_system, on_context = given[:, :first], given[:, first : first + 2 * job.chunk : 2]
+                on_system, on_context = given[:, :first], given[:, first : first + 2 * job.chunk]
                 outside = (on_context if job.chunk else on_system).sum(1)
                 own_received = received[job.span[0] : job.end]
                 found = torch.cat([outside, own_received, on_context.sum(0), on_system.sum(0)])

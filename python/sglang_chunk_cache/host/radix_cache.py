@@ -230,7 +230,8 @@ class ChunkRadixCache(UnifiedRadixCache):
         state = state_of(req)
         if state is not None and state.packing.is_packed:
             return  # all was remembered before; its slots hold no prefix any more
-        if state is None or not state.admission.is_fused:
+        # What is computed to be prepared stays as a node of its own, not as a path that nobody asks for again.
+        if state is None or not (state.admission.is_fused or state.prompt.to_prepare is not None):
             super().checkpoint(req, up_to=up_to, **kwargs)
         if state is not None:
             self._parts.keeper.remember(req, state, up_to, is_last=req.finished())

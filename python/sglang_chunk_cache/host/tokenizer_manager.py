@@ -22,7 +22,7 @@ from sglang_chunk_cache.admin.admin_messages import ChunkCacheAdminReply
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.prepare import may_get_reply, prepare
+from sglang_chunk_cache.api.prepare import may_get_reply, note_own, prepare
 from sglang_chunk_cache.flags.server_args import attached, set_args
 from sglang_chunk_cache.host.disaggregation import own_fields
 from sglang_chunk_cache.host.selector import ask, create_client
@@ -78,7 +78,9 @@ class ChunkTokenizerManager(TokenizerManager):
 
     async def compute_prompt(self, **fields: Any) -> None:
         """Serves a request of our own; `fields` are those of a `GenerateReqInput`."""
-        async for _ in self.generate_request(GenerateReqInput(**fields, **own_fields(self.server_args))):
+        request = GenerateReqInput(**fields, **own_fields(self.server_args))
+        note_own(request)
+        async for _ in self.generate_request(request):
             pass
 
     def update_request_meta_info(

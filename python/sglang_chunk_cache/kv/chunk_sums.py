@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
@@ -33,8 +34,8 @@ class ChunkSums:
         """What a forward found that computed the positions [begin, end) of the prompt.
 
         Args:
-            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk]` on each
-                context chunk, and on each piece of the system prompt.
+            sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk, 2]` on each
+                chunk in front and on the text behind that, and on each piece of the system prompt.
         """
         self._parts.setdefault(chunk, []).append(_Found(begin, end, sums, at))
 
@@ -50,27 +51,29 @@ class ChunkSums:
         """Means over the layers."""
         start, end = self._spans[chunk]
         num_pieces = len(piece_starts(self._spans[0][0]))
-        outside, received, by_chunk, by_piece = (
+        outside, received, on_context, on_system = (
             torch.full((end - start,), float("nan")),
             torch.zeros(end - start),
-            torch.zeros(chunk),
+            torch.zeros(2 * chunk),
             torch.zeros(num_pieces),
         )
         for part in self._parts[chunk]:
-            sizes = [part.end - part.begin, part.end - start, chunk, num_pieces]
+            sizes = [part.end - part.begin, part.end - start, 2 * chunk, num_pieces]
             own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)
             outside[part.begin - start : part.end - start] = own[0]
             received[: part.end - start] += own[1]
-            by_chunk += own[2]
-            by_piece += own[3]
-        outside, received, by_chunk, by_piece = (
-            sums / self._num_layers for sums in (outside, received, by_chunk, by_piece)
+            on_context += own[2]
+            on_system += own[3]
+        outside, received, on_context, on_system = (
+            sums / self._num_layers for sums in (outside, received, on_context, on_system)
         )
+        bounds = [bound for span in self._spans[: chunk + 1] for bound in span][:-1]
+        lens = np.diff(bounds)  # of a chunk and of the text behind it by turns
         return ChunkStatistics.taken(
             outside.numpy(),
             torch.where(outside.isnan(), outside, received).numpy(),
-            inter=by_chunk.numpy(),
+            inter=on_context.numpy()[lens > 0],
             intra=float(received.sum()),
-            context_lens=[end - start for start, end in self._spans[:chunk]],
-            system=by_piece.numpy(),
+            context_lens=lens[lens > 0].tolist(),
+            system=on_system.numpy(),
         )

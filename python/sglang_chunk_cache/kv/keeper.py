@@ -162,13 +162,15 @@ class ChunkKeeper:
             self._remembered.add(row)
         elif not is_last:
             return  # the rest of the prompt is still to come
+        # What is prepared stays out of the tree, so its slots are the request's own.
+        home_of = self._copied_home if prompt.to_prepare is None else self._own_home
         path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
         for keep in self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to):
             if isinstance(keep, Forgo):
                 self._metrics.count_not_remembered(keep.reason)
                 continue
             in_path = PathHome(path, prompt.options.spans[keep.chunk][0]) if keep.in_path else None
-            self._keep(req, state, keep, in_path or self._copied_home(req, state, keep))
+            self._keep(req, state, keep, in_path or home_of(req, state, keep))
 
     def _keep(self, req: Req, state: Computed, keep: Keep, home: Home | None) -> None:
         if home is None:

@@ -11,7 +11,8 @@ same stream, later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,8 +93,9 @@ class ChunkPool:
         has_room = allocator.available_size() >= num_slots
         locks = [] if has_room else [self._store.lock(variant) for variant in sources]
         try:
-            evict_from_tree_cache(self._cache, num_slots)
-            slots: torch.Tensor | None = allocator.alloc(num_slots)
+            with nullcontext() if has_room else _freed_at_once(allocator):
+                evict_from_tree_cache(self._cache, num_slots)
+                slots: torch.Tensor | None = allocator.alloc(num_slots)
         finally:
             for lock in locks:
                 self._store.unlock(lock)
@@ -196,3 +198,19 @@ class ChunkPool:
             assert self._partial_loads is not None
             self._partial_loads.open(variant, slots[: info.length].to(torch.int64), stream)
         return True
+
+
+@contextmanager
+def _freed_at_once(allocator: Any) -> Iterator[None]:
+    """Where SGLang collects what finished requests free, what is evicted is free at once nevertheless.
+
+    Else the eviction would see no room grow, and go on until the tree is empty.
+    """
+    is_collecting = allocator.free_group is not None
+    if is_collecting:
+        allocator.free_group_end()
+    try:
+        yield
+    finally:
+        if is_collecting:
+            allocator.free_group_begin()

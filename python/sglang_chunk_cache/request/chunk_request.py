@@ -25,7 +25,7 @@ from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, loads
 from chunk_cache.plan.selector_answer import SelectorAnswer
-from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
 from sglang_chunk_cache.kv.packing import Packing
 
 if TYPE_CHECKING:
@@ -228,7 +228,14 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
         options = replace(options, spans=())
     system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
     keys = tuple(chunk_keys(partition, ids, options.spans))
-    return ChunkPrompt(options, keys, system, partition=partition, unsupported=not (fits and _is_supported(req)))
+    return ChunkPrompt(
+        options,
+        keys,
+        system,
+        partition=partition,
+        unsupported=not (fits and _is_supported(req)),
+        pieces=piece_keys(partition, ids, options.spans, keys),
+    )
 
 
 def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOptions | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,9 +180,12 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     tiers, clock = None, ForwardClock(torch.device(allocator.get_kvcache().device))
     if config.tiers is not None:
         try:
+            fingerprint = assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size)
+            if config.trust != "any":  # a server that trusts everybody may have written to the same place
+                fingerprint = replace(fingerprint, settings=(*fingerprint.settings, ("trust", config.trust)))
             tiers = create_tiers(
                 config,
-                assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size),
+                fingerprint,
                 pool=pool,
                 # A pass of the question reads all that comes in before any of it is computed again.
                 ratio=0.0 if METHODS[args.method].stage is Stage.QUESTION else args.ratio,

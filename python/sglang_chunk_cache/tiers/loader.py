@@ -73,7 +73,6 @@ class TierLoader:
         writer: TierWriter,
         pool: Pool,
         metrics: TierMetrics,
-        prefers_prepared: bool,
         fingerprint: Fingerprint,
         prefill_cost: PrefillCost,
         ratio: float,
@@ -85,7 +84,7 @@ class TierLoader:
         self._writer = writer
         self._pool = pool
         self._metrics = metrics
-        self._search = TierSearch(tiers, fingerprint, prefers_prepared)
+        self._search = TierSearch(tiers, fingerprint)
         self._bytes_per_token = fingerprint.payload_len(1)
         self._num_layers = fingerprint.num_layers
         self._ratio = ratio

@@ -1,7 +1,7 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `observe`, `stored_lens`, `prepared_keys`, `ask`, `evict`, `evict_behind`, `flush`,
+(see `writer` and `loader`), `observe`, `stored_lens`, `ask`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
@@ -21,13 +21,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chunk_cache.tiers.cost import PrefillCost, Unloaded, hidden_ratio
 from chunk_cache.tiers.placing import cheapest
-from chunk_cache.tiers.tier_ledger import context_digest
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, TierError, VariantInfo
@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     from chunk_cache.index.variant import Variant
     from chunk_cache.options.config import Config
     from chunk_cache.options.tier_config import TierConfig
-    from chunk_cache.tiers.tier_ledger import EntryId, Traits
+    from chunk_cache.tiers.tier_ledger import EntryId
 
 logger = logging.getLogger(__name__)
+
+_ANY_NAME: Mapping[bytes, str] = MappingProxyType({})
 
 NOTE_EVERY_S = 300.0
 """After so long what entries are worth is kept again; a server that is killed forgets no more than that."""
@@ -65,7 +67,6 @@ class ChunkTiers:
         pool: Pool,
         metrics: TierMetrics,
         max_generation: int,
-        prefers_prepared: bool,
         fingerprint: Fingerprint,
         ratio: float,
         reduce_max: Callable[[np.ndarray], np.ndarray] | None,
@@ -96,7 +97,6 @@ class ChunkTiers:
             writer=self._writer,
             pool=pool,
             metrics=metrics,
-            prefers_prepared=prefers_prepared,
             fingerprint=fingerprint,
             prefill_cost=prefill_cost,
             ratio=ratio,
@@ -175,19 +175,22 @@ class ChunkTiers:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
         return max(least, min(1.0, ratio))
 
-    def stored_lens(self, keys: Sequence[bytes], max_generation: int | None = None) -> dict[bytes, int]:
+    def stored_lens(
+        self, keys: Sequence[bytes], max_generation: int | None = None, names: Mapping[bytes, str] = _ANY_NAME
+    ) -> dict[bytes, int]:
         """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant.
 
         Args:
             max_generation: variants above it are passed over; None = those above the server's.
+            names: by key, the variant that is meant; that of others is any.
         """
+        if self._disabled_reason is not None or not keys:
+            return {}
         limit = self._max_generation if max_generation is None else max_generation
-        return dict(self._known(keys, [lambda traits: traits.generation <= limit] * len(keys)))
-
-    def prepared_keys(self, neighbours: Mapping[bytes, tuple[bytes, ...]]) -> set[bytes]:
-        """Those of these chunks that the tiers of every rank are known to have as computed behind these neighbours."""
-        tests = [partial(_is_prepared_behind, context_digest(keys)) for keys in neighbours.values()]
-        return {key for key, _ in self._known(list(neighbours), tests)}
+        lens = np.array([self._known_len(key, limit, names.get(key)) for key in keys], dtype=np.int64)
+        if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
+            lens = -self.reduce_max(-lens)
+        return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
 
     def ask(self, keys: Sequence[bytes], *, is_first: bool) -> bool:
         """Has stores that are asked searched for these chunks; whether a rank has no answer yet.
@@ -209,18 +212,13 @@ class ChunkTiers:
         for listed in entries:
             self._writer.adopt(tier, listed)
 
-    def _known(self, keys: Sequence[bytes], tests: Sequence[Callable[[Traits], bool]]) -> Iterator[tuple[bytes, int]]:
-        """Those of these chunks of which every rank knows a variant that passes its test, with its tokens."""
-        if self._disabled_reason is not None or not keys:
-            return
-        lens = np.array([self._known_len(key, test) for key, test in zip(keys, tests, strict=True)], dtype=np.int64)
-        if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
-            lens = -self.reduce_max(-lens)
-        yield from ((key, length) for key, length in zip(keys, lens.tolist(), strict=True) if length)
-
-    def _known_len(self, key: bytes, test: Callable[[Traits], bool]) -> int:
+    def _known_len(self, key: bytes, max_generation: int, name: str | None) -> int:
         entries = ((tier.ledger, entry_id) for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
-        sizes = (ledger.num_bytes_of(entry_id) for ledger, entry_id in entries if test(ledger.traits_of(entry_id)))
+        sizes = (
+            ledger.num_bytes_of(entry_id)
+            for ledger, entry_id in entries
+            if ledger.traits_of(entry_id).generation <= max_generation and name in (None, entry_id.name)
+        )
         return max(sizes, default=0) // self._bytes_per_token
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
@@ -379,16 +377,11 @@ def create_tiers(
         pool=pool,
         metrics=TierMetrics(enabled=is_counting),
         max_generation=config.max_generation,
-        prefers_prepared=config.prefer_prepared,
         fingerprint=fingerprint,
         ratio=ratio,
         reduce_max=reduce_max,
         prefill_cost=prefill_cost,
     )
-
-
-def _is_prepared_behind(context: bytes, traits: Traits) -> bool:
-    return traits.is_prepared and traits.context == context
 
 
 def _is_behind(keys: set[bytes], info: VariantInfo) -> bool:

@@ -122,13 +122,11 @@ class TierSearch:
 
     Args:
         tiers: in the order in which they are asked.
-        prefers_prepared: prepared variants are read before exact ones.
     """
 
-    def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint, prefers_prepared: bool) -> None:
+    def __init__(self, tiers: Sequence[Tier], fingerprint: Fingerprint) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._empty = fingerprint.empty
-        self._prefers_prepared = prefers_prepared
 
     def open(self, chunk: Wanted, load_shares: Mapping[str, float], *, is_memory: bool = False) -> OpenSearch:
         """What the ledgers know of a chunk is where its search begins.
@@ -144,7 +142,7 @@ class TierSearch:
             if entries or not (tier.is_host or chunk.held.is_of_use):
                 named = {entry_id.name: traits for entry_id, traits in entries.items()}
                 views.append(TierView(tier.name, named, load_shares.get(tier.name, 0.0)))
-        steps = VariantSearch[VariantInfo](chunk.need, views, prefers_prepared=self._prefers_prepared, held=chunk.held)
+        steps = VariantSearch[VariantInfo](chunk.need, views, chunk.held)
         return OpenSearch(chunk, steps)
 
     def run_in_memory(self, search: OpenSearch) -> Found | None:

@@ -75,6 +75,9 @@ _EVICTED = Lookup(None, 0, "evicted")
 _PARTITION_SHARE = Lookup(None, 0, "partition_share")
 _GENERATION_LIMIT = Lookup(None, 0, "generation_limit")
 _OTHER_SYSTEM = Lookup(None, 0, "other_system")
+_UNTRUSTED = Lookup(None, 0, "untrusted")
+_OBSTACLES = _OTHER_SYSTEM, _UNTRUSTED, _GENERATION_LIMIT
+"""The reply says the first of several."""
 
 
 class ChunkIndex:
@@ -86,7 +89,6 @@ class ChunkIndex:
         max_path_tokens: tokens of remembered paths (8 bytes each); the least recently used path goes first.
         eviction: which variant goes first, one of `victims.EVICTIONS`.
         ageing: by how much the age grows when the store has been turned over once.
-        prefers_prepared: a prepared variant is found before exact ones, not only before other derived ones.
         partition_share: of variants and path tokens that one partition may have.
     """
 
@@ -97,7 +99,6 @@ class ChunkIndex:
         max_path_tokens: int,
         eviction: str = "lru",
         ageing: float = AGEING,
-        prefers_prepared: bool = False,
         partition_share: float = 1.0,
     ) -> None:
         assert min(max_variants, max_variants_per_chunk, max_path_tokens) >= 1, "every bound must be at least 1"
@@ -109,7 +110,6 @@ class ChunkIndex:
         self._order = victim_order(eviction, ageing)
         self.quota = IndexQuota(max_variants, max_path_tokens, partition_share, lambda: victim_order(eviction, ageing))
         self._ageing = ageing
-        self._prefers_prepared = prefers_prepared
         self._num_derived = 0
         self.num_derived_tokens = 0
         """Tokens of variants that came from approximate ones; prepared variants do not count."""
@@ -163,10 +163,10 @@ class ChunkIndex:
         """The variants of one chunk, in the order in which they were stored; counts no lookup and forgets nothing."""
         return list(self._by_key.get(key, ()))
 
-    def prepared(self, key: bytes, context: tuple[bytes, ...]) -> Variant | None:
-        """The prepared variant of a chunk, where it was computed behind these neighbours."""
+    def prepared(self, key: bytes, system: bytes, context: tuple[bytes, ...]) -> Variant | None:
+        """The prepared variant of a chunk, where it was computed behind these."""
         peers = self._by_key.get(key, ())
-        return next((peer for peer in peers if peer.is_prepared and peer.context == context), None)
+        return next((peer for peer in peers if peer.is_prepared and behind(peer) == (system, context)), None)
 
     def wants(
         self,
@@ -180,10 +180,14 @@ class ChunkIndex:
     ) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
         peers = self._by_key.get(key, ())
-        if is_prepared and any(peer.is_prepared for peer in peers):
+        if is_prepared and any(peer.is_prepared and peer.system == system for peer in peers):
             return True  # in the place of that one
         place = system, context
-        if generation and not is_prepared and any(peer.is_exact and behind(peer) == place for peer in peers):
+        if (
+            generation
+            and not is_prepared
+            and any(peer.is_exact and not peer.is_prepared and behind(peer) == place for peer in peers)
+        ):
             return False
         same = find_same(peers, start, place, is_prepared)
         if same is not None:
@@ -217,12 +221,12 @@ class ChunkIndex:
         A KV of the same system prompt, context and start is represented once: it is refreshed and moves to the new
         home, which was stored a moment ago while the old one may be gone. Of different generations the lower one
         stays. A derived variant is refused where an exact one of the same context exists, and goes when one arrives. A
-        prepared one stands beside these, one per chunk: it goes when another arrives.
+        prepared one stands beside these, one per system prompt: it goes when another arrives.
 
         Args:
             context: keys of the chunks in front of it, in order.
             system: marks of the system prompt in front of these.
-            is_prepared: `context` are neighbours that it was computed behind ahead of time.
+            is_prepared: it was computed ahead of time, for any prompt.
             prompt_keys: keys of all chunks of the prompt, which begin with `context`; given to each variant of the
                 prompt, it saves each a context of its own.
 
@@ -278,7 +282,7 @@ class ChunkIndex:
         """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
 
         Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others. Beside a
-        prepared variant other derived ones are passed over, and so are exact ones where prepared ones are preferred.
+        prepared variant other derived ones are passed over.
 
         Variants that `resolve` finds gone are forgotten. The use is not counted: call `touch` when it is used.
 
@@ -304,16 +308,15 @@ class ChunkIndex:
         if need is not None:
             obstacles = [need.obstacle(peer) for peer in peers]
             allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
-            passed_over = next((one for one in (_OTHER_SYSTEM, _GENERATION_LIMIT) if one.reason in obstacles), None)
-        prepared = next((p for p in allowed if p.is_prepared), None)
-        if prepared is not None and resolve(prepared) == 0:
+            passed_over = next((one for one in _OBSTACLES if one.reason in obstacles), None)
+        for prepared in [p for p in allowed if p.is_prepared and resolve(p) == 0]:
             self._forget_gone(prepared)
             allowed.remove(prepared)
         allowed.sort(key=lambda variant: -variant.last_use)
         best: Variant | None = None
         best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in ranked(beside_prepared(allowed), need, self._prefers_prepared):
-            if best is not None and (best_share <= (cfo or 0.0) or (self._prefers_prepared and best.is_prepared)):
+        for cfo, variant in ranked(beside_prepared(allowed), need):
+            if best is not None and best_share <= (cfo or 0.0):
                 break  # even if stored in full, it and all behind it are no better
             covered_len = resolve(variant)
             assert 0 <= covered_len <= variant.length, f"{covered_len} tokens stored of {variant}"

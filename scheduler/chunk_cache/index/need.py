@@ -6,8 +6,8 @@
 
 To what the context costs (`reusability`), the share of its attention that lay on what is another system
 prompt now is added. Of a variant without statistics nothing is known but what stood in front of it: CCI is 1, its
-context chunks count alike, and all of it owes to its system prompt. The neighbours of a prepared one are no context
-that a prompt should have: it costs what it would cost without any.
+context chunks count alike, and all of it owes to its system prompt. A prepared one is meant for any context: it costs
+`PREPARED_CFO`, whatever stands in front.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Protocol
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.reusability import first_places, unit_cfo
 from chunk_cache.index.system_prompt import share_elsewhere
+
+PREPARED_CFO = 0.5
+"""At alpha 1: the least that a variant costs behind a context that it was not computed behind."""
 
 
 class Described(Protocol):
@@ -44,11 +47,13 @@ class Need:
     max_generation: int
     """Variants above it are not used."""
     context: tuple[bytes, ...] = ()
-    """Keys of the chunks in front of it."""
+    """What stands in front of it, as `Variant.context`."""
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
     is_system_fixed: bool = False
     """Whether variants behind another system prompt are not used."""
+    is_trust_limited: bool = False
+    """Whether variants that were computed behind other chunks are not used, unless they are prepared."""
     max_unit_cfo: float = math.inf
     """Largest unit CFO of a variant that is used; above it the chunk is computed instead."""
 
@@ -56,6 +61,8 @@ class Need:
         """Why a variant is not used, whatever it costs: a reason of `chunk_cache.types`; None = it may be."""
         if variant.generation > self.max_generation:
             return "generation_limit"
+        if self.is_trust_limited and variant.context and not variant.is_prepared:
+            return "untrusted"
         return "other_system" if self.is_system_fixed and variant.system != self.system else None
 
     def fits(self, variant: Described) -> bool:
@@ -89,10 +96,10 @@ def system_charge(variant: Described, system: bytes) -> float:
 
 def _context_cfo(variant: Described, place: Mapping[Hashable, int]) -> float:
     if variant.is_prepared:
-        return unit_cfo(0.5, (), (), place)
+        return PREPARED_CFO
     context, statistics = variant.context, variant.statistics
     if statistics is None:
-        return unit_cfo(1.0 if context else 0.5, context, [0.0] * len(context), place)
+        return unit_cfo(1.0, context, [0.0] * len(context), place)
     if context and place.keys().isdisjoint(context):  # most variants
         return statistics.cci
     inter, cci = statistics.of_context()

@@ -14,7 +14,7 @@ from chunk_cache.index.variant import Variant
 
 Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
 """What a variant was computed behind: the marks of its system prompt, and its context."""
-Order: TypeAlias = tuple[bool, float, int]
+Order: TypeAlias = tuple[float, int]
 """Smaller is better."""
 V = TypeVar("V", bound=Described)
 
@@ -31,18 +31,17 @@ def find_same(peers: Iterable[Variant], start: int, place: Behind, is_prepared: 
 def is_superseded(peer: Variant, generation: int, place: Behind, is_prepared: bool, is_same: bool) -> bool:
     """Whether a variant goes when one of this context arrives."""
     if is_prepared or peer.is_prepared:
-        return is_prepared and peer.is_prepared
+        return is_prepared and peer.is_prepared and peer.system == place[0]
     return peer.generation > 0 and behind(peer) == place and (is_same or not generation)
 
 
-def order_of(cost: float, generation: int, is_preferred: bool) -> Order:
+def order_of(cost: float, generation: int) -> Order:
     """Place of a variant among those of its chunk; the smallest is used.
 
     Args:
         cost: CFO at alpha 1, and where a variant has to be loaded what that costs.
-        is_preferred: a prepared variant where these are preferred.
     """
-    return not is_preferred, cost, generation
+    return cost, generation
 
 
 def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
@@ -52,15 +51,13 @@ def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
     return [variant for variant in variants if variant.is_prepared or not variant.generation]
 
 
-def ranked(
-    variants: Iterable[Variant], need: Need | None, prefers_prepared: bool
-) -> list[tuple[float | None, Variant]]:
+def ranked(variants: Iterable[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
     """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order."""
     place = None if need is None else first_places(need.context)
     found = []
     for variant in variants:
         cfo = None if need is None or place is None else unit_cfo_of(variant, place, need.system)
-        found.append((order_of(cfo or 0.0, variant.generation, prefers_prepared and variant.is_prepared), cfo, variant))
+        found.append((order_of(cfo or 0.0, variant.generation), cfo, variant))
     found.sort(key=lambda item: item[0])
     return [(cfo, variant) for _, cfo, variant in found]
 
@@ -81,10 +78,9 @@ def check_peers(chunks: Mapping[bytes, Sequence[Variant]], variants: Iterable[Va
         assert len({v.variant_id for v in peers}) == len(peers), f"a chunk lists a variant twice: {peers}"
         assert len({v.length for v in peers}) == 1, f"one key, different lengths: {peers}"
         others = [v for v in peers if not v.is_prepared]
-        assert len(peers) - len(others) <= 1, f"more than one prepared variant of a chunk: {peers}"
-        assert all(v.generation == 1 for v in peers if v.is_prepared), (
-            f"a prepared variant not of generation 1: {peers}"
-        )
+        prepared = [v for v in peers if v.is_prepared]
+        assert len({v.system for v in prepared}) == len(prepared), f"two prepared variants behind one prompt: {peers}"
+        assert all(v.generation <= 1 for v in prepared), f"a prepared variant behind approximate KV: {peers}"
         places = {(v.start, behind(v)) for v in others}
         assert len(places) == len(others), f"one KV is represented twice: {peers}"
         exact = {behind(v) for v in others if v.is_exact}

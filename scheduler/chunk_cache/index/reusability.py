@@ -82,13 +82,15 @@ def first_places(new_context: Context) -> dict[Hashable, int]:
 def unit_cfo(cci: float, context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> float:
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
-    The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt.
+    The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt. But for
+    KV that was computed alone: behind anything it costs 1 (ours; by the paper's equations 0.5), since it loses most
+    (`docs/variants.md`).
 
     Args:
         place: `first_places` of the new context.
     """
     if not context:
-        return 0.0 if not place else cci
+        return 0.0 if not place else 1.0
     if place.keys().isdisjoint(context):
         return cci
     beta, ranks = _common(context, inter, place)

@@ -106,9 +106,9 @@ class Variant:
     start: int
     """Rotary position of the first token when the KV was computed."""
     generation: int
-    """0 = exact; 1 = prepared; otherwise 1 + the largest generation in its context."""
+    """0 = exact; otherwise 1 + the largest generation in its context."""
     prompt_keys: tuple[bytes, ...]
-    """Keys of the chunks of its prompt, one object for all variants of the prompt."""
+    """The pieces of its prompt (`ChunkPrompt`), one object for all variants of the prompt."""
     num_before: int
     """How many of them stood in front of it."""
     holder: PathTokens | NodeHome
@@ -121,7 +121,7 @@ class Variant:
     statistics: ChunkStatistics | None = None
     """None where the server takes none, or the KV was found and not computed."""
     is_prepared: bool = False
-    """Computed ahead of time behind the KV of similar chunks, which are its context (FusionRAG eq. 10)."""
+    """Computed ahead of time, for any prompt: behind filler, or behind the KV of similar chunks (FusionRAG eq. 10)."""
     system: bytes = b""
     """Marks of the system prompt in front of all of them (`chunk_cache.index.system_prompt`)."""
 
@@ -141,13 +141,24 @@ class Variant:
 
     @property
     def context(self) -> tuple[bytes, ...]:
-        """Keys of the chunks before it in its prompt, in order."""
+        """What stood in front of it behind the system prompt: a key for each chunk, with the text behind that."""
         return self.prompt_keys[: self.num_before]
 
     @property
     def name(self) -> str:
         """See `variant_name`."""
         return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+
+    @property
+    def kind(self) -> str:
+        """`prepared` ahead of time for any prompt, `alone` behind a system prompt only, `met` behind other chunks of a
+        prompt, `derived` behind KV that was reused there.
+        """
+        if self.is_prepared:
+            return "prepared"
+        if self.generation:
+            return "derived"
+        return "met" if self.num_before else "alone"
 
     @property
     def is_exact(self) -> bool:

@@ -125,9 +125,9 @@ class LruOrder:
                 previous = variant.last_use
 
     def _kind(self, variant: Variant) -> OrderedDict[int, Variant]:
-        if variant.is_prepared:
-            return self._prepared
-        return self._exact if variant.is_exact else self._derived
+        if variant.is_exact:
+            return self._exact
+        return self._prepared if variant.is_prepared else self._derived
 
 
 class FrequencyOrder:

@@ -19,6 +19,7 @@ KERNELS = ("auto", "torch", "triton", "flashinfer")
 ATTENTIONS = ("auto", "runs", "rows")
 MODELS = ("checked", "listed")
 SYSTEM_PROMPTS = ("any", "same")
+TRUST = ("any", "warmed")
 REMEMBER = ("misses", "contexts")
 STATISTICS_LAYERS = ("sampled", "all", "none")
 STATISTICS_HEADS = ("sampled", "all")
@@ -42,8 +43,6 @@ class Config:
     """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
     """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
-    prefer_prepared: bool = False
-    """Prepared variants are used before exact ones."""
     keep_share: float = 0.25
     """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
     partition_share: float = 1.0
@@ -70,6 +69,9 @@ class Config:
     system_prompts: str = "any"
     """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
     prompt, at the price that their CFO says; `same`: only those computed behind its own."""
+    trust: str = "any"
+    """Whose KV a request is given: one of `TRUST`. `any`: also what was computed behind another request's passages;
+    `warmed`: only what the administrator warmed, or what was computed alone, behind the request's own system prompt."""
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     models: str = "checked"
@@ -143,6 +145,7 @@ _CHOICES = {
     "eviction": EVICTIONS,
     "remember": REMEMBER,
     "system_prompts": SYSTEM_PROMPTS,
+    "trust": TRUST,
     "statistics_heads": STATISTICS_HEADS,
 }
 
@@ -181,7 +184,7 @@ def _check(key: str, value: object) -> object:
         raise config_error(path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
-    if key in ("prefer_prepared", "draft_on_gpu"):
+    if key == "draft_on_gpu":
         if not isinstance(value, bool):
             raise config_error(path, f"{show(value)} is neither true nor false", "give one of them")
         return value

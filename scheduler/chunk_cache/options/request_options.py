@@ -17,7 +17,11 @@ from chunk_cache.options.kept_tokens import check_room
 from chunk_cache.types import Span
 
 DEFAULT_PATH = "sampling_params.custom_params.chunk_cache"
-MODES = ("auto", "exact", "off", "prepare")
+MODES = ("auto", "exact", "off", "prepare", "warm")
+PREPARING = ("prepare", "warm")
+"""Modes in which the last chunk is kept for any prompt."""
+EXACT_MODES = ("exact", "warm")
+"""Modes in which only exact prefixes are reused."""
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""
@@ -32,7 +36,8 @@ class RequestOptions:
     """Half-open ranges of prompt positions, ascending, disjoint, not empty."""
     mode: str = "auto"
     """One of `MODES`. `exact`: only exact prefixes are reused; `off`: chunks are neither looked up nor remembered;
-    `prepare`: the last chunk is computed behind the others, and kept."""
+    `prepare`: the last chunk is computed behind the others, which are reused, and kept for any prompt; `warm`: the
+    same, and all is computed exactly."""
     method: str | None = None
     """How the tokens of reused chunks that are computed again are chosen."""
     ratio: float | None = None

@@ -24,8 +24,8 @@ class ChunkPlan:
     num_reused: int = 0
     """Tokens brought in: ``[src_offset, src_offset + num_reused)`` of the variant."""
     generation: int | None = None
-    is_prepared: bool = False
-    """Whether the variant was computed ahead of time behind similar chunks."""
+    kind: str | None = None
+    """How the variant was computed: its `Variant.kind`."""
     shift: int = 0
     """Positions to rotate K by: new start - start at which the variant was computed."""
     cfo: float | None = None

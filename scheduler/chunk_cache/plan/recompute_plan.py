@@ -30,7 +30,7 @@ from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.reusability import share_to_fix
 from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Rows, Stage
 from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
-from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.options.request_options import EXACT_MODES, RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.row_plan import choose_rows
 from chunk_cache.plan.selection_plan import Selection
@@ -128,8 +128,7 @@ class RecomputePlan:
             reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
             if chunk.other_system is not None:
                 reply["other_system"] = chunk.other_system
-            if chunk.is_prepared:
-                reply["prepared"] = True
+            reply["kind"] = chunk.kind
         if chunk.ranked_by is not None:
             reply["ranked_by"] = chunk.ranked_by
         if explain:
@@ -334,8 +333,10 @@ def _stand_in(opts: RequestOptions, drops: Sequence[str] = ()) -> tuple[Method, 
 
 def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) -> str | None:
     """The client's own choice, or why the first of the stored chunks was not used, where none was."""
-    if mode in ("off", "exact"):
-        return "off" if mode == "off" else "exact_mode"
+    if mode == "off":
+        return "off"
+    if mode in EXACT_MODES:
+        return "exact_mode"
     if num_reused:
         return None
     return next((chunk.reason for chunk in chunks if chunk.status is Status.SKIPPED), None)
@@ -379,7 +380,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
     if mode == "off":
         return _without_load(start, end, Status.SKIPPED, "off")
     assert lookup is not None, f"no lookup for the chunk [{start}, {end}), which reaches behind the prefix {prefix_len}"
-    if mode == "exact" and lookup.reason in (None, "generation_limit", "other_system"):
+    if mode in EXACT_MODES and lookup.reason in (None, "generation_limit", "other_system", "untrusted"):
         return _without_load(start, end, Status.SKIPPED, "exact_mode")
     variant = lookup.variant
     if variant is None:
@@ -404,7 +405,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         dst_start=dst_start,
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
-        is_prepared=variant.is_prepared,
+        kind=variant.kind,
         shift=(start - variant.start) if rules.is_shifted else 0,
         cfo=cfo,
         unit_cfo=lookup.unit_cfo,

@@ -1,17 +1,54 @@
-"""ChunkPrompt: the marked chunks of one prompt, and what its client asked for."""
+"""ChunkPrompt: the marked chunks of one prompt, and what its client asked for.
+
+What later chunks stand behind are the *pieces* of a prompt: its chunks, and the texts between them where there are any.
+`piece_spans` says where they lie, `num_pieces_before` how many stand in front of a chunk, `piece_keys` names them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from chunk_cache.keys import Partition
-from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.keys import Partition, TokenIds, chunk_keys
+from chunk_cache.options.request_options import PREPARING, RequestOptions
 from chunk_cache.plan.selector_answer import SelectorAnswer
+from chunk_cache.types import Span
 
 if TYPE_CHECKING:
     from chunk_cache.index.chunk_index import Lookup
     from chunk_cache.plan.recompute_plan import RecomputePlan
+
+
+def piece_spans(spans: Sequence[Span]) -> list[Span]:
+    """Each chunk, and behind it the text up to the next where there is any."""
+    gaps = [*((end, start) for (_, end), (start, _) in pairwise(spans)), (0, 0)]
+    return [part for chunk, gap in zip(spans, gaps, strict=False) for part in (chunk, gap) if part[0] < part[1]]
+
+
+def num_pieces_before(spans: Sequence[Span], chunk: int) -> int:
+    """Pieces in front of a chunk."""
+    return chunk + sum(end < start for (_, end), (start, _) in pairwise(spans[: chunk + 1]))
+
+
+def piece_keys(
+    partition: Partition, token_ids: TokenIds, spans: Sequence[Span], keys: Sequence[bytes]
+) -> tuple[bytes, ...] | None:
+    """One for each of `piece_spans`; None where the chunks are all pieces.
+
+    A text between chunks is hashed with the chunk in front of it, so that the same line feed behind another passage is
+    another piece.
+
+    Args:
+        token_ids: the whole prompt, shape [prompt_len].
+        spans, keys: of the chunks.
+    """
+    behind = [(start, next_start) for (start, end), (next_start, _) in pairwise(spans) if end < next_start]
+    if not behind:
+        return None
+    own, others = dict(zip(spans, keys, strict=True)), iter(chunk_keys(partition, token_ids, behind))
+    return tuple(own[part] if part in own else next(others) for part in piece_spans(spans))
 
 
 @dataclass(slots=True)
@@ -35,6 +72,7 @@ class ChunkPrompt:
         partition: its namespace; chunks of another one are never found.
         unsupported: it uses a feature that reuse does not support, so it is served exactly.
         is_discovered: its chunks were found in a prompt without marks.
+        pieces: `piece_keys`; None = no text stands between the chunks, which are all pieces.
         memo: the manager's; not copied.
     """
 
@@ -45,16 +83,23 @@ class ChunkPrompt:
     partition: Partition = field(default_factory=Partition)
     unsupported: bool = False
     is_discovered: bool = False
+    pieces: tuple[bytes, ...] | None = None
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 
     def context(self, chunk: int) -> tuple[bytes, ...]:
-        """Keys of the chunks in front of a chunk."""
-        return self.keys[:chunk]
+        """The pieces in front of a chunk."""
+        num = chunk if self.pieces is None else num_pieces_before(self.options.spans, chunk)
+        return self.all_pieces[:num]
+
+    @property
+    def all_pieces(self) -> tuple[bytes, ...]:
+        """One object for the contexts of all chunks."""
+        return self.keys if self.pieces is None else self.pieces
 
     @property
     def to_prepare(self) -> int | None:
         """The chunk that is computed behind the others, its neighbours, and kept as prepared; None = there is none."""
-        return len(self.keys) - 1 if self.options.mode == "prepare" and len(self.keys) > 1 else None
+        return len(self.keys) - 1 if self.options.mode in PREPARING and len(self.keys) > 1 else None
 
     def length(self, chunk: int) -> int:
         """Tokens of a chunk."""

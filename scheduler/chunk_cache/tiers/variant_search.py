@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from chunk_cache.index.need import Described, Need
+from chunk_cache.index.need import PREPARED_CFO, Described, Need
 from chunk_cache.index.peers import Order, beside_prepared, order_of
 from chunk_cache.index.variant import Rank, rank_of
 from chunk_cache.tiers.tier_ledger import PLAIN, Traits
@@ -50,6 +50,10 @@ class Held:
     @property
     def is_of_use(self) -> bool:
         return self.share < math.inf
+
+    @property
+    def order(self) -> Order:
+        return order_of(self.share, self.generation)
 
 
 NOTHING_HELD = Held(math.inf, 0, has_prepared=False, names=frozenset(), worst_rank=None)
@@ -99,8 +103,6 @@ def rank(
     found: Sequence[Found[V]],
     need: Need,
     load_shares: Mapping[str, float],
-    *,
-    prefers_prepared: bool = False,
     held: Held = NOTHING_HELD,
 ) -> list[Found[V]]:
     """Variants that tiers have, the best first: those that fit and are better than what the pool has.
@@ -114,26 +116,27 @@ def rank(
     if held.has_prepared:
         fitting = [(tier, v) for tier, v in fitting if not _is_other_derived(v)]
     orders = [
-        (_order(variant, need.unit_cfo(variant) + load_shares[tier], prefers_prepared), (tier, variant))
+        (order_of(need.unit_cfo(variant) + load_shares[tier], variant.generation), (tier, variant))
         for tier, variant in fitting
     ]
-    limit = _order_of_held(held, prefers_prepared)
+    limit = held.order
     orders = [(order, one) for order, one in orders if order < limit]
     allowed = {id(variant) for variant in beside_prepared([variant for _, (_, variant) in orders])}
     return [one for _, one in sorted(orders, key=lambda item: item[0]) if id(one[1]) in allowed]
 
 
-def is_better(variant: Described, need: Need, held: Held, *, prefers_prepared: bool = False) -> bool:
+def is_better(variant: Described, need: Need, held: Held) -> bool:
     """Whether a variant that is there, loaded already, is better than what the pool has."""
     if held.has_prepared and _is_other_derived(variant):
         return False
-    return _order(variant, need.unit_cfo(variant), prefers_prepared) < _order_of_held(held, prefers_prepared)
+    return order_of(need.unit_cfo(variant), variant.generation) < held.order
 
 
 def least_unit_cfo(traits: Traits, need: Need) -> float:
     """The least CFO at alpha 1 of an entry of which a ledger knows this much."""
-    is_apart = traits.is_prepared or traits.context == PLAIN.context
-    return 0.5 if is_apart and need.context else 0.0
+    if traits.is_prepared:
+        return PREPARED_CFO
+    return 1.0 if traits.context == PLAIN.context and need.context else 0.0
 
 
 class VariantSearch(Generic[V]):
@@ -145,13 +148,10 @@ class VariantSearch(Generic[V]):
             or not.
     """
 
-    def __init__(
-        self, need: Need, views: Sequence[TierView], *, prefers_prepared: bool = False, held: Held = NOTHING_HELD
-    ) -> None:
+    def __init__(self, need: Need, views: Sequence[TierView], held: Held = NOTHING_HELD) -> None:
         self._need = need
         self._views = tuple(views)
         self._held = held
-        self._prefers_prepared = prefers_prepared
         self._load_shares = {view.tier: view.load_share for view in views}
         self._asked: set[str] = set()
         self._found: list[Found[V]] = []
@@ -191,24 +191,22 @@ class VariantSearch(Generic[V]):
         bounds += [(self._order_of(found), found[0]) for found in self._ranked()[:1]]
         if not bounds:
             return None
-        (_, cost, _), tier = min(bounds, key=lambda bound: bound[0])
+        (cost, _), tier = min(bounds, key=lambda bound: bound[0])
         share = self._held.share - cost + self._load_shares[tier]
         return Expected(tier, max(0.0, min(1.0, share)))
 
     def _ranked(self) -> list[Found[V]]:
-        return rank(
-            self._found, self._need, self._load_shares, prefers_prepared=self._prefers_prepared, held=self._held
-        )
+        return rank(self._found, self._need, self._load_shares, self._held)
 
     def _order_of(self, found: Found[V]) -> Order:
         tier, variant = found
-        return _order(variant, self._need.unit_cfo(variant) + self._load_shares[tier], self._prefers_prepared)
+        return order_of(self._need.unit_cfo(variant) + self._load_shares[tier], variant.generation)
 
     def _better(self, view: TierView, ranked: Sequence[Found[V]]) -> Iterator[Order]:
         """The best that entries may be, of those that may be better than all that was ranked and than the pool's."""
         held, need = self._held, self._need
         met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
-        worst = _order_of_held(held, self._prefers_prepared)
+        worst = held.order
         best = self._order_of(ranked[0]) if ranked else worst
         # Beside a prepared one other derived ones are passed over, whatever it costs itself.
         is_beside_prepared = held.has_prepared or any(v.is_prepared for _, v in ranked)
@@ -219,7 +217,7 @@ class VariantSearch(Generic[V]):
             if name in held.names or not _is_taken(held, traits):
                 continue
             least = need.unit_cfo(met[name]) if name in met else least_unit_cfo(traits, need)
-            order = _order(traits, least + view.load_share, self._prefers_prepared)
+            order = order_of(least + view.load_share, traits.generation)
             limit = worst if is_derived and traits.is_prepared else best
             if order < limit and least <= need.max_unit_cfo:
                 yield order
@@ -230,14 +228,6 @@ class _Ranked(Protocol):
     def generation(self) -> int: ...
     @property
     def is_prepared(self) -> bool: ...
-
-
-def _order(variant: _Ranked, cost: float, prefers_prepared: bool) -> Order:
-    return order_of(cost, variant.generation, prefers_prepared and variant.is_prepared)
-
-
-def _order_of_held(held: Held, prefers_prepared: bool) -> Order:
-    return order_of(held.share, held.generation, prefers_prepared and held.has_prepared)
 
 
 def _is_other_derived(variant: _Ranked) -> bool:

@@ -172,11 +172,10 @@ def test_what_cannot_be_prepared_is_refused_before_the_first_line(admin, schedul
     assert schedulers.seen == []
 
 
-def test_a_chunk_is_prepared_where_all_replicas_say_so(admin, schedulers):
-    schedulers.results = {messages.ChunkCachePreparedReq: {"prepared": [KEY]}}
-    schedulers.num_replicas = 2
-    assert asyncio.run(admin.prepared({KEYS[0]: KEYS[1:], KEYS[1]: KEYS[:1]})) == {KEYS[0]}
-    assert schedulers.seen == [messages.ChunkCachePreparedReq(keys=KEYS, neighbours=[[KEYS[1]], [KEYS[0]]])]
+def test_a_variant_is_stored_where_all_replicas_say_so(admin, schedulers):
+    schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}, {"stored": {KEY: 3, "ff": 1}}]}
+    assert asyncio.run(admin.stored_as({KEYS[0]: "one", KEYS[1]: "other"})) == {KEYS[0]: 3}
+    assert schedulers.seen == [messages.ChunkCacheStoredReq(keys=KEYS, names=["one", "other"])]
 
 
 def test_a_store_is_waited_for(admin, schedulers):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.quota import Shares
-from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant, variant_name
 from chunk_cache.keys import DEFAULT_PARTITION, Partition
 from chunk_cache.manager import ChunkManager
 from chunk_cache.options.config import Config
@@ -125,7 +125,7 @@ def test_what_a_tier_has_is_stored_as_well(admin):
     asked = []
     lens = {key(3): 12}
     admin.tiers = SimpleNamespace(
-        stored_lens=lambda keys, max_generation: asked.append((keys, max_generation)) or lens,
+        stored_lens=lambda keys, max_generation, names: asked.append((keys, max_generation)) or lens,
         ask=lambda keys, *, is_first: asked.append((keys, is_first)) or is_first,
     )
     expected = {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
@@ -146,20 +146,22 @@ def test_exact_variants_can_be_asked_for(admin):
     asked = []
     admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {}, ask=not_asking)
     admin.answer(request)
-    assert asked == [([key(4)], 0)]
+    assert asked == [([key(4)], 0, {})]
 
 
-def test_a_prepared_variant_is_known_by_its_neighbours(admin):
+def test_one_variant_of_a_chunk_can_be_asked_for(admin):
     home = NodeHome(array("q", range(10)), "namespace", seen=9)
     admin.index.add(key(1), length=10, start=0, generation=1, context=(key(2), key(3)), home=home, is_prepared=True)
-    asked = [[key(2), key(3)], [key(1)]]
-    request = messages.ChunkCachePreparedReq(keys=[key(1), key(2)], neighbours=asked)
-    assert admin.answer(request) == {"prepared": [key(1).hex()]}
-    admin.tiers = SimpleNamespace(prepared_keys=lambda neighbours: set(neighbours), ask=not_asking)
-    assert admin.answer(request) == {"prepared": [key(1).hex(), key(2).hex()]}
+    names = [variant_name(0, 1, True, b"", (key(2), key(3))), variant_name(0, 0, False, b"", ())]
+    request = messages.ChunkCacheStoredReq(keys=[key(1), key(2)], names=names)
+    assert admin.answer(request) == {"stored": {key(1).hex(): 10}}
+    asked = []
+    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {key(2): 7}, ask=not_asking)
+    assert admin.answer(request) == {"stored": {key(1).hex(): 10, key(2).hex(): 7}}
+    assert asked == [([key(2)], None, dict(zip([key(1), key(2)], names, strict=True)))]
     admin.tiers = None
-    other = messages.ChunkCachePreparedReq(keys=[key(1)], neighbours=[[key(3), key(2)]])
-    assert admin.answer(other) == {"prepared": []}, "another order is another computation"
+    other = messages.ChunkCacheStoredReq(keys=[key(1)], names=[variant_name(0, 1, True, b"", (key(3), key(2)))])
+    assert admin.answer(other) == {"stored": {}}, "another order is another computation"
     (described,) = [v for v in admin.answer(messages.ChunkCacheVariantsReq())["variants"] if v["neighbours"]]
     assert described["neighbours"] == [key(2).hex(), key(3).hex()]
 

@@ -97,7 +97,7 @@ class FakeServer:
         return {
             "summary": True,
             "already": len(texts) - len(new),
-            "alone": alone if "neighbours" in body else cost,
+            "exact": alone if "neighbours" in body else cost,
             "prepared": cost if "neighbours" in body else [],
             "failed": [],
             "computed_tokens": 10 * (len(near) + len(new)),
@@ -304,10 +304,10 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path, fake, capsys, monkeypatc
     assert list(tmp_path.iterdir()) == [path], "no state is written"
     first, second = capsys.readouterr().out.splitlines()
     # Cats and dogs is the neighbour of two lines, in two requests.
-    assert first == "6 lines: 4 chunks to compute alone, 5 behind their neighbours, 0 already there, 1 failed."
+    assert first == "6 lines: 4 chunks to compute, 5 behind their neighbours, 0 already there, 1 failed."
     assert second.startswith("90 tokens to compute, 100 of neighbours to read; 0.1 MiB of KV; the KV pool holds 500")
     assert run(path, fake, "--dry-run") == 1
-    assert "5 chunks to compute alone, 0 behind" in capsys.readouterr().out
+    assert "5 chunks to compute, 0 behind" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

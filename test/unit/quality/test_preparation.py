@@ -82,8 +82,8 @@ def test_each_chunk_is_warmed_with_its_neighbours() -> None:
 
 def test_a_chunk_that_was_not_used_as_prepared_ends_the_run() -> None:
     session = session_of(PreparingServer())
-    chunks: list[dict[str, Any]] = [{"status": "prefix"}, {"status": "hit", "prepared": True}, {"status": "hit"}]
+    chunks: list[dict[str, Any]] = [{"status": "prefix"}, {"status": "hit", "kind": "prepared"}, {"status": "hit"}]
     session._check_stored(PROMPTS[0], {"chunks": chunks})
-    del chunks[1]["prepared"]
+    chunks[1]["kind"] = "met"
     with pytest.raises(SetupError, match=r"Chunk 2 of prompt .* was not used as prepared"):
         session._check_stored(PROMPTS[0], {"chunks": chunks})

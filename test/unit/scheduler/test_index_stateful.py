@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
-from chunk_cache.index.need import Need
+from chunk_cache.index.need import PREPARED_CFO, Need
 from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.index.system_prompt import marks_of, num_pieces
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
@@ -74,11 +74,13 @@ class Record:
         return self.context_cfo(context) + self.system_charge(system)
 
     def context_cfo(self, context: list[bytes]) -> float:
-        """By the paper's equations, one after the other."""
+        """By the paper's equations, one after the other; but what was computed alone costs 1 behind anything."""
         if self.is_prepared:
-            return 0.5 if context else 0.0
+            return PREPARED_CFO
+        if not self.context:
+            return float(bool(context))
         if self.statistics is None:
-            cci, inter = 1.0 if self.context else 0.5, np.zeros(len(self.context))
+            cci, inter = 1.0, np.zeros(len(self.context))
         else:
             cci, inter = self.statistics.cci, self.statistics.inter
         beta = prefix_overlap(self.context, inter, context)
@@ -142,7 +144,7 @@ class Model:
         """Of all variants, smallest goes first."""
         if self.eviction == "frequency-reuse":
             return record.worth, record.generation == 0, record.last_use
-        return record.generation == 0, record.is_prepared, record.last_use
+        return record.generation == 0, record.is_prepared and record.generation > 0, record.last_use
 
     def evict(self, record: Record) -> None:
         self.age = max(self.age, record.worth)
@@ -175,7 +177,7 @@ class Model:
         if generation and not is_prepared and any(r.generation == 0 and r.behind == behind for r in others):
             return None
         same = [r for r in peers if (r.start, r.behind, r.is_prepared) == (start, behind, is_prepared)]
-        if same and same[0].generation < generation:
+        if same and same[0].generation < generation and not is_prepared:
             return None
         if same and same[0].generation == generation:
             same[0].home = home
@@ -185,12 +187,12 @@ class Model:
             self.forget_unheld()
             return same[0].variant_id
         rank = generation, not is_prepared
-        replaced = [r for r in peers if is_prepared and r.is_prepared] or same
+        replaced = [r for r in peers if is_prepared and r.is_prepared and r.behind[0] == behind[0]] or same
         no_worse = [r for r in peers if (r.generation, not r.is_prepared) >= rank]
         if not replaced and len(peers) >= self.max_per_chunk and not no_worse:
             return None
         worse = [r for r in others if r.generation and r.behind == behind]
-        self.drop(worse if generation == 0 else replaced)
+        self.drop(worse if generation == 0 and not is_prepared else replaced)
         peers = [r for r in self.records if r.chunk == chunk]
         if len(peers) >= self.max_per_chunk:
             if self.eviction == "lru":
@@ -217,7 +219,6 @@ class IndexMachine(RuleBasedStateMachine):
         max_per_chunk=st.integers(1, 3),
         max_path_tokens=st.sampled_from((12, 30, 200)),
         eviction=st.sampled_from(EVICTIONS),
-        prefers_prepared=st.booleans(),
         share=st.sampled_from((1.0, 0.75, 0.5, 0.25)),
     )
     def start(
@@ -226,16 +227,13 @@ class IndexMachine(RuleBasedStateMachine):
         max_per_chunk: int,
         max_path_tokens: int,
         eviction: str,
-        prefers_prepared: bool,
         share: float,
     ) -> None:
-        self.prefers_prepared = prefers_prepared
         self.index = ChunkIndex(
             max_variants,
             max_per_chunk,
             max_path_tokens,
             eviction,
-            prefers_prepared=prefers_prepared,
             partition_share=share,
         )
         self.index.observer = self.mirror = Mirror()
@@ -323,12 +321,21 @@ class IndexMachine(RuleBasedStateMachine):
         self.stored[home] = LENS[chunk]
         self.add(chunk, start, generation, tuple(KEYS[c] for c in context), home, inter, system)
 
-    @rule(chunk=CHUNKS, start=st.integers(0, 4), neighbours=st.lists(CHUNKS, min_size=1, max_size=2), inter=INTER)
-    def prepare(self, chunk: int, start: int, neighbours: list[int], inter: list[int] | None) -> None:
+    @rule(
+        chunk=CHUNKS,
+        start=st.integers(0, 4),
+        generation=st.integers(0, 1),
+        neighbours=st.lists(CHUNKS, min_size=1, max_size=2),
+        inter=INTER,
+        system=SYSTEM,
+    )
+    def prepare(
+        self, chunk: int, start: int, generation: int, neighbours: list[int], inter: list[int] | None, system: bytes
+    ) -> None:
         home = NodeHome(array("q", range(LENS[chunk])), "chunk", partition=PARTITIONS[chunk])
         self.stored[home] = LENS[chunk]
         context = tuple(KEYS[c] for c in neighbours)
-        self.add(chunk, start, 1, context, home, inter, is_prepared=True)
+        self.add(chunk, start, generation, context, home, inter, system, is_prepared=True)
 
     @rule(data=st.data())
     def store_evicts(self, data: st.DataObject) -> None:
@@ -365,11 +372,11 @@ class IndexMachine(RuleBasedStateMachine):
         is_known = bool(peers)
         was_gone = self.model.gone.get(chunk, "not_stored")
         prepared = [r for r in allowed if r.is_prepared]
-        if prepared and not self.resolve(prepared[0]):
-            allowed.remove(prepared[0])
-            self.model.drop_gone(prepared)
-        elif prepared:
-            allowed = [r for r in allowed if r.is_prepared or (r.generation == 0 and not self.prefers_prepared)]
+        gone = [r for r in prepared if not self.resolve(r)]
+        allowed = [r for r in allowed if r not in gone]
+        self.model.drop_gone(gone)
+        if len(prepared) > len(gone):
+            allowed = [r for r in allowed if r.is_prepared or r.generation == 0]
         covered = [self.resolve(r) for r in allowed]
         need = None if new is None else Need(max_generation, tuple(new), system, is_system_fixed)
         found = self.index.lookup(KEYS[chunk], self.resolve, need)

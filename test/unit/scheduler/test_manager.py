@@ -546,11 +546,10 @@ def drawn_in_tier(server: Server, prompt: ChunkPrompt, chunk: int) -> InTier:
     )
 
 
-@pytest.mark.parametrize("prefers", [False, True])
-def test_what_is_searched_and_loaded_is_accepted_and_used(prefers: bool) -> None:
+def test_what_is_searched_and_loaded_is_accepted_and_used() -> None:
     num_accepted = num_refused = 0
     for seed in range(300):
-        server = Server(seed, prefer_prepared=prefers)
+        server = Server(seed)
         manager = server.manager
         for _ in range(4):
             server.send()
@@ -562,7 +561,6 @@ def test_what_is_searched_and_loaded_is_accepted_and_used(prefers: bool) -> None
                 search: VariantSearch[InTier] = VariantSearch(
                     missing.need,
                     [TierView("disk", {found.name: found.traits})],
-                    prefers_prepared=prefers,
                     held=missing.held,
                 )
                 if search.next() == Ask("disk"):

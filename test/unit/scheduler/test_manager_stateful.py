@@ -29,7 +29,6 @@ CONFIGS: Mapping[str, st.SearchStrategy[object]] = {
     "promote_uses": st.integers(0, 2),
     "alpha": st.sampled_from((None, 1.0)),
     "max_cfo": st.sampled_from((None, 0.5)),
-    "prefer_prepared": st.booleans(),
     "remember": st.sampled_from(REMEMBER),
 }
 
@@ -50,7 +49,7 @@ class ManagerMachine(RuleBasedStateMachine):
         data=st.data(),
         chunks=CHUNKS,
         gaps=st.lists(st.integers(0, 3), max_size=2),
-        mode=st.sampled_from(("auto", "auto", "exact", "prepare")),
+        mode=st.sampled_from(("auto", "auto", "exact", "prepare", "warm")),
         ratio=st.sampled_from((None, None, 0.0, 1.0)),
     )
     def send(self, data: st.DataObject, chunks: list[int], gaps: list[int], mode: str, ratio: float | None) -> None:
@@ -111,7 +110,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return num_tokens // self.page_size * self.page_size
 
     def check_plan(self, plan: RecomputePlan, mode: str) -> None:
-        assert mode != "exact" or not plan.num_reused
+        assert mode not in ("exact", "warm") or not plan.num_reused
         for chunk, variant in self.manager.sources(plan):
             assert chunk.generation == variant.generation <= self.manager.config.max_generation
             assert chunk.src_offset + chunk.num_reused <= self.store.resolve(variant)
@@ -130,8 +129,8 @@ class ManagerMachine(RuleBasedStateMachine):
         statistics = some_statistics(prompt.length(keep.chunk), range(keep.chunk)) if keep.chunk % 2 else None
         variant = self.manager.complete(prompt, keep, home, statistics)
         assert variant is None or (variant.home, variant.generation) == (home, keep.generation)
-        assert keep.is_prepared == (prompt.options.mode == "prepare" and len(prompt.keys) > 1)
-        assert not keep.is_prepared or self.manager.has_prepared(variant.key, prompt.keys[:-1])
+        assert keep.is_prepared == (prompt.options.mode in ("prepare", "warm") and len(prompt.keys) > 1)
+        assert not keep.is_prepared or variant is None or self.manager.has_prepared(prompt, keep.chunk)
 
     def promote(self, data: st.DataObject, plan: RecomputePlan) -> None:
         for promotion in self.manager.promote(plan):

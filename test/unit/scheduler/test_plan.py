@@ -188,7 +188,7 @@ def test_reply_is_plain_json_and_explain_only_adds() -> None:
     assert json.loads(json.dumps(reply)) == reply
     assert json.loads(json.dumps(explained)) == explained
     assert reply["chunks"] == [
-        {"start": 0, "end": 40, "status": "hit", "reason": None, "variant": 7, "cfo": None},
+        {"start": 0, "end": 40, "status": "hit", "reason": None, "variant": 7, "cfo": None, "kind": "alone"},
         {"start": 40, "end": 50, "status": "miss", "reason": "not_stored"},
     ]
     assert explained["explain"] == str(plan)

@@ -193,7 +193,7 @@ class Oracle:
             return Status.SKIPPED, "off"
         assert lookup is not None
         is_stored = lookup.variant is not None or lookup.reason == "generation_limit"
-        if case.opts.mode == "exact":
+        if case.opts.mode in ("exact", "warm"):
             return (Status.SKIPPED, "exact_mode") if is_stored else (Status.MISS, lookup.reason)
         if lookup.variant is None:
             return (Status.SKIPPED if is_stored else Status.MISS), lookup.reason

@@ -58,7 +58,7 @@ class One:
 
 def drawn_variant(rng: random.Random, name: str) -> One:
     is_prepared = rng.random() < 0.2
-    generation = 1 if is_prepared else rng.choice((0, 0, 1, 2, 3))
+    generation = rng.choice((0, 1)) if is_prepared else rng.choice((0, 0, 1, 2, 3))
     return One(name, generation, is_prepared, rng.choice(CONTEXTS), rng.choice((b"", b"s" * 8)))
 
 
@@ -68,15 +68,18 @@ class Case:
     tiers: dict[str, list[One]]
     load_shares: dict[str, float]
     held: Held
-    prefers_prepared: bool
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
         rng = random.Random(seed)
         need = Need(
-            rng.choice((0, 1, 3)), rng.choice(CONTEXTS), rng.choice((b"", b"s" * 8)), rng.random() < 0.2,
-            rng.choice((math.inf, 0.6)),
-        )  # fmt: skip
+            rng.choice((0, 1, 3)),
+            context=rng.choice(CONTEXTS),
+            system=rng.choice((b"", b"s" * 8)),
+            is_system_fixed=rng.random() < 0.2,
+            is_trust_limited=rng.random() < 0.2,
+            max_unit_cfo=rng.choice((math.inf, 0.6)),
+        )
         names = [f"{i:016x}" for i in range(5)]
         pool = {name: drawn_variant(rng, name) for name in names}
         tiers = {tier: [pool[name] for name in rng.sample(names, rng.randint(0, 3))] for tier in TIERS}
@@ -86,7 +89,7 @@ class Case:
             worst = rng.choice((None, rank_of(0, False), rank_of(1, True), rank_of(2, False)))
             held_names = frozenset(rng.sample(names, rng.randint(0, 2)))
             held = Held(rng.choice((0.0, 0.2, 0.5, 1.0)), rng.randint(0, 2), rng.random() < 0.2, held_names, worst)
-        return cls(need, tiers, shares, held, rng.random() < 0.3)
+        return cls(need, tiers, shares, held)
 
     def views(self, *, are_listed: bool = True) -> list[TierView]:
         return [
@@ -114,20 +117,20 @@ class Case:
         held, need = self.held, self.need
         if one.generation > need.max_generation or (need.is_system_fixed and one.system != need.system):
             return False
+        if need.is_trust_limited and one.context and not one.is_prepared:
+            return False
         if need.unit_cfo(one) > need.max_unit_cfo:
             return False
         if one.name in held.names or (held.has_prepared and one.generation > 0 and not one.is_prepared):
             return False
         return held.worst_rank is None or (one.generation, not one.is_prepared) <= held.worst_rank
 
-    def value(self, tier: str, one: One) -> tuple[int, float, int]:
-        preference = 0 if self.prefers_prepared and one.is_prepared else 1
-        return preference, self.need.unit_cfo(one) + self.load_shares[tier], one.generation
+    def value(self, tier: str, one: One) -> tuple[float, int]:
+        return self.need.unit_cfo(one) + self.load_shares[tier], one.generation
 
     def beats_pool(self, tier: str, one: One) -> bool:
         held = self.held
-        preference = 0 if self.prefers_prepared and held.has_prepared else 1
-        return self.value(tier, one) < (preference, held.share, held.generation)
+        return self.value(tier, one) < (held.share, held.generation)
 
 
 def run(case: Case, search: VariantSearch[One], *, failing: frozenset[str] = frozenset()) -> tuple[str, One] | None:
@@ -150,9 +153,7 @@ def run(case: Case, search: VariantSearch[One], *, failing: frozenset[str] = fro
 def test_the_best_variant_of_all_tiers_is_read(block: int) -> None:
     for seed in range(block, 4 * len(SEEDS), 4):
         case = Case.drawn(seed)
-        search: VariantSearch[One] = VariantSearch(
-            case.need, case.views(), prefers_prepared=case.prefers_prepared, held=case.held
-        )
+        search: VariantSearch[One] = VariantSearch(case.need, case.views(), held=case.held)
         assert run(case, search) == case.best(), f"seed {seed}"
 
 
@@ -161,7 +162,7 @@ def test_rank_names_all_that_are_of_use_in_order() -> None:
         case = Case.drawn(seed)
         left = replace_tiers(case)
         found = [(tier, one) for tier, ones in case.tiers.items() for one in ones]
-        order = rank(found, case.need, case.load_shares, prefers_prepared=case.prefers_prepared, held=case.held)
+        order = rank(found, case.need, case.load_shares, held=case.held)
         best = left.best()
         assert (order[0] if order else None) == best, f"seed {seed}"
         values = [case.value(*one) for one in order]
@@ -177,9 +178,7 @@ def test_what_cannot_be_read_is_as_if_it_were_not_there() -> None:
     for seed in SEEDS:
         case = Case.drawn(seed)
         failing = frozenset(random.Random(seed).sample([f"{i:016x}" for i in range(5)], 2))
-        search: VariantSearch[One] = VariantSearch(
-            case.need, case.views(), prefers_prepared=case.prefers_prepared, held=case.held
-        )
+        search: VariantSearch[One] = VariantSearch(case.need, case.views(), held=case.held)
         found = run(case, search, failing=failing)
         left = {tier: [one for one in ones if one.name not in failing] for tier, ones in case.tiers.items()}
         if found is None:
@@ -193,9 +192,7 @@ def test_what_cannot_be_read_is_as_if_it_were_not_there() -> None:
 def test_tiers_that_nobody_listed_are_asked_until_one_has_it() -> None:
     for seed in SEEDS:
         case = Case.drawn(seed)
-        search: VariantSearch[One] = VariantSearch(
-            case.need, case.views(are_listed=False), prefers_prepared=case.prefers_prepared, held=case.held
-        )
+        search: VariantSearch[One] = VariantSearch(case.need, case.views(are_listed=False), held=case.held)
         found = run(case, search)
         if case.held.is_of_use:
             assert found is None, "nobody knows of anything better"
@@ -207,14 +204,12 @@ def test_tiers_that_nobody_listed_are_asked_until_one_has_it() -> None:
 def test_what_is_expected_is_at_least_as_good_as_what_is_read() -> None:
     for seed in SEEDS:
         case = Case.drawn(seed)
-        search: VariantSearch[One] = VariantSearch(
-            case.need, case.views(), prefers_prepared=case.prefers_prepared, held=case.held
-        )
+        search: VariantSearch[One] = VariantSearch(case.need, case.views(), held=case.held)
         expected, best = search.expected, case.best()
         if best is None:
             continue
         assert expected is not None
-        if case.held.is_of_use and not case.prefers_prepared:
+        if case.held.is_of_use:
             assert expected.share >= min(1.0, case.held.share - case.need.unit_cfo(best[1])) - 1e-9, f"seed {seed}"
 
 
@@ -232,7 +227,7 @@ def test_what_has_arrived_is_compared_without_its_load() -> None:
         for one in itertools.chain(*case.tiers.values()):
             passed_over = case.held.has_prepared and one.generation > 0 and not one.is_prepared
             expected = case.beats_pool("host", one) and not passed_over
-            assert is_better(one, case.need, case.held, prefers_prepared=case.prefers_prepared) == expected
+            assert is_better(one, case.need, case.held) == expected
 
 
 def test_a_better_variant_below_is_worth_its_load_or_not() -> None:

@@ -115,7 +115,7 @@ def test_the_sums_are_those_of_the_definition(
     )
     assert by_segment is not None
     found = sums.statistics(2)
-    torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 2] + by_segment[:, 4])
+    torch.testing.assert_close(torch.tensor(found.outside).double(), by_segment[:, 2:5].sum(1))
     torch.testing.assert_close(torch.tensor(found.received).double(), received[start:], check_dtype=False)
-    torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, [2, 4]].sum(0))
+    torch.testing.assert_close(torch.tensor(found.inter).double(), by_segment[:, 2:5].sum(0))
     torch.testing.assert_close(torch.tensor(found.system).double(), by_segment[:, :2].mean(0))

@@ -26,9 +26,9 @@ def test_each_budget_by_hand() -> None:
     second = attention.statistics(keys[1], 100, keys[:1], [100])
     third = attention.statistics(keys[2], 100, keys[:2], [100, 100])
     shares = recomputed_shares(trace, ROOMY, [1.0])
-    assert shares["CFO"][0] == pytest.approx((second.cci + 0.5 + third.cci) / 3, abs=1e-6)
+    assert shares["CFO"][0] == pytest.approx((second.cci + 1.0 + third.cci) / 3, abs=1e-6)
     assert shares["without S: one system prompt"] == shares["CFO"]
-    assert shares["without gamma: any order is as good"][0] == pytest.approx((second.cci + 0.5) / 3, abs=1e-6)
+    assert shares["without gamma: any order is as good"][0] == pytest.approx((second.cci + 1.0) / 3, abs=1e-6)
     assert shares["without beta': CCI alone"] == pytest.approx(shares["CFO"])
     assert shares["without CCI: 1 - beta' alone"][0] == pytest.approx(1.0)
     assert prefix_overlap(keys[:2], third.inter, keys[1::-1]) == pytest.approx(1.0)

@@ -75,15 +75,15 @@ def test_prepared_chunks_are_known_after_a_restart(open_chunk_tiers: Callable[..
     tiers = open_chunk_tiers()
     idle(tiers)
     key = wanted(3).key
-    assert tiers.prepared_keys({key: (a, b), wanted(4).key: (a, b)}) == {key}
-    assert tiers.prepared_keys({key: (b, a)}) == set()
+    keys, name = [key, wanted(4).key], variant(3, start=9, generation=1, prepared_behind=(a, b)).name
+    assert tiers.stored_lens(keys, None, dict.fromkeys(keys, name)) == {key: LENGTH}
     assert tiers.stored_lens([key, wanted(5).key], 0) == {key: LENGTH}
-    for prefers, expected in ((False, False), (True, True)):
-        found = search(tiers._tiers, wanted(3), prefers=prefers)
+    for context, expected in (((), False), ((wanted(5).key,), True)):
+        found = search(tiers._tiers, wanted(3, context=context))
         assert found.stored is not None
         assert found.stored.info.is_prepared == expected
         assert found.stored.info.context == ((a, b) if expected else ())
-    found = search(tiers._tiers, wanted(3, max_generation=0), prefers=True)
+    found = search(tiers._tiers, wanted(3, max_generation=0))
     assert found.stored is not None
     assert not found.stored.info.is_prepared
 

@@ -47,10 +47,10 @@ SIZE = FINGERPRINT.payload_len(LENGTH)  # bytes of its KV
 PATIENCE_S = 20.0
 
 
-def wanted(number: int, length: int = LENGTH, max_generation: int = 3) -> Wanted:
+def wanted(number: int, length: int = LENGTH, max_generation: int = 3, context: tuple[bytes, ...] = ()) -> Wanted:
     """A chunk; equal numbers are equal chunks."""
     tokens = array("q", [1000 * number + i for i in range(length)])
-    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, Need(max_generation))
+    return Wanted(chunk_key(PARTITION, tokens), tokens, PARTITION, Need(max_generation, context))
 
 
 def variant(
@@ -153,7 +153,6 @@ class Tiers:
         asked: Sequence[str] = (),
         reduce_max: Callable[[Any], Any] | None = None,
         fingerprint: Fingerprint = FINGERPRINT,
-        prefers_prepared: bool = False,
         eviction: str = "lru",
         **config: Any,
     ) -> None:
@@ -192,7 +191,6 @@ class Tiers:
             writer=self.writer,
             pool=self.pool,
             metrics=metrics,
-            prefers_prepared=prefers_prepared,
             fingerprint=fingerprint,
             prefill_cost=self.prefill_cost,
             ratio=0.15,
@@ -310,9 +308,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def search(tiers: Sequence[Tier], chunk: Wanted, num_layers: int | None = None, *, prefers: bool = False) -> Found:
+def search(tiers: Sequence[Tier], chunk: Wanted, num_layers: int | None = None) -> Found:
     """What is found of a chunk in these tiers, whatever loading takes."""
-    found = TierSearch(tiers, FINGERPRINT, prefers)
+    found = TierSearch(tiers, FINGERPRINT)
     return found.run(found.open(chunk, {}), num_layers)
 
 

@@ -100,7 +100,7 @@ def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:
         ("cache-craft:alpha=1.0", None),
         ("cache-craft:alpha=2.0", None),
     ]
-    assert parse_args(["m", "p"])[0].stored == "alone"
+    assert parse_args(["m", "p"])[0].stored == "warmed"
 
 
 def test_a_recommendation_is_written_with_its_flags(tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ def test_parts_of_several_forwards_add_up() -> None:
     """A chunk that two steps of chunked prefill compute; the second found one token that the first did not see."""
     sums = ChunkSums(((0, 2), (2, 6)), num_layers=2)
     parts = [
-        (2, 5, [1.0, 2.0, 3.0, *[4.0, 2.0, 0.0], 8.0]),  # outside of three rows, received by them, on the first chunk
-        (5, 6, [5.0, *[1.0, 1.0, 1.0, 0.0], 2.0]),
+        # outside of three rows, received by them, on the first chunk, on the text behind that
+        (2, 5, [1.0, 2.0, 3.0, *[4.0, 2.0, 0.0], 8.0, 3.0]),
+        (5, 6, [5.0, *[1.0, 1.0, 1.0, 0.0], 2.0, 1.0]),
     ]
     for begin, end, values in parts:
         download = Arriving(torch.tensor([9.0, *values]))
