@@ -294,7 +294,7 @@ class Warming:
         return await self._send(replica, input_ids, {"spans": spans, **how})
 
     async def _compute_filler(self, replica: int | None, input_ids: list[int]) -> None:
-        """Of a prompt that prepares no path is kept: the filler's is computed once, and all find it in the tree."""
+        """The prefix and the filler go into the tree, where all find them: prompts that prepare leave no path there."""
         async with self._filler_lock:
             if replica not in self._has_filler:
                 await self._send(replica, input_ids, {"mode": "off"})
