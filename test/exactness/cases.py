@@ -266,12 +266,11 @@ def case_prepared_variants(s: Session) -> None:
     s.send(s.prompt([a, b, d]), marked=False)  # nothing of it is in the exact cache
 
 
-# Each ends with a space that the tokenizer, given the whole text, would put into the first token of the next one.
 PASSAGES = [
-    "one is Paris in France. ",
-    "the tower was built in 1889; ",
-    "and so is Rome, says he. ",
-    "water boils at 100 C. ",
+    "one is Paris in France.\n",
+    "the tower was built in 1889;\n",
+    "and so is Rome, says he.\n",
+    "water boils at 100 C.\n",
 ]
 
 
@@ -286,7 +285,7 @@ def _marked(text: str) -> Prompt:
     return Prompt(list(encoded.ids), [list(span) for span in encoded.spans])
 
 
-def _join(order: Sequence[int], *, system: str = "Read.", question: str = "Where is Rome?") -> str:
+def _join(order: Sequence[int], *, system: str = "Read.\n", question: str = "Where is Rome?") -> str:
     return SEPARATOR.join([system, *(PASSAGES[i] for i in order), question])
 
 
@@ -312,10 +311,10 @@ def case_13_chat_template(s: Session) -> None:
     _send_orders(s, make)
 
 
-def case_19_same_text_tokenizes_differently(s: Session) -> None:
-    """Tokenized as a whole these prompts have other ids at the seams; a chunk has the same ids wherever it stands."""
-    whole = make_tokenizer(512).encode(_join([0, 1, 2, 3]).replace(SEPARATOR, ""))
-    assert whole != _marked(_join([0, 1, 2, 3])).ids
+def case_19_marks_change_no_token(s: Session) -> None:
+    """These prompts have the ids of their text without marks, and a chunk has the same ids wherever it stands."""
+    for order in ([0, 1, 2, 3], [2, 1]):
+        assert make_tokenizer(512).encode(_join(order).replace(SEPARATOR, "")) == _marked(_join(order)).ids
     ids = {tuple(p.ids[a:b]) for order in ([0, 1], [1, 0]) for p in [_marked(_join(order))] for a, b in p.spans}
     assert len(ids) == 2
     _send_orders(s, lambda order: _marked(_join(order)))

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from chunk_cache.methods import METHODS
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import split_marked
 from chunk_cache.types import REASONS, Status
 from server_fixture import Server
 
@@ -60,22 +62,18 @@ class Marked:
         return "".join((self.head, *self.chunks, self.question))
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """Every piece tokenized alone, BOS once."""
-        pieces = (self.head, *self.chunks, self.question)
-        return [tokenizer.bos_token_id, *(i for piece in pieces for i in encode(tokenizer, piece))]
+        """Those of the text without marks."""
+        return list(tokenizer.encode(self.plain))
 
     def spans(self, tokenizer: Any) -> list[list[int]]:
         """Where the chunks lie in `ids`."""
-        start = 1 + len(encode(tokenizer, self.head))
-        found = []
-        for chunk in self.chunks:
-            found.append([start, start + len(encode(tokenizer, chunk))])
-            start = found[-1][1]
-        return found
+        found = split_marked(self.text, SEP, "text") if self.chunks else None
+        return [] if found is None else [list(span) for span in encode_marked(tokenizer, found).spans]
 
 
-def marked(chunks: Sequence[str], head: str = "Read.\n", question: str = "Who is it?") -> Marked:
-    return Marked(head, tuple(chunks), question)
+def marked(chunks: Sequence[str], head: str = "Read.", question: str = "Who is it?") -> Marked:
+    """The chunks behind a text and a line break."""
+    return Marked(f"{head.rstrip()}\n", tuple(chunks), question)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -6,6 +6,7 @@ request that has run has stored its chunks, so what the server has now is what t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
@@ -42,8 +43,8 @@ REMEDIES = {
     Cause.SYSTEM_PROMPT: "no reason for chunks, which are reused behind any text; only the text in front is computed",
     Cause.PARTITION: "send the same extra_key, cache_salt and adapter, if these clients may share",
     Cause.TOO_SHORT: ADVICE["too_short"][1],
-    Cause.WHITE_SPACE: "write the chunk the same way every time, with the separators at the same side of white space",
-    Cause.TOKENIZATION: "tokenize each chunk by itself, or send text and let the server do it",
+    Cause.WHITE_SPACE: "write the chunk the same way every time, behind a line break, or always behind a space",
+    Cause.TOKENIZATION: "give its token ids the same way every time, or mark text and let the server do it",
     Cause.BOUNDARIES: "cut the passage at the same places every time",
     Cause.OTHER_TEXT: "nothing: a chunk is reused from its second time on",
     Cause.EVICTED: ADVICE["evicted"][1],
@@ -119,7 +120,7 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
             found = f"{len(one.ids)} tokens in {request.where}, {len(chunk.ids)} here, for the same text"
             return Cause.TOKENIZATION, found
     for request, one in every:
-        if one.text.split() == chunk.text.split():
+        if _words(one.text) == _words(chunk.text):
             return Cause.WHITE_SPACE, f"{_first_difference(one.text, chunk.text)}, in {request.where} and here"
     core = chunk.text.strip()
     for request, one in every:
@@ -130,6 +131,11 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
         if core in request.text:
             return Cause.UNMARKED, f"the text stands in {request.where} outside of its chunks"
     return Cause.OTHER_TEXT, "no earlier prompt has this text"
+
+
+def _words(text: str) -> list[str]:
+    """The words of a chunk, without the signs at its end, which its tokens may leave out."""
+    return re.sub(r"[\W_]{1,16}\Z", "", text).split()
 
 
 def _share(one: Request, other: Request) -> bool:

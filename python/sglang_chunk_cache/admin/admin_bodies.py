@@ -36,7 +36,7 @@ class Selection:
     """Chunks, in one of three ways.
 
     Attributes:
-        texts: passages; tokenized each by itself.
+        texts: passages.
         input_ids: their token ids.
         keys: keys as the listing shows them, which name the partition already.
         extra_key, cache_salt: the partition of texts and ids.

@@ -25,8 +25,7 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.config import describe
 from chunk_cache.options.warming_limits import MAX_BATCH
-from chunk_cache.prompt.marked_ids import encode_marked
-from chunk_cache.prompt.marks import Mark, MarkedText
+from chunk_cache.prompt.marked_ids import encode_chunk
 from sglang_chunk_cache.admin import admin_messages as messages
 from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection
 from sglang_chunk_cache.admin.journal import merge
@@ -246,12 +245,12 @@ class Admin:
                 check_vocabulary(one, self.manager, f"input_ids[{i}]")
         else:
             assert selection.texts is not None
-            ids = tuple(self.encode_chunk(text, f"texts[{i}]") for i, text in enumerate(selection.texts))
+            ids = tuple(self.encode_chunk(text, f"texts[{i}]")[0] for i, text in enumerate(selection.texts))
         partition = Partition(selection.extra_key, selection.cache_salt)
         return [Chunk(chunk_key(partition, one), one) for one in ids]
 
-    def encode_chunk(self, text: str, path: str) -> tuple[int, ...]:
-        """The token ids that a chunk has in every prompt.
+    def encode_chunk(self, text: str, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The token ids that a chunk has in prompts, and those of its end, which count as text behind it.
 
         Raises:
             ChunkCacheRequestError: the text cannot be a chunk.
@@ -259,9 +258,8 @@ class Admin:
         self.check_text(text, path)
         if not text.strip():
             raise request_error(path, "the chunk is empty", "give it text, or remove it")
-        marked = encode_marked(self.manager.tokenizer, MarkedText((text,), (Mark(path, text),)))
-        ((start, end),) = marked.spans
-        return tuple(marked.ids[start:end])
+        ids, end_ids = encode_chunk(self.manager.tokenizer, text, path)
+        return tuple(ids), tuple(end_ids)
 
     def check_text(self, text: str, path: str) -> None:
         """Checks that this server can tokenize a text and that it has no separator.

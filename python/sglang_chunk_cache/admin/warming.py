@@ -28,9 +28,10 @@ from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
+from chunk_cache.prompt.chunk_prompt import num_pieces_before, piece_keys
 from chunk_cache.prompt.filler import FILLER
-from chunk_cache.prompt.marked_ids import encode_marked
-from chunk_cache.prompt.marks import Mark, MarkedText
+from chunk_cache.prompt.marked_ids import encode_prefix
+from chunk_cache.types import Span
 from sglang_chunk_cache.admin.admin_bodies import Warm
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
@@ -45,6 +46,7 @@ class _Chunk:
 
     Attributes:
         place: in the request.
+        end_ids: of its end, which no chunk has, and which stands in front of the next.
         behind: what stands in front of it, behind the prefix: the filler, neighbours, or nothing.
         has_neighbours: these are neighbours.
     """
@@ -52,6 +54,7 @@ class _Chunk:
     place: int
     key: bytes
     ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
     behind: tuple[_Chunk, ...] = ()
     has_neighbours: bool = False
 
@@ -242,18 +245,19 @@ class Warming:
 
     def _name(self, chunk: _Chunk) -> str:
         """Name of the variant that is to be stored."""
-        start = len(self._prefix) + sum(len(one.ids) for one in chunk.behind)
-        return variant_name(start, int(chunk.has_neighbours), bool(chunk.behind), self._system, chunk.behind_keys)
+        ids, spans = self._prompt_of(chunk)
+        keys = (*chunk.behind_keys, chunk.key)
+        pieces = piece_keys(self._partition, ids, spans, keys) or keys
+        context = pieces[: num_pieces_before(spans, len(spans) - 1)]
+        return variant_name(spans[-1][0], int(chunk.has_neighbours), bool(chunk.behind), self._system, context)
 
     async def _num_missing(self, chunks: Sequence[_Chunk]) -> int:
         keys = {chunk.key for chunk in (await self._missing(chunks)).chunks}
         return sum(chunk.key in keys for chunk in chunks)
 
     async def _missing_neighbours(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
-        """Neighbours of these chunks that are not stored exactly, each once."""
-        neighbours = {neighbour.key: neighbour for chunk in chunks for neighbour in chunk.neighbours}
-        stored = await self._admin.stored(list(neighbours), is_exact=True) if neighbours else {}
-        return [one for key, one in neighbours.items() if key not in stored]
+        """Neighbours of these chunks that are not stored alone, each once."""
+        return list((await self._missing([one for chunk in chunks for one in chunk.neighbours])).chunks)
 
     # Computing.
 
@@ -282,16 +286,21 @@ class Warming:
         return None
 
     async def _compute_on(self, replica: int | None, chunk: _Chunk) -> str | None:
-        input_ids, spans = list(self._prefix), []
-        for one in (*chunk.behind, chunk):
-            spans.append([len(input_ids), len(input_ids) + len(one.ids)])
-            input_ids += one.ids
+        input_ids, spans = self._prompt_of(chunk)
         how: dict[str, Any] = {"mode": "warm" if chunk.behind else "exact"}
         if chunk.has_neighbours:
             how = {"mode": "prepare", "method": "full-reuse"}
         if self._filler and chunk.behind == self._filler:
             await self._compute_filler(replica, input_ids[: spans[-1][0]])
         return await self._send(replica, input_ids, {"spans": spans, **how})
+
+    def _prompt_of(self, chunk: _Chunk) -> tuple[list[int], list[Span]]:
+        """Token ids, and where the chunks are."""
+        input_ids, spans = list(self._prefix), []
+        for one in (*chunk.behind, chunk):
+            spans.append((len(input_ids), len(input_ids) + len(one.ids)))
+            input_ids += one.ids if one is chunk else one.ids + one.end_ids
+        return input_ids, spans
 
     async def _compute_filler(self, replica: int | None, input_ids: list[int]) -> None:
         """The prefix and the filler go into the tree, where all find them: prompts that prepare leave no path there."""
@@ -373,24 +382,24 @@ class Warming:
 
     def _encode(self, place: int) -> _Chunk:
         if place not in self._encoded:
-            ids = self._chunk_ids(place)
-            self._encoded[place] = _Chunk(place, chunk_key(self._partition, ids), ids)
+            ids, end_ids = self._chunk_ids(place)
+            self._encoded[place] = _Chunk(place, chunk_key(self._partition, ids), ids, end_ids)
         return self._encoded[place]
 
     def _filler_chunks(self) -> tuple[_Chunk, ...]:
         """The filler; nothing where chunks shall be alone, or where this server cannot tokenize it."""
         if self._body.alone or self._admin.manager.tokenizer is None:
             return ()
-        ids = self._admin.encode_chunk(FILLER, "filler")
-        return (_Chunk(-1, chunk_key(self._partition, ids), ids),)
+        ids, end_ids = self._admin.encode_chunk(FILLER, "filler")
+        return (_Chunk(-1, chunk_key(self._partition, ids), ids, end_ids),)
 
-    def _chunk_ids(self, i: int) -> tuple[int, ...]:
+    def _chunk_ids(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         selection = self._body.selection
         if selection.texts is not None:
             return self._admin.encode_chunk(selection.texts[i], self._path(i))
         assert selection.input_ids is not None
         check_vocabulary(selection.input_ids[i], self._admin.manager, self._path(i))
-        return selection.input_ids[i]
+        return selection.input_ids[i], ()
 
     def _path(self, i: int) -> str:
         return f"{'input_ids' if self._body.selection.texts is None else 'texts'}[{i}]"
@@ -405,9 +414,7 @@ class Warming:
             return ()
         text = body.prefix_text or ""
         admin.check_text(text, "prefix_text" if text else "texts")
-        # The chunk stands for any: only what is in front of it is wanted.
-        marked = encode_marked(admin.manager.tokenizer, MarkedText((text, "a"), (None, Mark("prefix_text", "a"))))
-        return tuple(marked.ids[: marked.spans[0][0]])
+        return tuple(encode_prefix(admin.manager.tokenizer, text))
 
 
 def _cost(chunk: _Chunk) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 Whatever marks a chunk (separators in a text, a mark of another service, an entry of `chunks` or `documents`) stands
 in the messages as a pair of tags (`chunk_cache/prompt/marks.py`) before the chat template is applied; the rendered text
-is split at them, and its pieces are tokenized one by one. So a conversation whose earlier turns are sent again keeps
-the chunks of every turn.
+is split at them and tokenized as a whole. So a conversation whose earlier turns are sent again keeps the chunks of
+every turn.
 
 Promises: chunks that were marked for us are in the rendered prompt, letter by letter, as they were sent; a template
 that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services change nothing:

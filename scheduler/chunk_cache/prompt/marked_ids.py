@@ -1,20 +1,38 @@
 """MarkedIds: the token ids of a marked prompt, and where its chunks are.
 
-Verb: `encode_marked`. Promise: every piece is tokenized by itself, so a chunk has the same ids wherever it stands;
-special tokens that the tokenizer adds to a text come once, around the whole prompt.
+Verbs: `encode_marked`; `encode_prefix` and `encode_chunk`, for what is warmed and stands in no prompt yet. Promise: the
+ids are those of the same text without marks, which is tokenized once, as a whole. A chunk is a run of its tokens, by
+one rule:
+
+    text, in tokens  Read| this|:|\n|\n|Paris| is| in| France|.\n|Rome| is| in| Italy|.\n|\n|Who|?
+    marked                           ~~~~~~~~~~~~~~~~~~~~~~~~ ~~~~~~~~~~~~~~~~~~~~~~
+
+- It begins with its first visible character, or with the space in front of that, wherever the mark stands: most
+  tokenizers make one token of the two, and what is in front of a chunk must not depend on its first word.
+- A space at its end belongs to what follows. Signs at its end, where no white space is behind them, are outside:
+  they become one token with what follows, or not.
+- A token with other text of both sides of a mark belongs to neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from chunk_cache.errors import request_error
-from chunk_cache.prompt.marks import Mark, MarkedText
+from chunk_cache.prompt.marks import Mark, MarkedText, trimmed
+from chunk_cache.types import Span
+
+logger = logging.getLogger(__name__)
 
 _PROBE = "a"
+_LINE_BREAK = "\n\n"
+"""What mostly stands around passages."""
 
 
 @dataclass(frozen=True)
@@ -28,61 +46,126 @@ class MarkedIds:
     """
 
     ids: list[int]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
 
 
 def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any] | None = None) -> MarkedIds:
-    """Tokenizes the pieces of a marked text.
+    """Tokenizes a marked text.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: a Hugging Face tokenizer. One that does not tell where its tokens stand (a slow one) is given the
+            pieces one by one, which may change the text that the model reads.
         marked: the text, split.
         encode_kwargs: what stock SGLang would pass to `tokenizer.encode` for the whole text; decides about BOS.
 
+    Returns:
+        its ids and chunks; a mark of another service without a token of its own is left out.
+
     Raises:
-        ChunkCacheRequestError: a chunk has no tokens.
+        ChunkCacheRequestError: a chunk that was marked for us has no tokens.
     """
-    head, tail = _special_tokens(tokenizer, encode_kwargs or {})
-    ids = list(head)
-    spans = []
-    for piece_ids, mark in zip(_encode_pieces(tokenizer, marked.pieces), marked.marks, strict=True):
+    encode = _encode_whole if getattr(tokenizer, "is_fast", False) else _encode_pieces
+    ids, ranges = encode(tokenizer, marked, encode_kwargs or {})
+    found = [(span, mark) for span, mark in zip(ranges, marked.marks, strict=True) if mark is not None]
+    for (start, end), mark in found:
+        if start >= end and not mark.is_foreign:
+            raise request_error(mark.path, "the chunk has no tokens", "give it text, or remove it")
+    found = [(span, mark) for span, mark in found if span[0] < span[1]]
+    return MarkedIds(ids, tuple(span for span, _ in found), tuple(mark for _, mark in found))
+
+
+def encode_chunk(tokenizer: Any, text: str, path: str) -> tuple[list[int], list[int]]:
+    """The ids of a chunk behind a line break, and of its end that is outside, with a line break.
+
+    Args:
+        text: the chunk, with visible text. What follows it in prompts is a line break, or text where it ends with white
+            space.
+
+    Raises:
+        ChunkCacheRequestError: it has no tokens.
+    """
+    behind = _PROBE if text[-1].isspace() else _LINE_BREAK
+    marked = MarkedText((_LINE_BREAK, text, behind), (None, Mark(path, text), None))
+    encoded = encode_marked(tokenizer, marked, {"add_special_tokens": False})
+    ((start, end),) = encoded.spans
+    return encoded.ids[start:end], encoded.ids[end:] if behind == _LINE_BREAK else []
+
+
+def encode_prefix(tokenizer: Any, text: str) -> list[int]:
+    """The ids of what stands in front of the first chunk, BOS included, whatever the chunk."""
+    if text and not text[-1].isspace():
+        head, body, _ = _parts(tokenizer, text, {})
+        return head + body
+    encoded = encode_marked(tokenizer, MarkedText((text, _PROBE), (None, Mark("prefix", _PROBE))))
+    return encoded.ids[: encoded.spans[0][0]]
+
+
+def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[Span]]:
+    """The ids of the text, and the tokens of each piece."""
+    text = marked.text
+    asked = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+    unasked = {"return_attention_mask": False, "return_token_type_ids": False}  # a third of the time
+    encoded = tokenizer(text, **encode_kwargs, **asked, **unasked)
+    own = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)  # those added around it have no place in it
+    first, last = (int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0)
+    places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[first:last]
+    # Offsets may leave out white space (`trim_offsets`) or what a normalizer drops, which counts for the token behind
+    # it; tokens of one character overlap.
+    ends = np.maximum.accumulate(places[:, 1])
+    starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+    ranges: list[Span] = []
+    for visible_end, core_start, core_end in _cores(marked):
+        begin, end = (int(i) for i in np.searchsorted(ends, (core_start, core_end), side="right"))
+        while begin < end and starts[begin] < visible_end:
+            begin += 1
+        ranges.append((first + begin, first + end))
+    return list(encoded["input_ids"]), ranges
+
+
+def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
+    """Of each piece, in characters: where visible text in front of it ends, where what counts as it begins and ends."""
+    text, at, visible_end = marked.text, 0, 0
+    for piece in marked.pieces:
+        lead, core, trail = trimmed(piece)
+        start, end = at + len(lead), at + len(piece)
+        if core:
+            word_len = next((i for i in range(len(core), 0, -1) if core[i - 1].isalnum()), len(core))
+            own_end = end - trail.endswith(" ") if trail else start + word_len
+            yield visible_end, start - (text[start - 1 : start] == " "), own_end
+            visible_end = start + len(core)
+        else:
+            yield visible_end, end, end
+        at = end
+
+
+def _encode_pieces(
+    tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]
+) -> tuple[list[int], list[Span]]:
+    """As `_encode_whole`, of pieces that are tokenized one by one."""
+    _warn_of_pieces(type(tokenizer).__name__)
+    ids, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
+    ranges = []
+    for piece in marked.pieces:
         start = len(ids)
-        ids.extend(piece_ids)
-        if mark is not None:
-            if not piece_ids:
-                raise request_error(mark.path, "the chunk has no tokens", "give it text, or remove it")
-            spans.append((start, len(ids)))
-    ids.extend(tail)
-    return MarkedIds(ids, tuple(spans), tuple(mark for mark in marked.marks if mark is not None))
+        ids += tokenizer.encode(piece, add_special_tokens=False) if piece else []
+        ranges.append((start, len(ids)))
+    return ids + tail, ranges
 
 
-def _encode_pieces(tokenizer: Any, pieces: Sequence[str]) -> list[list[int]]:
-    filled = [piece for piece in pieces if piece]
-    if filled and getattr(tokenizer, "is_fast", False):
-        only_ids = {"return_attention_mask": False, "return_token_type_ids": False}  # a third of the time
-        encoded = iter(tokenizer(filled, add_special_tokens=False, **only_ids)["input_ids"])
-    else:
-        encoded = iter([tokenizer.encode(piece, add_special_tokens=False) for piece in filled])
-    return [next(encoded) if piece else [] for piece in pieces]
+def _parts(tokenizer: Any, text: str, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """What the tokenizer puts in front of a text, which is not empty, the ids of the text, and what it puts behind."""
+    body = list(tokenizer.encode(text, add_special_tokens=False))
+    whole = list(tokenizer.encode(text, **encode_kwargs))
+    start = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), None)
+    assert start is not None, f"the tokenizer gives {whole} for {text!r}, which does not contain {body}"
+    return whole[:start], body, whole[start + len(body) :]
 
 
-_SPECIAL_TOKENS: WeakKeyDictionary[Any, dict[object, tuple[list[int], list[int]]]] = WeakKeyDictionary()
-
-
-def _special_tokens(tokenizer: Any, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and after any text; it is asked once."""
-    known = _SPECIAL_TOKENS.setdefault(tokenizer, {})
-    name = tuple(sorted(encode_kwargs.items()))
-    if name not in known:
-        known[name] = _probe_special_tokens(tokenizer, encode_kwargs)
-    return known[name]
-
-
-def _probe_special_tokens(tokenizer: Any, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    body = list(tokenizer.encode(_PROBE, add_special_tokens=False))
-    whole = list(tokenizer.encode(_PROBE, **encode_kwargs))
-    for start in range(len(whole) - len(body) + 1):
-        if whole[start : start + len(body)] == body:
-            return whole[:start], whole[start + len(body) :]
-    raise AssertionError(f"the tokenizer gives {whole} for {_PROBE!r}, which does not contain {body}")
+@cache
+def _warn_of_pieces(name: str) -> None:
+    logger.warning(
+        "Chunk cache: %s does not tell where its tokens stand, so marked texts are tokenized piece by piece, and the "
+        "model may read white space at their borders that is not there; use a fast tokenizer",
+        name,
+    )

@@ -60,7 +60,7 @@ def chunks_of(service, request) -> list[str]:
     if carried(request) is None:
         return []
     ids = list(request.input_ids)
-    return [service.manager.tokenizer.decode(ids[start:end]) for start, end in loads(carried(request)).spans]
+    return [service.manager.tokenizer.decode(ids[start:end]).strip() for start, end in loads(carried(request)).spans]
 
 
 def text(value: str, **more: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_chunks_stand_in_front_of_the_last_message_of_the_user(service, seen):
 def test_the_template_of_chunks(service, seen):
     asked = {"chunks": CHUNKS[:2], "template": "[{id}] {text} {end}\n"}
     sent(service, seen, CHAT, chat(("user", [text("Who?")]), chunk_cache=asked))
-    assert chunks_of(service, seen[0]) == ["[a] the rose\n {end}", "[b] the tale {end}"]
+    assert chunks_of(service, seen[0]) == ["[a] the rose\n {end", "[b] the tale {end"]
     assert text_of(service, seen[0]).endswith("[b] the tale {end}\nWho?<|assistant|>")
 
 
@@ -264,7 +264,7 @@ def test_documents_in_the_models_own_template(service, seen, template):
     assert chunks_of(service, seen[0]) == ["the rose", "the tale"]
     asked = {"template": "<{text}>"}
     sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS, chunk_cache=asked))
-    assert chunks_of(service, seen[0]) == ["<the rose\n>", "<the tale>"]
+    assert chunks_of(service, seen[0]) == ["<the rose", "<the tale"]
 
 
 def test_documents_that_the_template_leaves_out_are_named(service, seen, template):
@@ -299,7 +299,7 @@ def test_search_results_and_documents_are_chunks(service, seen, monkeypatch):
     body = messages(SEARCH, DOCUMENT, text("Who?"))
     response = sent(service, seen, MESSAGES, body)
     assert chunks_of(service, seen[0]) == [
-        "Roses\nSource: http://a\nContent: the rose\nis red.",
+        "Roses\nSource: http://a\nContent: the rose\nis red",
         "Tales\nContent: the tale",
     ]
     assert UNUSED not in response.headers
@@ -314,7 +314,7 @@ def test_texts_of_a_search_result_need_no_type(service, seen):
     """As they come through SGLang's gateway."""
     untyped = {**SEARCH, "content": [{"text": part["text"]} for part in SEARCH["content"]]}
     response = sent(service, seen, MESSAGES, messages(untyped, text("Who?")))
-    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red."]
+    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red"]
     assert UNUSED not in response.headers
 
 
@@ -338,7 +338,7 @@ def test_results_of_tools(service, seen, use):
     body = messages(text("Look."))
     body["messages"] += [{"role": "assistant", "content": [use_block]}, {"role": "user", "content": results}]
     sent(service, seen, MESSAGES, body)
-    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red.", "more", "plain"]
+    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red", "more", "plain"]
 
 
 def test_cache_control_of_anthropic(service, seen, use):

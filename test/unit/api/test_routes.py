@@ -34,7 +34,7 @@ def seen(service):
 
 def chunk_texts(service, request) -> list[str]:
     ids = list(request.input_ids)
-    return [service.manager.tokenizer.decode(ids[start:end]) for start, end in loads(carried(request)).spans]
+    return [service.manager.tokenizer.decode(ids[start:end]).strip() for start, end in loads(carried(request)).spans]
 
 
 # Bad input.
@@ -385,14 +385,15 @@ def test_text_marks_on_generate_in_every_mode(service, seen, mode):
     assert tokenizer.decode(ids[1:]) == "Read. the rose the tale Who?"
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
-    assert chunk_texts(service, request) == ["the rose ", "the tale "]
+    assert chunk_texts(service, request) == ["the rose", "the tale"]
     assert loads(carried(request)).mode == (mode or "auto")
     assert response.json()["meta_info"]["prompt_tokens"] == len(ids)
 
 
 def test_batch_with_and_without_marks(service, seen):
     plain = "In the end"
-    response = service.post("/generate", {"text": [marked("s", "aa"), plain], "sampling_params": {"max_new_tokens": 3}})
+    texts = [marked("s ", "aa"), plain]
+    response = service.post("/generate", {"text": texts, "sampling_params": {"max_new_tokens": 3}})
     assert response.status_code == 200
     by_marks = sorted(seen, key=lambda request: carried(request) is None)
     assert chunk_texts(service, by_marks[0]) == ["aa"]
@@ -445,7 +446,7 @@ def test_completion(service, seen):
     assert SEP not in response["choices"][0]["text"]
     assert response["sglext"] == {"chunk_cache": REPLY}
     assert response["usage"]["prompt_tokens"] == len(seen[0].input_ids)
-    assert chunk_texts(service, seen[0]) == ["the rose "]
+    assert chunk_texts(service, seen[0]) == ["the rose"]
 
 
 def test_completion_with_several_prompts_gets_a_list(service, seen):
@@ -486,7 +487,7 @@ def test_chat(service, seen):
     expected = "<|bos|><|system|>Be brief.<|user|>Read. the rose the tale Who?<|assistant|>"
     assert tokenizer.decode(ids) == expected
     assert ids.count(tokenizer.bos_token_id) == 1
-    assert chunk_texts(service, request) == ["the rose ", "the tale "]
+    assert chunk_texts(service, request) == ["the rose", "the tale"]
     assert response["usage"]["prompt_tokens"] == len(ids)
 
 
@@ -547,7 +548,7 @@ def test_chat_final_message_that_is_continued(service, seen):
     response = service.post("/v1/chat/completions", body)
     assert response.status_code == 400
     assert "messages[1].content: " in response.text
-    plain = chat(("user", marked("s", "aa")), ("assistant", "So"), continue_final_message=True)
+    plain = chat(("user", marked("s ", "aa")), ("assistant", "So"), continue_final_message=True)
     assert service.post("/v1/chat/completions", plain).status_code == 200
     assert service.manager.tokenizer.decode(list(seen[0].input_ids)).endswith("Who?<|assistant|>So")
     assert chunk_texts(service, seen[0]) == ["aa"]

@@ -17,7 +17,7 @@ from chunk_cache_tools.explain.shown_prompt import PromptTokens, tokenize
 from chunk_cache_tools.explain.states import Explanation, explain
 from tiny_models import make_tokenizer
 
-TEXTS = ("Read. ", "Paris is in France.", "Rome costs $5 <now> & then.", "東京 is \u202ein\nJapan.", " Where?")
+TEXTS = ("Read.\n", "Paris is in France.\n", "Rome costs $5 <now> & then.\n", "東京 is \u202ein\nJapan\n", "Where?")
 """What stands before the chunks, three chunks, and the question."""
 
 

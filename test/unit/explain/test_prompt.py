@@ -25,9 +25,9 @@ SEP = "<|chunk|>"
 def test_the_texts_of_the_tokens_make_up_the_prompt(tokens):
     assert tokens.texts[0] == "<|bos|>"
     shown = "".join(text for text in tokens.texts[1:] if text != CONTINUED)
-    assert shown == "Read. Paris is in France.Rome costs $5 <now> & then.東京 is \u202ein\nJapan. Where?"
+    assert shown == "Read.\nParis is in France.\nRome costs $5 <now> & then.\n東京 is \u202ein\nJapan\nWhere?"
     start, end = tokens.spans[0]
-    assert "".join(tokens.texts[start:end]) == "Paris is in France."
+    assert "".join(tokens.texts[start:end]) == "Paris is in France.\n"
 
 
 def test_a_character_of_several_tokens_is_shown_once(tokenizer):

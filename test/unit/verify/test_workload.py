@@ -16,7 +16,7 @@ from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, 
 from tiny_models import make_tokenizer
 
 SEPARATOR = "<|chunk|>"
-TEXT = "Read.<|chunk|>Paris is in France.<|chunk|>Rome is in Italy.<|chunk|>Where is Rome?"
+TEXT = "Read.<|chunk|>Paris is in France.\n<|chunk|>Rome is in Italy.\n<|chunk|>Where is Rome?"
 SPANS = {"chunk_cache": {"spans": [[1, 3], [3, 5]]}}
 
 
@@ -46,7 +46,7 @@ def test_a_text_is_cut_at_its_separators(tmp_path: Path, tokenizer: Any) -> None
     (prompt,) = read(tmp_path, tokenizer, {"text": TEXT, "sampling_params": {"max_new_tokens": 4}}).prompts
     head, *chunks, tail = pieces(prompt, tokenizer)
     assert head.endswith("Read.")
-    assert (chunks, tail) == (["Paris is in France.", "Rome is in Italy."], "Where is Rome?")
+    assert (chunks, tail) == (["Paris is in France.\n", "Rome is in Italy.\n"], "Where is Rome?")
     assert prompt.ids == tuple(tokenizer(head.removeprefix("<|bos|>"))["input_ids"]) + prompt.ids[len(prompt.head) :]
     assert read(tmp_path, tokenizer, {"prompt": TEXT}).prompts == (prompt,)
 
@@ -60,7 +60,7 @@ def test_every_turn_of_a_chat_marks_its_own_chunks(tmp_path: Path, tokenizer: An
     ]
     (prompt,) = read(tmp_path, tokenizer, {"messages": messages, "model": "m"}).prompts
     marked = [tokenizer.decode(list(prompt.ids[start:end])) for start, end in prompt.spans]
-    assert marked == ["First passage.", "Second passage."]
+    assert marked == ["First passage", "Second passage"]
     whole = tokenizer.decode(list(prompt.ids))
     assert whole.count("<|bos|>") == 1
     assert "One?<|assistant|>Yes.<|user|>" in whole

@@ -1,0 +1,179 @@
+"""Tokenizing marked text: whatever the tokenizer, marks change no token, and a passage keeps its ids in many places."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import pytest
+from benchmark.index.bench_chunk_ids import FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.prompt.marked_ids import encode_chunk, encode_marked, encode_prefix
+from chunk_cache.prompt.marks import Mark, MarkedText
+from tiny_models import make_tokenizer
+
+TEXTS = [
+    "Answer from the passages.\n\nParis is the capital of France.\nRome's river, the Tiber, is 405 km long.\n\n",
+    "The café \u201cChez l\u2019ami\u201d opened in 1889 (probably), said Zoë. 東京は日本の首都です。 Ab\u0301c 🙂\n",
+    "def main():\n    return {'probably': [1, 22, 333]}  # it's so\n",
+] * 3
+SPACE = ["like Llama 2", "Metaspace first", "Metaspace always", "like GPT-2, a space in front"]
+"""Those that put a space in front of a text."""
+NORMALIZERS = {
+    "NFKC": normalizers.NFKC(),
+    "strip": normalizers.Strip(),
+    "shorter": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Replace("the", "")]),
+}
+WORDS = ["Paris", " is", "probably", "e", "\u0301", "é", "ﬁ", "…", "東京", "は", "🙂", "🧑‍🚀", "405", "'s", ".",
+         "<|end|>", " ", "  ", "\n", "\n\n", "\t", "\u00a0", "(", "the"]  # fmt: skip
+
+
+@cache
+def tokenizer_of(name: str, normalizer: str = "", *, bos: bool = True) -> Any:
+    core = FAMILIES[name](TEXTS)
+    if normalizer:
+        core.normalizer = NORMALIZERS[normalizer]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|end|>")
+    if bos:
+        core = tokenizer.backend_tokenizer
+        added = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<|end|>")]
+        core.post_processor = processors.TemplateProcessing(single="<s> $A <|end|>", special_tokens=added)
+    return tokenizer
+
+
+KINDS = [
+    *((name, "") for name in FAMILIES),
+    ("like GPT-2", "NFKC"),
+    ("Metaspace first", "strip"),
+    ("like Llama 3", "shorter"),
+]
+
+
+def marked(*pieces: str, foreign: bool = False) -> MarkedText:
+    """Every second piece is a chunk."""
+    marks = (Mark(f"chunk {i}", None if foreign else piece) if i % 2 else None for i, piece in enumerate(pieces))
+    return MarkedText(pieces, tuple(marks))
+
+
+def chunks_of(tokenizer: Any, *pieces: str) -> list[list[int]]:
+    encoded = encode_marked(tokenizer, marked(*pieces))
+    return [encoded.ids[start:end] for start, end in encoded.spans]
+
+
+@pytest.mark.parametrize(("family", "normalizer"), KINDS)
+@given(st.lists(st.lists(st.sampled_from(WORDS), max_size=5).map("".join), min_size=2, max_size=7), st.booleans())
+def test_marks_change_no_token(family: str, normalizer: str, pieces: list[str], special: bool) -> None:
+    tokenizer = tokenizer_of(family, normalizer)
+    kwargs = {"add_special_tokens": special}
+    encoded = encode_marked(tokenizer, marked(*pieces, foreign=True), kwargs)
+    assert encoded.ids == tokenizer.encode("".join(pieces), **kwargs)
+    bounds = [place for span in encoded.spans for place in span]
+    assert bounds == sorted(bounds)
+    assert all(start < end for start, end in encoded.spans)
+    inner = range(1, len(encoded.ids) - 1) if special else range(len(encoded.ids))
+    assert not encoded.spans or (encoded.spans[0][0] in inner and encoded.spans[-1][1] - 1 in inner)
+
+
+PASSAGE = "Rome's river, the Tiber, is 405 km long (probably)."
+LINE_BREAKS = [
+    ("Answer.\n", "\n\nWhat?"), ("Answer from the passages.\n\n", ""), ("東京\n", " And now?"),
+    ("Paris is.\n\n\n", ".\n"),    ("\n", "\nAnswer:"), (" \n", ")"), ("<|end|>\n", "\n\n\n\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("front", "behind"), LINE_BREAKS)
+def test_a_passage_behind_a_line_break_has_the_ids_that_are_warmed(family: str, front: str, behind: str) -> None:
+    tokenizer = tokenizer_of(family)
+    ids, end_ids = encode_chunk(tokenizer, PASSAGE, "text")
+    assert chunks_of(tokenizer, front, PASSAGE, behind) == [ids]
+    assert chunks_of(tokenizer, front, f"{PASSAGE}\n", "Who?") == [encode_chunk(tokenizer, f"{PASSAGE}\n", "text")[0]]
+    assert chunks_of(tokenizer, front, f"{PASSAGE} ", "Who?") == [encode_chunk(tokenizer, f"{PASSAGE} ", "text")[0]]
+    assert tokenizer.decode(ids).strip() == PASSAGE[:-2]
+    assert tokenizer.decode(end_ids).strip() == ")."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_passage_behind_blanks_has_its_own_ids(family: str) -> None:
+    """The space is part of the first token, so that the text in front does not depend on the passage."""
+    tokenizer = tokenizer_of(family)
+    prefix = encode_prefix(tokenizer, "Context: ")
+    for passage in (PASSAGE, "Paris is it, probably"):
+        encoded = encode_marked(tokenizer, marked("Context: ", passage, " What?"))
+        assert encoded.ids[: encoded.spans[0][0]] == prefix
+        assert chunks_of(tokenizer, "Context: ", passage, "\n") == chunks_of(tokenizer, "It is (so). ", passage, "")
+        if family in SPACE:
+            assert chunks_of(tokenizer, "", passage, ".") == chunks_of(tokenizer, "Context: ", passage, "\n")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text", ["", "Answer from the passages.\n\n", "Paris is the capital: "])
+def test_what_stands_in_front_of_a_chunk(family: str, text: str) -> None:
+    tokenizer = tokenizer_of(family)
+    encoded = encode_marked(tokenizer, marked(text, PASSAGE, ""))
+    assert encode_prefix(tokenizer, text) == encoded.ids[: encoded.spans[0][0]]
+    assert encoded.ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_prefixes_of_a_conversation_that_grows(family: str) -> None:
+    """The newest message is marked; requests have as much in common as they have without marks."""
+    tokenizer = tokenizer_of(family)
+    turns = [f"<|end|>\nuser\nRome's river {i} is long.\n<|end|>\nassistant\nIt is (probably)…\n" for i in range(4)]
+    sent = [encode_marked(tokenizer, marked("".join(turns[:i]), turn, "")).ids for i, turn in enumerate(turns)]
+    assert sent == [tokenizer.encode("".join(turns[: i + 1])) for i in range(len(turns))]
+
+
+def test_a_token_with_text_of_both_sides_is_of_neither() -> None:
+    tokenizer = tokenizer_of("like GPT-2", bos=False)
+    encoded = encode_marked(tokenizer, marked("It is prob", "ably so. is prob", "ably"))
+    assert [tokenizer.decode(encoded.ids[a:b]) for a, b in encoded.spans] == [" so. is "]
+    assert tokenizer.decode(encoded.ids) == "It is probably so. is probably"
+
+
+def test_a_chunk_without_a_token_of_its_own() -> None:
+    tokenizer = tokenizer_of("like GPT-2")
+    with pytest.raises(ChunkCacheRequestError, match=r"^chunk 1: the chunk has no tokens; give it text"):
+        encode_marked(tokenizer, marked("prob", "ab", "ly"))
+    assert encode_marked(tokenizer, marked("prob", "ab", "ly Paris", "", "", " is", "", foreign=True)).marks == (
+        Mark("chunk 5"),
+    )
+
+
+def test_signs_alone_are_a_chunk() -> None:
+    tokenizer = make_tokenizer()
+    assert [tokenizer.decode(ids) for ids in chunks_of(tokenizer, "a\n", " *** \n", "b")] == [" *** \n"]
+
+
+def test_special_tokens_in_the_text_are_kept_whole() -> None:
+    tokenizer = tokenizer_of("like Llama 3")
+    end = tokenizer.eos_token_id
+    assert chunks_of(tokenizer, "", "<|end|>Paris<|end|> is", "")[0][0] == end
+    assert end not in chunks_of(tokenizer, "", "Paris <|e", "nd|>")[0]
+
+
+class Slow:
+    """A tokenizer that does not tell where its tokens stand."""
+
+    is_fast = False
+
+    def __init__(self, core: Any) -> None:
+        self.encode = core.encode
+
+
+def test_a_slow_tokenizer_gets_the_pieces_and_a_warning(caplog: Any) -> None:
+    tokenizer = Slow(make_tokenizer())
+    with caplog.at_level(logging.WARNING):
+        encoded = encode_marked(tokenizer, marked("sys", "aa", "", "bb", "q"))
+        without = encode_marked(tokenizer, marked("sys", "aa", "", "bb", "q"), {"add_special_tokens": False})
+    assert len(caplog.records) == 1
+    assert "Slow does not tell where its tokens stand" in caplog.text
+    assert without.ids == encoded.ids[1:] == [i for one in ("sys", "aa", "bb", "q") for i in tokenizer.encode(one)[1:]]
+    assert without.spans == tuple((start - 1, end - 1) for start, end in encoded.spans)
+    assert encode_chunk(tokenizer, "aa", "text")[0] == encoded.ids[slice(*encoded.spans[0])]
