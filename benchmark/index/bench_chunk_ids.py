@@ -24,7 +24,7 @@ from chunk_cache.prompt.marked_ids import encode_chunk, encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmark.common.results import describe_run, markdown_table, named, result_dir, run_markdown, write_result
+from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, named, run_markdown, write_result
 
 PLACES: Mapping[str, tuple[str, str, str]] = {
     "first": ("Answer from the passages.\n\n", "{}", "\n\nWhat is it?"),
@@ -99,13 +99,13 @@ def measure(tokenizer: Any, texts: Sequence[str]) -> list[float]:
     """The share of hits in each place, the mean number of tokens outside, and of those of a chunk."""
     same, num_outside, num_inside = dict.fromkeys(PLACES, 0), 0, 0
     for i, text in enumerate(texts):
-        length = len(tokenizer.encode(f"\n{text}")) - len(tokenizer.encode("\n"))
         for place, (front, form, behind) in PLACES.items():
             chunk = form.format(text)
             pieces = (front.format(texts[i - 1]), chunk, behind)
             encoded = encode_marked(tokenizer, MarkedText(pieces, (None, Mark(place, chunk), None)))
             assert encoded.ids == tokenizer.encode("".join(pieces)), "marks have changed the prompt"
             ((start, end),) = encoded.spans
+            length = len(tokenizer.encode(f"\n{chunk}")) - len(tokenizer.encode("\n"))
             same[place] += encoded.ids[start:end] == encode_chunk(tokenizer, chunk, place)[0]
             num_inside, num_outside = num_inside + end - start, num_outside + length - (end - start)
     num = len(texts)
@@ -117,8 +117,7 @@ if __name__ == "__main__":
     parser.add_argument("data", nargs="+", type=Path, help="JSON lines with `chunks`")
     parser.add_argument("--tokenizers", nargs="*", type=Path, default=[], help="folders of models")
     parser.add_argument("--passages", type=int, default=500)
-    parser.add_argument("--quick", action="store_true", help="the result is not kept")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR / "index")
     args = parser.parse_args()
     run = describe_run()
     lines = [line for path in args.data for line in path.read_text(encoding="utf-8").splitlines()]
@@ -131,9 +130,13 @@ if __name__ == "__main__":
         [name, *(f"{one:.0%}" for one in row[:-2]), f"{row[-2]:.1f}", f"{row[-1]:.0f}"] for name, row in found.items()
     ]
     header, data = ["tokenizer", *PLACES, "outside", "in the chunk"], [named(path) for path in args.data]
-    told = f"{len(chosen)} passages of {', '.join(data)}: those with the ids that `warm` computes, by place; tokens."
+    told = (
+        f"{len(chosen)} passages of {', '.join(data)}: how many have the ids that `warm` computes, by their place in a "
+        "prompt; tokens that a passage has by itself and its chunk has not; tokens of the chunk. Behind a blank, or in "
+        "front of all where the tokenizer puts one there, a passage is another chunk, of which the same holds."
+    )
     head = ["# The ids of a passage in different places", "", *run_markdown(run), ""]
     report = {"run": run, "data": data, "columns": header[1:], "found": found}
     table = markdown_table(header, rows)
-    write_result(result_dir(args, "index"), "chunk_ids", report, [*head, told, "", *table])
+    write_result(args.out, "chunk_ids", report, [*head, told, "", *table])
     print("\n".join(table))

@@ -108,8 +108,10 @@ def test_a_passage_behind_blanks_has_its_own_ids(family: str) -> None:
         encoded = encode_marked(tokenizer, marked("Context: ", passage, " What?"))
         assert encoded.ids[: encoded.spans[0][0]] == prefix
         assert chunks_of(tokenizer, "Context: ", passage, "\n") == chunks_of(tokenizer, "It is (so). ", passage, "")
+        (ids,) = chunks_of(tokenizer, "Context: ", passage, "\n")
+        assert ids == encode_chunk(tokenizer, f" {passage}", "text")[0], "so it can be warmed"
         if family in SPACE:
-            assert chunks_of(tokenizer, "", passage, ".") == chunks_of(tokenizer, "Context: ", passage, "\n")
+            assert chunks_of(tokenizer, "", passage, ".") == [ids]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import split_marked
 from chunk_cache_tools import local_tokenizer
 from chunk_cache_tools.explain.layout import lay_out, segments, text_width
 from chunk_cache_tools.explain.shown_prompt import (
@@ -149,6 +151,9 @@ def test_without_transformers_the_tokens_are_the_same(tmp_path, tokenizer, monke
     assert plain.encode(text) == ids
     assert plain.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
     assert token_texts(plain, ids) == token_texts(tokenizer, ids)
+    marked = split_marked(f"Read. {SEP}Rome costs $5.{SEP} 東京 is\n{SEP}Why?", SEP, "text")
+    assert marked is not None
+    assert encode_marked(plain, marked) == encode_marked(tokenizer, marked)
     assert len(plain) == len(tokenizer)
     monkeypatch.setattr(local_tokenizer, "_has_transformers", lambda: False)
     with pytest.raises(ChunkCacheRequestError, match=r"^--tokenizer: no tokenizer.json in 'org/name' .*transformers"):
