@@ -42,13 +42,13 @@ def fork(s: Any, shared: str, texts: Sequence[str]) -> list[Any]:
 
 @sgl.function
 def roles(s: Any, rule: str, first: Sequence[str], second: str) -> None:
-    s += sgl.system("Obey. " + chunk(rule) + "Be brief.")
+    s += sgl.system("Obey.\n" + chunk(rule) + "Be brief.")
     with s.user():
         for text in first:
             s += chunk(text)
         s += "Who?"
     s += sgl.assistant(sgl.gen("first", max_tokens=6))
-    s += sgl.user("And here: " + chunk(second) + "Why?")
+    s += sgl.user("And here:\n" + chunk(second) + "Why?")
     s += sgl.assistant(sgl.gen("second", max_tokens=6))
 
 

@@ -1,4 +1,4 @@
-"""MarkedIds: the token ids of a marked prompt, and where its chunks are.
+r"""MarkedIds: the token ids of a marked prompt, and where its chunks are.
 
 Verbs: `encode_marked`; `encode_prefix` and `encode_chunk`, for what is warmed and stands in no prompt yet. Promise: the
 ids are those of the same text without marks, which is tokenized once, as a whole. A chunk is a run of its tokens, by
