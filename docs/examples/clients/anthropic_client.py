@@ -38,7 +38,7 @@ def with_documents(url: str, passages: list[str], question: str) -> dict[str, in
 def with_cache_control(url: str, passages: list[str], question: str) -> dict[str, int]:
     """Without `extra_body` the server needs --chunk-cache-marks."""
     mark = {"cache_control": {"type": "ephemeral"}}
-    blocks = [{"type": "text", "text": passage, **mark} for passage in passages]
+    blocks = [{"type": "text", "text": f"\n{passage}", **mark} for passage in passages]
     return ask(url, blocks, question, extra_body={"chunk_cache": {"marks": True}})
 
 

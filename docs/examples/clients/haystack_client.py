@@ -21,7 +21,7 @@ def ask(url: str, message: ChatMessage, asked: dict[str, Any]) -> dict[str, int]
 
 def with_parts(url: str, passages: list[str], question: str) -> dict[str, int]:
     """Without `extra_body` the server needs --chunk-cache-parts."""
-    parts = [TextContent(text) for text in (*passages, question)]
+    parts = [TextContent(f"\n{text}") for text in (*passages, question)]
     return ask(url, ChatMessage.from_user(content_parts=parts), {"parts": True})
 
 

@@ -21,14 +21,14 @@ def found(reply: AIMessage) -> dict[str, int]:
 
 def with_parts(url: str, passages: list[str], question: str) -> dict[str, int]:
     """Without `extra_body` the server needs --chunk-cache-parts."""
-    parts = [{"type": "text", "text": text} for text in (*passages, question)]
+    parts = [{"type": "text", "text": f"\n{text}"} for text in (*passages, question)]
     return found(model(url, parts=True).invoke([HumanMessage(parts)]))
 
 
 def with_a_tool(url: str, passages: list[str], question: str) -> dict[str, int]:
     """What a retriever returned as a tool; of its parts LangChain keeps type, text and breakpoint."""
     mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-    results = [{"type": "text", "text": passage, **mark} for passage in passages]
+    results = [{"type": "text", "text": f"\n{passage}", **mark} for passage in passages]
     call = AIMessage("", tool_calls=[{"id": "1", "name": "search", "args": {}}])
     turns = [HumanMessage(question), call, ToolMessage(results, tool_call_id="1"), HumanMessage("Answer.")]
     return found(model(url, marks=True).invoke(turns))

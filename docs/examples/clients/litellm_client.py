@@ -26,7 +26,7 @@ def ask(url: str, content: Any, asked: dict[str, Any]) -> dict[str, int]:
 def with_cache_control(url: str, passages: list[str], question: str) -> dict[str, int]:
     """Without `extra_body` the server needs --chunk-cache-marks."""
     mark = {"cache_control": {"type": "ephemeral"}}
-    parts = [{"type": "text", "text": passage, **mark} for passage in passages]
+    parts = [{"type": "text", "text": f"\n{passage}", **mark} for passage in passages]
     return ask(url, [*parts, {"type": "text", "text": question}], {"marks": True})
 
 

@@ -18,7 +18,7 @@ def found(usage: Any) -> dict[str, int]:
 def with_breakpoints(url: str, passages: list[str], question: str) -> dict[str, int]:
     """Parts marked as for OpenAI's prompt cache; without `extra_body` the server needs --chunk-cache-marks."""
     mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-    parts = [{"type": "text", "text": passage, **mark} for passage in passages]
+    parts = [{"type": "text", "text": f"\n{passage}", **mark} for passage in passages]
     reply = client(url).chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
