@@ -30,6 +30,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
             "`chunk-cache doctor --prompt FILE --prompt FILE`",
         ),
         "evicted": (_MEND, "enlarge the KV pool (--mem-fraction-static), keep chunks below it (tiers), or pin them"),
+        "weights_changed": (_ASKED, "normal after an update of the weights; it is stored anew once it was computed"),
         "partition_share": (
             _MEND,
             "expected of a tenant that floods; if this one needs more, raise partition_share of the server",

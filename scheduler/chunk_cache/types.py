@@ -33,6 +33,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "exact_mode": "The request asked for mode exact: the chunk is stored but approximate reuse was not wanted.",
         "not_stored": "No variant of the chunk has been computed in this partition.",
         "evicted": "The chunk was known, but its key-value cache has left the store.",
+        "weights_changed": "What was stored of the chunk was computed with weights that the model has no more.",
         "partition_share": "The chunk was evicted, or not kept, because its partition holds its share of the server.",
         "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
         "high_cfo": "So much of the chunk would be recomputed that it is computed instead (max_cfo of the server).",

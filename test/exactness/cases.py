@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from local_scheduler import LocalScheduler, Reply, Request
-from tiny_models import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 
 BOS = 1
 SEPARATOR = "<|chunk|>"
@@ -222,6 +223,39 @@ def case_flush(s: Session) -> None:
     (reply,) = s.send(s.prompt([chunks[1], chunks[0]]))
     assert not s.is_ours or s.statuses(reply) == ["miss", "miss"]
     s.send(s.prompt([chunks[0], chunks[1]]))
+
+
+def case_weights_without_a_flush(s: Session) -> None:
+    """Other weights; exact prefixes of the old ones stay, chunks do not, nor one of a request that runs meanwhile."""
+    a, b, c = s.chunks(40, 33, 51)
+    s.prime([a, b])
+    path = Path(s.local.scheduler.server_args.model_path)
+    other = make_model("llama", path.with_name(f"{path.name}-other-weights"), seed=1)
+    running = [s.local.prepare(s.request(s.prompt([s.tokens(9), c]), max_new_tokens=12))]
+
+    def on_step(step: int) -> list[Any] | None:
+        if step == 4:
+            _load_weights(s, other, flush=False)
+        return running if step == 0 else [] if step < 4 else None
+
+    s.replies += s.local.run(on_step)
+    s.send(s.prompt([b], question=3))
+    (reply,) = s.send(s.prompt([s.tokens(7), c, b, a]))
+    assert not s.is_ours or s.statuses(reply) == ["miss"] * 4, reply.info
+    assert not s.is_ours or {chunk["reason"] for chunk in reply.info["chunks"][2:]} == {"weights_changed"}, reply.info
+    (reply,) = s.send(s.prompt([b, c, a]))
+    assert not s.is_ours or s.statuses(reply)[1:] == ["hit", "hit"], reply.info
+    _load_weights(s, path, flush=True)
+    (reply,) = s.send(s.prompt([s.tokens(7), a, b, c]))
+    assert not s.is_ours or s.statuses(reply) == ["miss"] * 4, reply.info
+
+
+def _load_weights(s: Session, path: Path, *, flush: bool) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=str(path), load_format="auto", flush_cache=flush)
+    result = s.local.scheduler.weight_updater.update_weights_from_disk(request)
+    assert result.success, result.message
 
 
 def case_more_rows_than_a_step(s: Session) -> None:

@@ -1,4 +1,8 @@
-"""ChunkWeightUpdater: KV of other weights than the model's must not come up again from the tiers below the pool."""
+"""ChunkWeightUpdater: KV of other weights than the model's is not reused.
+
+Exact prefixes stay where the client asked for it (`"flush_cache": false`), as in stock SGLang; chunks never do. A LoRA
+adapter needs nothing here: SGLang names it anew when it is loaded, so its chunks have other keys.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ what it calls rolled back: that is loaded from the new folder once more."""
 
 
 class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
-    """Every way to change the weights ends the tiers and what the gate knows; SGLang itself flushes the pool.
+    """Every way to change the weights ends the stored chunks, the tiers and what the gate knows.
 
     An update that certainly loaded nothing, on no rank, ends nothing.
     """
@@ -44,14 +48,21 @@ class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
         result = super().begin_weight_update(recv_req)
         return self._changed(result) if result.success else result
 
+    def end_weight_update(self, recv_req: Any) -> Any:
+        # Within a session they may be written by others (RDMA), while requests run.
+        result = super().end_weight_update(recv_req)
+        return self._changed(result) if result.success else result
+
+    def check_weights(self, recv_req: Any) -> Any:
+        result = super().check_weights(recv_req)
+        return self._changed(result) if recv_req.action == "reset_tensors" else result
+
     def _changed_within_session(self, result: Any) -> Any:
         """Outside of one, which all ranks begin and end alike, SGLang refuses them."""
         return result if self._session is None and not result.success else self._changed(result)
 
     def _changed(self, result: Any) -> Any:
         chunks = None if self.scheduler is None else runtime_of(self.scheduler.tree_cache)
-        if chunks is not None and chunks.tiers is not None:
-            chunks.tiers.disable("the weights were changed; start the server anew to have them again.")
-        if chunks is not None and chunks.gate is not None:
-            chunks.gate.forget()
+        if chunks is not None:
+            chunks.forget_weights()
         return result

@@ -1,12 +1,14 @@
 """ChunkKeeper: carries out what the manager decides to keep of a prompt that was computed.
 
 Verbs: `remember` (the chunks of a prompt that SGLang checkpoints, and promotions), `poll` (their statistics, which
-follow), `left_of` (what of a request's slots is still its own), `release`, `clear`.
+follow), `left_of` (what of a request's slots is still its own), `release`, `distrust` (KV of other weights), `clear`.
 
 Promises: KV of a fused request is never inserted under its exact prefix; its private slots are freed with it, or change
 owner to a node of their own, never both. A promotion copies KV bit by bit at the position that it was computed at, or
 does nothing where there is no room. A chunk is stored at once; its statistics take effect when they have come, on all
-tensor-parallel ranks from the same step on, and nobody waits for them.
+tensor-parallel ranks from the same step on, and nobody waits for them. KV of other weights than the model's is not
+remembered. So nothing is while a request runs that began before they changed, since the tree may keep its KV in the
+place of another's; and no chunk that was found in an exact prefix, until the tree is emptied.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -107,6 +109,8 @@ class ChunkKeeper:
         self._awaited: deque[_Awaited] = deque()
         self._handed_over: dict[int, Ranges] = {}  # request row -> ranges that became nodes
         self._remembered: set[int] = set()  # request rows whose (exact) prompt has all of its chunks in the index
+        self._old_rows: dict[int, int] = {}  # request rows that began with other weights -> their generation
+        self._has_old_prefixes = False  # whether the tree has exact KV of other weights
 
     def remember(self, req: Req, state: Computed, up_to: int, *, is_last: bool) -> None:
         """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree.
@@ -115,14 +119,14 @@ class ChunkKeeper:
             is_last: it ends, or its KV does: nothing is remembered of it later.
         """
         plan = state.admission.fused_plan
+        if self._has_old_requests():
+            return
         if plan is None:
             self._remember_exact(req, state, up_to, is_last)
         elif is_last:
-            for action in self._manager.remember_fused(state.prompt, plan, up_to=up_to):
-                if isinstance(action, Forgo):
-                    self._metrics.count_not_remembered(action.reason)
-                else:
-                    self._keep(req, state, action, self._own_home(req, state, action))
+            actions = self._manager.remember_fused(state.prompt, plan, up_to=up_to)
+            for keep in self._kept(state, actions):
+                self._keep(req, state, keep, self._own_home(req, state, keep))
             for promotion in self._manager.promote(plan):
                 self._promote(promotion)
         self.poll()
@@ -148,9 +152,42 @@ class ChunkKeeper:
             if variant is not None and self._note_stored is not None:
                 self._note_stored(variant)
 
+    def distrust(self) -> None:
+        """The weights were changed: what the tree holds, and what requests compute that run, is of others."""
+        self._awaited.clear()
+        rows = self._cache.req_to_token_pool
+        free = set(rows.free_slots)
+        self._old_rows = {row: one for row, one in enumerate(rows.req_generation.tolist()) if row and row not in free}
+        is_empty = self._cache.evictable_size() + self._cache.protected_size() == 0
+        self._has_old_prefixes = bool(self._old_rows) or not is_empty
+
+    def _has_old_requests(self) -> bool:
+        """Whether a request still runs that began with other weights."""
+        if self._old_rows:
+            rows = self._cache.req_to_token_pool
+            free, generations = set(rows.free_slots), rows.req_generation
+            self._old_rows = {
+                row: one for row, one in self._old_rows.items() if row not in free and int(generations[row]) == one
+            }
+        return bool(self._old_rows)
+
     def clear(self) -> None:
         """The tree was emptied."""
         self._awaited.clear()
+        self._old_rows.clear()
+        self._has_old_prefixes = False
+
+    def _kept(self, state: Computed, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
+        """Chunks to keep; those that are not are counted."""
+        plan = state.admission.plan
+        for action in actions:
+            start, _ = state.prompt.options.spans[action.chunk]
+            if isinstance(action, Forgo):
+                self._metrics.count_not_remembered(action.reason)
+            elif self._has_old_prefixes and (plan is None or start < plan.prefix_len):
+                self._metrics.count_not_remembered("weights_changed")
+            else:
+                yield action
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
@@ -165,10 +202,8 @@ class ChunkKeeper:
         # What is prepared stays out of the tree, so its slots are the request's own.
         home_of = self._copied_home if prompt.to_prepare is None else self._own_home
         path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
-        for keep in self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to):
-            if isinstance(keep, Forgo):
-                self._metrics.count_not_remembered(keep.reason)
-                continue
+        actions = self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to)
+        for keep in self._kept(state, actions):
             in_path = PathHome(path, prompt.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or home_of(req, state, keep))
 

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.refresh import RefreshQueue
+from chunk_cache.index.variant import NodeHome
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, Stage
@@ -115,6 +116,26 @@ class ChunkRuntime:
         self.metrics.observe_saved(saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
             self.metrics.count_not_packed(reason)
+
+    def forget_weights(self) -> None:
+        """The model has other weights: no chunk and no measure of the old ones is used from now on.
+
+        The exact prefixes in the tree are SGLang's to keep or to flush. Requests that run go on with what they have.
+        """
+        if self.tiers is not None:
+            self.tiers.disable("the weights were changed; start the server anew to have them again.")
+        if self.gate is not None:
+            self.gate.forget()
+        if self.landings is not None:
+            self.landings.give_way()
+        index = self.manager.index
+        nodes = [one.holder for one in index if isinstance(one.holder, NodeHome)]
+        index.clear("weights_changed")
+        self.admin.after_forgetting()
+        for node in nodes:
+            self.store.remove_node(node)
+        self.refresh.clear()
+        self.keeper.distrust()
 
     def check_integrity(self) -> None:
         """Recomputes index and pins from scratch.

@@ -411,8 +411,13 @@ class ChunkIndex:
         self.counters.num_discarded += 1
         return True
 
-    def clear(self) -> None:
-        """Forget everything (a flushed cache); counters, clock and ids go on."""
+    def clear(self, why: str | None = None) -> None:
+        """Forget everything; counters, clock and ids go on.
+
+        Args:
+            why: the reason that lookups of these chunks give from now on; None = they never were stored.
+        """
+        keys = [] if why is None else list(self._by_key)
         self.version += 1
         self.counters.num_discarded += len(self)
         for variant in self:
@@ -427,6 +432,8 @@ class ChunkIndex:
         self.quota.clear()
         self._turns.clear()
         self._gone_keys.clear()
+        for key in keys:
+            self._note_gone(key, Lookup(None, 0, why))
         if self.observer is not None:
             self.observer.cleared()
 

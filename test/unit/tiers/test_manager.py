@@ -259,11 +259,8 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
 
 
 def weights_change(tiers: ChunkTiers) -> None:
-    """What every way to change them ends with."""
-    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(chunks=SimpleNamespace(tiers=tiers, gate=None)))
-    updater = ChunkWeightUpdater.__new__(ChunkWeightUpdater)
-    updater.scheduler = scheduler
-    assert updater._changed("its answer") == "its answer"
+    """What every way to change them does to the tiers."""
+    tiers.disable("the weights were changed")
 
 
 def test_kv_of_other_weights_neither_comes_up_nor_goes_down(open_chunk_tiers, tmp_path):
@@ -320,7 +317,7 @@ def is_off_after(tiers: ChunkTiers, group: Any, *outcomes: tuple[bool, str]) -> 
         return SimpleNamespace(weight_update_runners=lambda: [(role, SimpleNamespace(weight_updater=loading))])
 
     updater = ChunkWeightUpdater.__new__(ChunkWeightUpdater)
-    chunks = SimpleNamespace(tiers=tiers, gate=None)
+    chunks = SimpleNamespace(forget_weights=lambda: weights_change(tiers))
     updater.scheduler = SimpleNamespace(
         tree_cache=SimpleNamespace(chunks=chunks), record_weight_version_change=lambda new_version: None
     )
@@ -352,7 +349,7 @@ def test_an_update_that_loaded_nothing_on_any_rank_leaves_the_tiers_on(open_chun
 def test_every_way_to_change_the_weights_is_known():
     stock = ChunkWeightUpdater.__base__
     ways = {name for name in vars(stock) if name.startswith("update_weights_")}
-    assert {*ways, "begin_weight_update"} == set(overrides(ChunkWeightUpdater))
+    assert {*ways, "begin_weight_update", "end_weight_update", "check_weights"} == set(overrides(ChunkWeightUpdater))
 
 
 # What entries are worth.
