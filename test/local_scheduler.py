@@ -228,8 +228,9 @@ class LocalScheduler:
 
     def _step(self, stop_at_pause: bool = False) -> list[Any]:
         cut = self.scheduler.chunked_req
-        if cut is not None and cut.rid in self._replies and self._replies[cut.rid].first_step_end is None:
-            self._replies[cut.rid].first_step_end = cut.extend_end
+        if cut is not None and cut.rid in self._replies and self._has_load(cut):
+            reply = self._replies[cut.rid]
+            reply.first_step_end = reply.first_step_end or cut.extend_end
         assert self._step_count < self._max_steps, f"still running after {self._max_steps} steps: {self._unfinished}"
         messages, self._arrived = self._arrived or self._next_messages(), []
         for message in messages:
@@ -242,6 +243,16 @@ class LocalScheduler:
             self._idle_steps += 1  # let the loop process the last batch and run its idle checks
             self.scheduler.gracefully_exit = self._idle_steps > 3 and self.scheduler.is_fully_idle()
         return list(messages)
+
+    def _has_load(self, req: Any) -> bool:
+        """Whether all that a request brings in is there."""
+        if not hasattr(self.cache, "chunks"):
+            return True
+        from sglang_chunk_cache.request.chunk_request import state_of
+
+        state = state_of(req)
+        plan = None if state is None else state.admission.load_plan
+        return plan is None or req.extend_end > plan.load_end
 
     def _next_messages(self) -> list[Any]:
         messages = None if self._exhausted else self._on_step(self._step_count)

@@ -317,9 +317,18 @@ class ChunkManager:
         memo.plan_of = self._version, asked
         return memo.plan
 
-    def without_load(self, plan: RecomputePlan, reason: str) -> RecomputePlan:
-        """The plan of a prompt whose chunks could not be brought in after all."""
-        return replan_without_load(plan, reason)
+    def without_load(self, plan: RecomputePlan, reason: str, begin: int | None = None) -> RecomputePlan:
+        """The plan of a prompt whose chunks could not be brought in after all, or not from `begin` on."""
+        return replan_without_load(plan, reason, begin)
+
+    def is_stored(self, plan: RecomputePlan) -> bool:
+        """Whether all that a plan of an earlier step brings in is still there."""
+        hits = [chunk for chunk in plan.chunks if chunk.variant_id is not None]
+        variants = [self.index.get(chunk.variant_id) for chunk in hits if chunk.variant_id is not None]
+        return all(
+            variant is not None and self.store.resolve(variant) >= chunk.src_offset + chunk.num_reused
+            for chunk, variant in zip(hits, variants, strict=True)
+        )
 
     def with_open_ratio(self, prompt: ChunkPrompt, prefix_len: int) -> list[Variant]:
         """Variants behind the exact prefix whose recompute ratio may grow with what hides behind their loads.

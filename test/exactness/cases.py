@@ -7,7 +7,9 @@ in `docs/exactness.md`. Prompts are token ids; nothing here knows which side it 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,17 +261,61 @@ def _load_weights(s: Session, path: Path, *, flush: bool) -> None:
 
 
 def case_more_rows_than_a_step(s: Session) -> None:
-    """With chunked prefill on, these rows exceed every budget: no forward has more, and the others get their turn."""
+    """With chunked prefill on, these rows exceed every budget: no step has more, and the others get their turn."""
     chunks = s.chunks(150, 160, 140)
     s.prime(chunks)
     plain = Prompt().text(s.tokens(130))
     big = [s.prompt([chunks[i] for i in order], question=90) for order in ([2, 1, 0], [1, 0, 2])]
-    runner, num_rows = s.local.scheduler.tp_worker.model_runner, []
-    handle = runner.model.model.register_forward_pre_hook(lambda model, args: num_rows.append(len(args[0])))
-    s.send(plain, big[0], s.prompt([chunks[0]]), big[1])
+    with bounded_steps(s):
+        s.send(plain, big[0], s.prompt([chunks[0]]), big[1])
+
+
+def case_much_new_text_and_a_chunk(s: Session) -> None:
+    """New text in front of the first chunk, between two, and in front of one that begins within a page."""
+    a, b = s.chunks(50, 37)
+    s.prime([a, b])
+    long = [s.tokens(count) for count in (300, 203, 65)]
+    with bounded_steps(s):
+        (reply,) = s.send(s.prompt([]).text(long[0]).chunk(a).text(s.tokens(9)))
+        assert not s.is_ours or s.statuses(reply) == ["hit"], reply.info
+        assert not s.is_ours or reply.cached_tokens == reply.info["prefix_tokens"], reply
+        s.send(s.prompt([a]).text(long[1]).chunk(b).text(long[2]), Prompt().text(s.tokens(40)), s.prompt([b, a]))
+        s.send(s.prompt([b]).text(long[1]).chunk(s.tokens(70)).chunk(a), s.prompt([long[2], b]).text(s.tokens(150)))
+        s.send(s.prompt([]).text(long[0]).text(s.tokens(30)).chunk(b))  # of which the beginning is in the tree by now
+
+
+def case_chunks_that_go_between_two_steps(s: Session) -> None:
+    """The index forgets the chunks that a request in steps has not brought in yet: they are computed."""
+    a, b = s.chunks(90, 120)
+    s.prime([a, b])
+    prompt = s.prompt([s.tokens(5), b]).text(s.tokens(200)).chunk(a).text(s.tokens(20))
+    messages = [s.local.prepare(s.request(prompt))]
+
+    def on_step(step: int) -> list[Any] | None:
+        if step == 4 and s.is_ours:
+            s.local.cache.chunks.manager.index.clear()
+        return messages if step == 0 else [] if step < 5 else None
+
+    (reply,) = s.local.run(on_step)
+    s.replies.append(reply)
+    if s.is_ours and s.local.scheduler.server_args.chunked_prefill_size > 0:
+        assert 0 < reply.info["recomputed_tokens"] == reply.info["reused_tokens"] < len(a) + len(b), reply.info
+    s.send(s.prompt([b, a]), s.prompt([a, b]))
+
+
+@contextmanager
+def bounded_steps(s: Session) -> Iterator[None]:
+    """Fails where a step of the scheduler computes more rows than `--chunked-prefill-size` allows."""
+    runner, num_rows = s.local.scheduler.tp_worker.model_runner, Counter[int]()
+
+    def count(_model: Any, args: Any) -> None:
+        num_rows[s.local.scheduler.forward_ct] += len(args[0])
+
+    handle = runner.model.model.register_forward_pre_hook(count)
+    yield
     handle.remove()
     step_len = runner.server_args.chunked_prefill_size
-    assert step_len <= 0 or max(num_rows) <= step_len, num_rows
+    assert step_len <= 0 or max(num_rows.values()) <= step_len, num_rows
 
 
 def case_exact_and_off_modes(s: Session) -> None:

@@ -15,7 +15,7 @@ def step_len() -> int | None:
 
 
 def most_unknown_rows() -> int | None:
-    """Rows that a forward may begin with where only the forward finds which of them are needed; None = any number.
+    """Rows of a step in which only the forward finds which of them are needed; None = any number.
 
     Such rows cannot be cut into steps, so their activations are in memory together: as many as `--max-prefill-tokens`
     allows in one batch of stock SGLang.

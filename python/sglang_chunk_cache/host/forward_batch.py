@@ -125,7 +125,9 @@ def _without_loads(
         for layer_copy in one.layer_copies:
             landings.fail(layer_copy.landing)
         logger.warning("Chunk cache: %s is computed in full, a chunk did not arrive (%s)", req.rid, reason)
-        one.state.fail_load(chunks.manager.without_load(one.load.plan, reason))
+        plan = one.state.admission.plan
+        assert plan is not None
+        one.state.fail_load(chunks.manager.without_load(plan, reason, one.load.plan.load_start))
         chunks.metrics.count_fallback(reason)
     parts = fused.parts([one.everything() if one.layer_copies else one for one in added])
     return Forward(parts, tail_lens=_tail_lens(batch))

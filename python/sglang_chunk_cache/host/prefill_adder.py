@@ -1,10 +1,11 @@
 """ChunkPrefillAdder: SGLang's prefill scheduler, which counts a fused request as what it is.
 
-Promises: a fused request is charged the rows that its forward computes, no more and no less. The loaded range is not
-split over steps, so a request with more rows than `--chunked-prefill-size` waits until it is the only one of a step
-and then goes whole; nothing overtakes it in SGLang's own order of the queue, so it does not starve. A request that
-would take the room of reused chunks waits for one that runs, never for nothing. A question that chooses rows is not
-cut off where a step has room for it. A loaded token is never counted as cached.
+Promises: a fused request is charged the rows that its forward computes, no more and no less, and no step has more than
+SGLang's flags allow (`flags/step_limits`). A request with more rows than a step is computed in several, as a prompt is
+in chunked prefill (`chunk_cache.plan.plan_steps`); one whose rows have no room in this step waits for the next.
+Nothing overtakes it in SGLang's own order of the queue, so it does not starve. A request that would take the room of
+reused chunks waits for one that runs, never for nothing. A question that chooses rows is not cut off where a step has
+room for it. A loaded token is never counted as cached.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from chunk_cache.methods import METHODS
+from chunk_cache.plan.plan_steps import needs_steps, next_step, part_of
+from sglang_chunk_cache.flags.step_limits import most_unknown_rows, step_len
 from sglang_chunk_cache.host.refresh import is_refresh
-from sglang_chunk_cache.request.chunk_request import state_of
+from sglang_chunk_cache.request.chunk_request import Admission, state_of
 from sglang_chunk_cache.start.runtime import known_runtime_of
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 class ChunkPrefillAdder(PrefillAdder):
     """See the head of this file."""
+
+    chunked_req_limit: int | None
 
     def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:
         """Made as SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
@@ -41,10 +46,15 @@ class ChunkPrefillAdder(PrefillAdder):
     def _select_prefill_admission(self, req: Req, *, total_tokens: int, host_hit_length: int, **kwargs: Any) -> Any:
         if self._takes_kept_room(total_tokens):
             return AddReqResult.NO_TOKEN
-        kwargs |= {"total_tokens": total_tokens, "host_hit_length": host_hit_length}
+        kwargs["total_tokens"] = total_tokens
+        state = state_of(req)
+        admitted = None if state is None else state.admission
+        if admitted is not None and (whole := admitted.load_plan) is not None and needs_steps(whole, step_len()):
+            return self._select_first_step(req, admitted, whole, **kwargs)
+        kwargs["host_hit_length"] = host_hit_length
         plan = _loading_plan(req, req.prefix_len + host_hit_length)
         rows = 0 if plan is None else plan.num_load_rows
-        admission = super()._select_prefill_admission(req, **kwargs)
+        admission = self._select(req, **kwargs)
         if plan is None or not rows:
             return admission
         if _cuts_question(plan, req, admission):
@@ -59,12 +69,81 @@ class ChunkPrefillAdder(PrefillAdder):
             return admission
         if admission is not AddReqResult.OTHER:
             return admission
-        # An empty step has no room for the rows and at least a page of the tail, so it never will have: the tail is
-        # sized as if there were no rows, and the step is charged for both, which closes it.
+        if plan.selection is None and admitted is not None:  # what decodes beside it takes room
+            return self._select_first_step(req, admitted, plan, **kwargs)
+        # Rows that are chosen in the forward are there together: the tail is sized as if there were none, as far as
+        # --max-prefill-tokens allows, and the step is charged for both, which closes it.
         admission = self._as_stock()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
-        return dataclasses.replace(admission, replay_len=admission.replay_len + rows)
+        admission = dataclasses.replace(admission, replay_len=admission.replay_len + rows)
+        return _shortened(admission, self._most_behind(plan))
+
+    def _select(self, req: Req, **kwargs: Any) -> Any:
+        """SGLang's admission, but no second request is cut off."""
+        admission = super()._select_prefill_admission(req, **kwargs)
+        is_cut = not isinstance(admission, AddReqResult) and admission.is_chunked
+        return AddReqResult.OTHER if is_cut and self._has_cut(**kwargs) else admission
+
+    def _has_cut(self, *, has_chunked_req: bool = False, **_: Any) -> bool:
+        """Whether a request goes on in the next step; SGLang knows of one only."""
+        return has_chunked_req or self.new_chunked_req is not None
+
+    def _select_first_step(self, req: Req, admitted: Admission, plan: RecomputePlan, **kwargs: Any) -> Any:
+        """What the first of several steps brings in and computes; the others follow in `add_chunked_req`."""
+        most = self.rem_chunk_tokens
+        assert most is not None, "without chunked prefill nothing needs steps"
+        # Where later steps begin must not depend on the batch on a server that is to be deterministic.
+        is_late = kwargs["truncation_align_size"] is not None and bool(self.can_run_list)
+        if is_late or self._has_cut(**kwargs) or most <= 0:
+            return AddReqResult.OTHER
+        begin = plan.load_start
+        step = next_step(plan, begin, most)
+        kwargs["host_hit_length"] = step.load_end - begin
+        admission = self._as_stock()._select_prefill_admission(req, **kwargs)
+        if isinstance(admission, AddReqResult):
+            return admission
+        part = part_of(plan, begin, step.load_end) if step.load_end > begin else None
+        admitted.cut(part)
+        req.host_hit_length = step.load_end - begin  # this is what SGLang has brought in now
+        num_rows = 0 if part is None else part.num_load_rows
+        end = step.load_end + most - num_rows if step.end is None else step.end
+        admission = dataclasses.replace(admission, replay_len=admission.replay_len + num_rows)
+        return _shortened(admission, end - step.load_end)
+
+    def _most_behind(self, plan: RecomputePlan) -> int:
+        """Tokens behind rows that the forward chooses; a question is whole, which the plan has made sure of."""
+        assert plan.selection is not None
+        most, length = most_unknown_rows(), plan.prompt_len - plan.load_end
+        if most is None or METHODS[plan.selection.method].reads_question:
+            return length
+        room = most - plan.num_load_rows
+        return max(self.page_size, room - room % self.page_size)
+
+    def add_chunked_req(self, req: Req) -> Any:
+        state = state_of(req)
+        plan = None if state is None or not state.admission.in_steps else state.admission.load_plan
+        most = self.rem_chunk_tokens
+        if state is None or plan is None or most is None or req.prefix_len >= plan.load_end:
+            return super().add_chunked_req(req)
+        if self.chunked_req_limit is not None:
+            most = min(most, self.chunked_req_limit)
+        most = max(most, 1)  # where others that decode leave nothing
+        step = next_step(plan, req.prefix_len, most)
+        if step.load_end > req.prefix_len:
+            part = self.tree_cache.load_part(req, step.load_end)
+            if part is None:
+                return super().add_chunked_req(req)
+            num_rows = part.num_load_rows
+            most = most - num_rows if part.selection is None else self._most_behind(part)
+        else:
+            num_rows = 0
+        self.chunked_req_limit = most if step.end is None else step.end - req.prefix_len
+        left = super().add_chunked_req(req)
+        state.admission.reach(req.extend_end)
+        self.rem_chunk_tokens -= num_rows
+        self.rem_input_tokens -= num_rows
+        return left
 
     def _as_stock(self) -> PrefillAdder:
         """The step as SGLang sees it, which knows of no rows; to select by, not to commit to."""
@@ -94,6 +173,7 @@ class ChunkPrefillAdder(PrefillAdder):
         state = state_of(req)
         if state is None or state.admission.plan is None:
             return
+        state.admission.reach(req.extend_end)
         plan, load = state.admission.plan, state.admission.load
         if load is not None:
             self._uncount_loaded(req, len(load.slots))
@@ -103,7 +183,8 @@ class ChunkPrefillAdder(PrefillAdder):
             if not is_refresh(req.rid):
                 chunks.metrics.count_plan(plan)
             # The adapter may be gone when the server is idle.
-            if chunks.gate is not None and load is not None and req.lora_id is None and state.packing.kept is None:
+            is_fused = load is not None or state.admission.in_steps
+            if chunks.gate is not None and is_fused and req.lora_id is None and state.packing.kept is None:
                 chunks.gate.admit(req.rid, req.origin_input_ids, state, plan)
 
     def _uncount_loaded(self, req: Req, load_len: int) -> None:
@@ -122,6 +203,13 @@ def _loading_plan(req: Req, prefix_len: int) -> RecomputePlan | None:
     state = state_of(req)
     plan = None if state is None or req.kv.holds_kv else state.admission.load_plan
     return plan if plan is not None and prefix_len == plan.load_end else None
+
+
+def _shortened(admission: Any, most: int) -> Any:
+    """At most so many tokens; those behind them come in the next step."""
+    if admission.extend_len <= most:
+        return admission
+    return dataclasses.replace(admission, extend_len=most, is_chunked=True, max_new_tokens=0)
 
 
 def _cuts_question(plan: RecomputePlan, req: Req, admission: Any) -> bool:

@@ -1,9 +1,9 @@
 """ChunkRadixCache: SGLang's radix tree that also finds, loads and remembers text chunks.
 
 What SGLang calls is translated here, decided by `chunk_cache.manager` and carried out by `kv`: `match_prefix` (exact
-prefix, then a plan for the chunks behind it), `init_load_back` (private slots, filled by the plan), `checkpoint`
-(remember chunks; keep approximate KV out), `insert`, `evict` (who is above its share gives way first), `free_kv_row`
-(give back what did not become a node), `on_release`, `reset`.
+prefix, then a plan for the chunks behind it), `init_load_back` and `load_part` (private slots, filled by the plan, at
+once or in steps), `checkpoint` (remember chunks; keep approximate KV out), `insert`, `evict` (who is above its share
+gives way first), `free_kv_row` (give back what did not become a node), `on_release`, `reset`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.options.kept_tokens import WINDOW_LEN, plan_kept
+from chunk_cache.plan.plan_steps import part_of
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, get_args, refuse
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refresh import is_refresh
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         MatchResult,
     )
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from chunk_cache.plan.recompute_plan import RecomputePlan
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +153,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         plan = state.admission.load_plan
         if plan is None:
             return 0, req.last_node
-        load = self._parts.pool.load(plan)
+        load = self._parts.pool.load(state.admission.part or plan)
         if load is None:
             state.admission.propose(self._parts.manager.without_load(plan, "memory"))
             logger.info(
@@ -159,6 +162,30 @@ class ChunkRadixCache(UnifiedRadixCache):
             return 0, req.last_node
         state.admission.bring_in(load)
         return len(load.slots), req.last_node
+
+    def load_part(self, req: Req, end: int) -> RecomputePlan | None:
+        """Brings in what a request that is computed in steps needs next, behind what it has, up to `end` of its prompt.
+
+        Returns:
+            The plan of this part; None where it cannot be brought in: all that follows is computed then.
+        """
+        state, chunks = state_of(req), self._parts
+        assert state is not None
+        admission, begin = state.admission, req.prefix_len
+        assert admission.plan is not None
+        part = part_of(admission.plan, begin, end)
+        is_stored = chunks.manager.is_stored(part)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        load = chunks.pool.load(part, behind=row[begin - 1]) if is_stored else None
+        if load is None:
+            reason = "memory" if is_stored else "evicted"
+            state.fail_load(chunks.manager.without_load(admission.plan, reason, begin))
+            chunks.metrics.count_fallback(reason)
+            return None
+        admission.bring_in(load)
+        row[begin:end] = load.slots
+        req.prefix_len = end
+        return part
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         state = state_of(req)

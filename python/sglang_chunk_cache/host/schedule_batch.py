@@ -25,11 +25,12 @@ def init_next_round_input(
 def prepare_for_extend(original: Callable[..., None], batch: ScheduleBatch) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`: `cached_tokens` counts exact tokens only."""
     first_time = [
-        (req, len(state.admission.load.slots))
+        (req, len(state.admission.load.slots), not req.already_computed)
         for req in batch.reqs
         if (state := state_of(req)) is not None and state.admission.load is not None and not req.retracted_stain
     ]
     original(batch)
-    for req, load_len in first_time:
+    for req, load_len, is_first in first_time:
         req.cached_tokens -= load_len
-        req.cached_tokens_host -= load_len
+        if is_first:  # SGLang does not count what comes in a later step
+            req.cached_tokens_host -= load_len

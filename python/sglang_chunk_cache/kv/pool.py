@@ -106,12 +106,22 @@ class ChunkPool:
             return None
         return slots
 
-    def load(self, plan: RecomputePlan) -> Load | None:
-        """Room for the hits of a plan, which `flush` brings in; None where there is none."""
-        sources = self._manager.sources(plan)
-        slots = self.allocate(plan.load_len, [variant for _, variant in sources])
+    def load(self, plan: RecomputePlan, *, behind: torch.Tensor | None = None) -> Load | None:
+        """Room for the hits of a plan, which `flush` brings in; None where there is none.
+
+        Args:
+            behind: slot in front of a load that begins within a page, the rest of which is the request's.
+        """
+        sources, page_size = self._manager.sources(plan), self._cache.page_size
+        num_left = min(-plan.load_start % page_size, plan.load_len)  # of its page
+        slots = self.allocate(plan.load_len - num_left, [variant for _, variant in sources])
         if slots is None:
             return None
+        if num_left:
+            assert behind is not None, f"a load at {plan.load_start} begins within a page of {page_size}"
+            left = behind.to(slots.dtype) + torch.arange(1, num_left + 1, dtype=slots.dtype, device=slots.device)
+            slots = torch.cat([left, slots])
+        slots = slots[: plan.load_len]  # what follows within a page finds the rest of it
         copied: dict[int, list[tuple[ChunkPlan, Variant]]] = {}  # by the node that they lie in
         layer_copies = []
         for chunk, variant in sources:

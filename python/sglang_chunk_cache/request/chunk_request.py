@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.keys import Partition, chunk_keys
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, loads
+from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
 from sglang_chunk_cache.kv.packing import Packing
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.verification_queue import Candidate
     from chunk_cache.plan.discover import Discoverer
-    from chunk_cache.plan.recompute_plan import RecomputePlan
     from sglang_chunk_cache.kv.chunk_sums import ChunkSums
     from sglang_chunk_cache.kv.pool import Load
     from sglang_chunk_cache.request.selection_report import SelectionReport
@@ -76,12 +76,16 @@ class Admission:
     Attributes:
         plan: the newest; None = the prompt was not matched yet.
         load: what was brought in and no forward has taken yet.
-        is_fused: part of the prompt's KV was brought in from chunks, so it must never enter the exact cache.
+        is_fused: part of the prompt's KV is of chunks that were brought in, so it must never enter the exact cache.
+        in_steps: it is brought in over several steps.
+        part: what the first of them brings in; None where that is nothing, or all.
     """
 
     plan: RecomputePlan | None = None
     load: Load | None = None
     is_fused: bool = False
+    in_steps: bool = False
+    part: RecomputePlan | None = None
 
     @property
     def load_plan(self) -> RecomputePlan | None:
@@ -95,11 +99,20 @@ class Admission:
 
     def propose(self, plan: RecomputePlan) -> None:
         """What may be brought in, of a match; or that nothing is after all. What was loaded keeps its slots."""
-        self.plan = plan
+        self.plan, self.in_steps, self.part = plan, False, None
+
+    def cut(self, part: RecomputePlan | None) -> None:
+        """It is brought in over several steps, and by the first of them `part`; None = nothing."""
+        self.in_steps, self.part = True, part
+
+    def reach(self, end: int) -> None:
+        """A step computes up to `end`. From the first chunk on the prompt is no exact one, as if it came at once."""
+        if self.in_steps and self.load_plan is not None and end > lead_end(self.load_plan.chunks):
+            self.is_fused = True
 
     def bring_in(self, load: Load) -> None:
-        """The loaded range has its slots; the rows of the plan are due from now on."""
-        assert load.plan is self.plan
+        """The loaded range has its slots; the rows of its plan are due from now on."""
+        assert load.plan is self.plan or self.in_steps
         assert len(load.slots) == load.plan.load_len > 0
         self.load, self.is_fused = load, True
 
@@ -159,7 +172,7 @@ class ChunkRequest:
         self.reported = Reported(plan)
 
     def fail_load(self, plan: RecomputePlan) -> None:
-        """KV that was to arrive during the forward did not; the reply speaks of the plan that computes all of it."""
+        """KV that was to come did not; the reply speaks of the plan that computes all of it."""
         self.admission.propose(plan)
         self.reported = Reported(plan)
 

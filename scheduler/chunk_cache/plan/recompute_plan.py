@@ -223,8 +223,8 @@ def make_plan(
             the option. None = by ratio.
         max_cfo: a chunk whose CFO is above it is computed instead.
         selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
-        max_unknown_rows: rows that a forward may begin with where it finds itself which it needs; where a method begins
-            with more, `STAND_IN` chooses. None = any number.
+        max_unknown_rows: rows of a step where the forward finds itself which it needs; where a method begins with more,
+            `STAND_IN` chooses. None = any number.
         step_len: rows of a step; where what follows the load has more, `STAND_IN` chooses for a method that reads the
             question. None = any number.
     """
@@ -286,7 +286,10 @@ def make_plan(
     chosen = choose(method=method, opts=opts)
     if chosen.selection is not None:
         misfit = None
-        if max_unknown_rows is not None and chosen.num_rows > max_unknown_rows:
+        # Text in front of the first chunk goes ahead; the question is computed with the rows, and else a page.
+        num_ahead = 0 if step_len is None else lead_end(chunks) - prefix_len
+        num_behind = prompt_len - load_end if method.reads_question else page_size
+        if max_unknown_rows is not None and chosen.num_rows - num_ahead + num_behind > max_unknown_rows:
             misfit = "too_many_rows"
         elif method.reads_question and step_len is not None and prompt_len - load_end > step_len:
             misfit = "question_in_parts"
@@ -311,6 +314,11 @@ def make_plan(
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
     )
+
+
+def lead_end(chunks: Sequence[ChunkPlan]) -> int:
+    """Where the text in front of the first chunk that is brought in ends."""
+    return min(chunk.dst_start for chunk in chunks if chunk.num_reused)
 
 
 def _with_defaults(opts: RequestOptions, method: Method, defaults: Options) -> RequestOptions:
@@ -342,20 +350,35 @@ def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) ->
     return next((chunk.reason for chunk in chunks if chunk.status is Status.SKIPPED), None)
 
 
-def replan_without_load(plan: RecomputePlan, reason: str) -> RecomputePlan:
-    """The same request with nothing brought in: its hits become skipped, with `reason` ("memory", "unsupported", …)."""
-    chunks = (_without_load(c.start, c.end, Status.SKIPPED, reason) if c.num_reused else c for c in plan.chunks)
+def replan_without_load(plan: RecomputePlan, reason: str, begin: int | None = None) -> RecomputePlan:
+    """The same request with nothing brought in: its hits become skipped, with `reason` ("memory", "unsupported", …).
+
+    Args:
+        begin: what stands in front of it was brought in; None = nothing was.
+    """
+    begin = plan.load_start if begin is None else begin
+    chunks = tuple(_cut(chunk, begin, reason) for chunk in plan.chunks)
+    rows = plan.row_positions[: np.searchsorted(plan.row_positions, begin)]
+    num_reused = sum(chunk.num_reused for chunk in chunks)
     return replace(
         plan,
-        load_end=plan.load_start,
-        chunks=tuple(chunks),
-        row_positions=plan.row_positions[:0],
-        num_recomputed=0,
-        num_reused=0,
-        fallback_reason=reason,
+        load_end=begin,
+        chunks=chunks,
+        row_positions=rows,
+        num_recomputed=len(rows) - (begin - plan.load_start - num_reused),
+        num_reused=num_reused,
+        fallback_reason=plan.fallback_reason if num_reused else reason,
         selection=None,
         num_late_rows=0,
     )
+
+
+def _cut(chunk: ChunkPlan, end: int, reason: str) -> ChunkPlan:
+    if not chunk.num_reused or chunk.dst_end <= end:
+        return chunk
+    if chunk.dst_start >= end:
+        return _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
+    return replace(chunk, num_reused=end - chunk.dst_start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""FusedBatch: a batch with added rows as one model computes it, in as many parts as steps have room for.
+"""FusedBatch: a batch with added rows as one model computes it, in parts where they are more than a step has.
 
 Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
-cut anywhere.
+cut anywhere. They are too many where KV was to arrive during the forward and did not, or for a model that drafts.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def layerwise_forward(
             explain=state.options.explain,
         )
         # A retracted request's reply speaks of its first forward.
-        if state.reported is not None and plan is state.reported.plan:
+        if state.reported is not None and state.admission.plan is state.reported.plan:
             state.reported.selection = progress.report
         requests.append(progress)
     return LayerwiseForward(rows, requests, late, first_pass, layers, tp_size, model_runner.lora_manager)
