@@ -172,9 +172,10 @@ class ChunkRequest:
         self.reported = Reported(plan)
 
     def fail_load(self, plan: RecomputePlan) -> None:
-        """KV that was to come did not; the reply speaks of the plan that computes all of it."""
+        """KV that was to come did not; a reply that speaks of this admission speaks of the plan that computes it."""
+        if self.reported is None or self.reported.plan is self.admission.plan:
+            self.reported = Reported(plan)
         self.admission.propose(plan)
-        self.reported = Reported(plan)
 
     def restart(self) -> None:
         """The request lost its KV (retraction); the next match plans anew."""
