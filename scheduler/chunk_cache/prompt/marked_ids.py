@@ -124,7 +124,7 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
 
 
 def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
-    """Of each piece, in characters: where visible text in front of it ends, where what counts as it begins and ends."""
+    """Where visible text in front of each piece ends, and where what counts as the piece begins and ends, in characters."""
     text, at, visible_end = marked.text, 0, 0
     for piece in marked.pieces:
         lead, core, trail = trimmed(piece)
@@ -142,7 +142,7 @@ def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
 def _encode_pieces(
     tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]
 ) -> tuple[list[int], list[Span]]:
-    """As `_encode_whole`, of pieces that are tokenized one by one."""
+    """The ids of pieces that are tokenized one by one, and the tokens of each."""
     _warn_of_pieces(type(tokenizer).__name__)
     ids, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
     ranges = []
