@@ -32,12 +32,10 @@ class ChunkCacheVariantsReq(BaseReq, kw_only=True):
 
 
 class ChunkCacheStoredReq(BaseReq, kw_only=True):
-    """Which of these chunks are stored, in the KV pool or in a tier below it; where it says so, only exact ones."""
+    """Which of these variants are stored, in the KV pool or in a tier below it."""
 
-    keys: list[bytes]
-    is_exact: bool = False
-    names: list[str] | None = None
-    """The variant of each chunk that is meant (`variant_name`); None = any."""
+    names: dict[bytes, str]
+    """One of each chunk, by its key (`variant_name`)."""
     is_again: bool = False
     """Whether a store was asked already for those that are not known to be stored."""
 

@@ -128,16 +128,10 @@ class Admin:
             variants.sort(key=lambda one: -one["num_uses"])
         return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset}
 
-    async def stored(self, keys: Sequence[bytes], *, is_exact: bool = False) -> dict[bytes, int]:
-        """Stored tokens of each chunk that is stored, or stored exactly, on all replicas of the server."""
-        return await self._stored(messages.ChunkCacheStoredReq(keys=_unique(keys), is_exact=is_exact))
-
     async def stored_as(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
         """Stored tokens of each chunk whose variant of this name (`variant_name`) is stored on all replicas."""
-        return await self._stored(messages.ChunkCacheStoredReq(keys=list(names), names=list(names.values())))
-
-    async def _stored(self, request: messages.ChunkCacheStoredReq) -> dict[bytes, int]:
-        of_all = [reply.ranks[0]["stored"] for reply in await self._ask_stores(request)]
+        replies = await self._ask_stores(messages.ChunkCacheStoredReq(names=dict(names)))
+        of_all = [reply.ranks[0]["stored"] for reply in replies]
         return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
 
     async def _ask_stores(self, request: Any) -> list[Any]:

@@ -149,21 +149,15 @@ class ChunkAdmin:
         }
 
     def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
-        stored, names = {}, dict(zip(request.keys, request.names, strict=True)) if request.names else {}
-        for key, variants in variants_of(self.index, request.keys).items():
-            wanted = [
-                variant
-                for variant in variants
-                if (variant.is_exact or not request.is_exact) and names.get(key, variant.name) == variant.name
-            ]
-            num_tokens = max(map(self.store.resolve, wanted), default=0)
+        stored, names = {}, request.names
+        for key, variants in variants_of(self.index, list(names)).items():
+            num_tokens = max((self.store.resolve(one) for one in variants if one.name == names[key]), default=0)
             if num_tokens:
                 stored[key] = num_tokens
         if self.tiers is not None:
-            missing = [key for key in request.keys if key not in stored]
-            stored |= self.tiers.stored_lens(missing, 0 if request.is_exact else None, names)
+            stored |= self.tiers.stored_lens({key: name for key, name in names.items() if key not in stored})
         found = {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
-        return found | self._asking([key for key in request.keys if key not in stored], request.is_again)
+        return found | self._asking([key for key in names if key not in stored], request.is_again)
 
     def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
         """Whether a store was asked for what is missing, and has not answered yet."""

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ANY_NAME: Mapping[bytes, str] = MappingProxyType({})
 
 NOTE_EVERY_S = 300.0
 """After so long what entries are worth is kept again; a server that is killed forgets no more than that."""
@@ -66,7 +64,6 @@ class ChunkTiers:
         *,
         pool: Pool,
         metrics: TierMetrics,
-        max_generation: int,
         fingerprint: Fingerprint,
         ratio: float,
         reduce_max: Callable[[np.ndarray], np.ndarray] | None,
@@ -76,7 +73,6 @@ class ChunkTiers:
         self._tiers = tuple(tiers)
         self._bytes_per_token = fingerprint.payload_len(1)
         self._ratio = ratio
-        self._max_generation = max_generation
         self.reduce_max = reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = prefill_cost
@@ -175,22 +171,18 @@ class ChunkTiers:
             ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
         return max(least, min(1.0, ratio))
 
-    def stored_lens(
-        self, keys: Sequence[bytes], max_generation: int | None = None, names: Mapping[bytes, str] = _ANY_NAME
-    ) -> dict[bytes, int]:
-        """Tokens of those of these chunks of which the tiers of every rank are known to have a usable variant.
+    def stored_lens(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
+        """Tokens of those of these chunks of which the tiers of every rank are known to have the variant of this name.
 
         Args:
-            max_generation: variants above it are passed over; None = those above the server's.
-            names: by key, the variant that is meant; that of others is any.
+            names: by key.
         """
-        if self._disabled_reason is not None or not keys:
+        if self._disabled_reason is not None or not names:
             return {}
-        limit = self._max_generation if max_generation is None else max_generation
-        lens = np.array([self._known_len(key, limit, names.get(key)) for key in keys], dtype=np.int64)
+        lens = np.array([self._known_len(key, name) for key, name in names.items()], dtype=np.int64)
         if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
             lens = -self.reduce_max(-lens)
-        return {key: length for key, length in zip(keys, lens.tolist(), strict=True) if length}
+        return {key: length for key, length in zip(names, lens.tolist(), strict=True) if length}
 
     def ask(self, keys: Sequence[bytes], *, is_first: bool) -> bool:
         """Has stores that are asked searched for these chunks; whether a rank has no answer yet.
@@ -212,13 +204,9 @@ class ChunkTiers:
         for listed in entries:
             self._writer.adopt(tier, listed)
 
-    def _known_len(self, key: bytes, max_generation: int, name: str | None) -> int:
+    def _known_len(self, key: bytes, name: str) -> int:
         entries = ((tier.ledger, entry_id) for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
-        sizes = (
-            ledger.num_bytes_of(entry_id)
-            for ledger, entry_id in entries
-            if ledger.traits_of(entry_id).generation <= max_generation and name in (None, entry_id.name)
-        )
+        sizes = (ledger.num_bytes_of(entry_id) for ledger, entry_id in entries if entry_id.name == name)
         return max(sizes, default=0) // self._bytes_per_token
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
@@ -376,7 +364,6 @@ def create_tiers(
         open_tiers(config, fingerprint),
         pool=pool,
         metrics=TierMetrics(enabled=is_counting),
-        max_generation=config.max_generation,
         fingerprint=fingerprint,
         ratio=ratio,
         reduce_max=reduce_max,

@@ -124,7 +124,7 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
 
 
 def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
-    """Where visible text in front of each piece ends, and where what counts as the piece begins and ends, in characters."""
+    """Where visible text in front of each piece ends, where what counts as it begins and ends, in characters."""
     text, at, visible_end = marked.text, 0, 0
     for piece in marked.pieces:
         lead, core, trail = trimmed(piece)

@@ -15,7 +15,7 @@ MESSAGES = [
     messages.ChunkCacheStatsReq(),
     messages.ChunkCacheVariantsReq(key=KEY, limit=5, offset=2),
     messages.ChunkCacheVariantsReq(),
-    messages.ChunkCacheStoredReq(keys=[KEY, bytes(16)]),
+    messages.ChunkCacheStoredReq(names={KEY: "one", bytes(16): "other"}),
     messages.ChunkCachePinReq(keys=[KEY], until=1790000000.123456),
     messages.ChunkCacheUnpinReq(keys=[KEY]),
     messages.ChunkCacheUnpinReq(until=1790000000.123456),

@@ -175,7 +175,7 @@ def test_what_cannot_be_prepared_is_refused_before_the_first_line(admin, schedul
 def test_a_variant_is_stored_where_all_replicas_say_so(admin, schedulers):
     schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}, {"stored": {KEY: 3, "ff": 1}}]}
     assert asyncio.run(admin.stored_as({KEYS[0]: "one", KEYS[1]: "other"})) == {KEYS[0]: 3}
-    assert schedulers.seen == [messages.ChunkCacheStoredReq(keys=KEYS, names=["one", "other"])]
+    assert schedulers.seen == [messages.ChunkCacheStoredReq(names={KEYS[0]: "one", KEYS[1]: "other"})]
 
 
 def test_a_store_is_waited_for(admin, schedulers):
@@ -183,7 +183,7 @@ def test_a_store_is_waited_for(admin, schedulers):
     schedulers.num_replicas = 2
 
     async def answered() -> dict[bytes, int]:
-        asking = asyncio.ensure_future(admin.stored([KEYS[0]]))
+        asking = asyncio.ensure_future(admin.stored_as({KEYS[0]: "one"}))
         await asyncio.sleep(0.05)
         assert not asking.done()
         schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}] * 2}
@@ -255,12 +255,6 @@ def test_pins_are_those_of_the_fullest_replica(admin, schedulers):
     assert (reply["pinned"][0]["tokens"], reply["pinned_tokens"]) == (3, 7)
     schedulers.results[messages.ChunkCachePinReq][0] = pinned(pinned={}, is_refused=True, pinned_tokens=60)
     assert ask("POST", "pin", {"keys": [KEY], "ttl_s": 9}).status_code == 409
-
-
-def test_a_chunk_is_stored_where_all_replicas_have_it(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheStoredReq: {"stored": {KEY: 3}}}
-    schedulers.num_replicas = 2
-    assert asyncio.run(admin.stored(KEYS)) == {KEYS[0]: 3}
 
 
 def test_a_caller_that_goes_does_not_leave_its_replies_to_the_next(admin, monkeypatch):

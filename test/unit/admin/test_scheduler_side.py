@@ -121,46 +121,35 @@ def not_asking(keys: list[bytes], *, is_first: bool) -> bool:
     return False
 
 
+def named(*numbers: int) -> dict[bytes, str]:
+    """Names of these chunks as computed behind the first; chunk 2 is stored so."""
+    return {key(number): variant_name(15, 0, False, b"", (key(1),)) for number in numbers}
+
+
 def test_what_a_tier_has_is_stored_as_well(admin):
     asked = []
     lens = {key(3): 12}
     admin.tiers = SimpleNamespace(
-        stored_lens=lambda keys, max_generation, names: asked.append((keys, max_generation)) or lens,
+        stored_lens=lambda names: asked.append(names) or lens,
         ask=lambda keys, *, is_first: asked.append((keys, is_first)) or is_first,
     )
-    expected = {"stored": {key(1).hex(): 10, key(3).hex(): 12}}
+    expected = {"stored": {key(2).hex(): 10, key(3).hex(): 12}}
     for is_again, is_asking in ((False, {"is_asking": True}), (True, {})):
-        request = messages.ChunkCacheStoredReq(keys=[key(1), key(3), key(4)], is_again=is_again)
+        request = messages.ChunkCacheStoredReq(names=named(2, 3, 4), is_again=is_again)
         assert admin.answer(request) == expected | is_asking
-        asks = [([key(3), key(4)], None), ([key(4)], not is_again)]
+        asks = [named(3, 4), ([key(4)], not is_again)]
         assert asked[-2:] == asks, "what the pool has is not looked for, and what a tier is known to have not asked for"
     admin.tiers = None
-    assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(3)])) == {"stored": {key(1).hex(): 10}}
+    assert admin.answer(messages.ChunkCacheStoredReq(names=named(2, 3))) == {"stored": {key(2).hex(): 10}}
 
 
-def test_exact_variants_can_be_asked_for(admin):
-    home = NodeHome(array("q", range(16)), "namespace", seen=9)
-    admin.index.add(key(4), length=10, start=0, generation=1, context=(), home=home)
-    request = messages.ChunkCacheStoredReq(keys=[key(1), key(4)], is_exact=True)
-    assert admin.answer(request) == {"stored": {key(1).hex(): 10}}
-    asked = []
-    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {}, ask=not_asking)
-    admin.answer(request)
-    assert asked == [([key(4)], 0, {})]
-
-
-def test_one_variant_of_a_chunk_can_be_asked_for(admin):
+def test_only_the_variant_that_is_meant_is_stored(admin):
     home = NodeHome(array("q", range(10)), "namespace", seen=9)
     admin.index.add(key(1), length=10, start=0, generation=1, context=(key(2), key(3)), home=home, is_prepared=True)
-    names = [variant_name(0, 1, True, b"", (key(2), key(3))), variant_name(0, 0, False, b"", ())]
-    request = messages.ChunkCacheStoredReq(keys=[key(1), key(2)], names=names)
-    assert admin.answer(request) == {"stored": {key(1).hex(): 10}}
-    asked = []
-    admin.tiers = SimpleNamespace(stored_lens=lambda *given: asked.append(given) or {key(2): 7}, ask=not_asking)
-    assert admin.answer(request) == {"stored": {key(1).hex(): 10, key(2).hex(): 7}}
-    assert asked == [([key(2)], None, dict(zip([key(1), key(2)], names, strict=True)))]
+    name = variant_name(0, 1, True, b"", (key(2), key(3)))
+    assert admin.answer(messages.ChunkCacheStoredReq(names={key(1): name})) == {"stored": {key(1).hex(): 10}}
     admin.tiers = None
-    other = messages.ChunkCacheStoredReq(keys=[key(1)], names=[variant_name(0, 1, True, b"", (key(3), key(2)))])
+    other = messages.ChunkCacheStoredReq(names={key(1): variant_name(0, 1, True, b"", (key(3), key(2)))})
     assert admin.answer(other) == {"stored": {}}, "another order is another computation"
     (described,) = [v for v in admin.answer(messages.ChunkCacheVariantsReq())["variants"] if v["neighbours"]]
     assert described["neighbours"] == [key(2).hex(), key(3).hex()]
@@ -192,7 +181,7 @@ def test_evict_forgets_all_variants_and_their_pins(admin):
     assert evicted == {key(1).hex(): {"variants": 2, "freed_tokens": 16, "tiers": {}}}
     assert [variant.key for variant in admin.index] == [key(2)]
     assert len(admin.pins) == 1
-    assert admin.answer(messages.ChunkCacheStoredReq(keys=[key(1), key(2)])) == {"stored": {key(2).hex(): 10}}
+    assert admin.answer(messages.ChunkCacheStoredReq(names=named(1, 2))) == {"stored": {key(2).hex(): 10}}
 
 
 def test_a_flush_is_counted_and_drops_the_pins(admin):

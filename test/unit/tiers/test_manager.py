@@ -76,8 +76,7 @@ def test_prepared_chunks_are_known_after_a_restart(open_chunk_tiers: Callable[..
     idle(tiers)
     key = wanted(3).key
     keys, name = [key, wanted(4).key], variant(3, start=9, generation=1, prepared_behind=(a, b)).name
-    assert tiers.stored_lens(keys, None, dict.fromkeys(keys, name)) == {key: LENGTH}
-    assert tiers.stored_lens([key, wanted(5).key], 0) == {key: LENGTH}
+    assert tiers.stored_lens(dict.fromkeys(keys, name)) == {key: LENGTH}
     for context, expected in (((), False), ((wanted(5).key,), True)):
         found = search(tiers._tiers, wanted(3, context=context))
         assert found.stored is not None
@@ -165,26 +164,32 @@ def test_ranks_take_the_same_ratio_the_larger_one(open_chunk_tiers, groups, num_
 # What is known to be stored.
 
 
+def alone(keys: list[bytes]) -> dict[bytes, str]:
+    """Names of the variants that were computed alone, at the start of a prompt."""
+    return dict.fromkeys(keys, variant(1).name)
+
+
 def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
     medium = DiskMedium(tmp_path / "disk", FINGERPRINT)
-    for one in (variant(1), variant(2, generation=9), variant(3)):
+    for one in (variant(1), variant(2, generation=1), variant(3)):
         medium.write(stored(one))
     keys = [wanted(number).key for number in range(1, 5)]
+    names = alone(keys)
     tiers = open_chunk_tiers(host_bytes=1 << 20)
     idle(tiers)
-    assert tiers.stored_lens(keys) == {keys[0]: LENGTH, keys[2]: LENGTH}, "8 generations are the limit"
-    assert tiers.stored_lens([]) == {}
+    assert tiers.stored_lens(names) == {keys[0]: LENGTH, keys[2]: LENGTH}, "of the second another variant is"
+    assert tiers.stored_lens({}) == {}
     tiers.note_stored(variant(4))
     idle(tiers)
-    assert keys[3] in tiers.stored_lens(keys)
+    assert keys[3] in tiers.stored_lens(names)
     assert tiers.evict([keys[0], keys[1], b"nobody's"]) == {keys[0]: {"disk": 1}, keys[1]: {"disk": 1}}
     assert tiers.evict([keys[3]]) == {keys[3]: {"host": 1, "disk": 1}}
     assert tiers.evict([]) == {}
-    assert tiers.stored_lens(keys) == {keys[2]: LENGTH}, "also before a worker has deleted them"
+    assert tiers.stored_lens(names) == {keys[2]: LENGTH}, "also before a worker has deleted them"
     idle(tiers)
     assert on_disk(tmp_path / "disk") == {3}
     tiers.disable("the test says so.")
-    assert tiers.stored_lens(keys) == {}
+    assert tiers.stored_lens(names) == {}
 
 
 def test_evict_deletes_what_another_server_has_written_meanwhile(open_chunk_tiers, tmp_path):
@@ -231,14 +236,14 @@ def test_a_store_is_asked_what_it_has(open_chunk_tiers, groups, tmp_path):
         def on_both(call: Callable[[ChunkTiers], Any]) -> list[Any]:
             return list(pool.map(call, ranks))
 
-        assert on_both(lambda tiers: tiers.stored_lens(keys)) == [{}, {}]
+        assert on_both(lambda tiers: tiers.stored_lens(alone(keys))) == [{}, {}]
         assert on_both(lambda tiers: tiers.ask([], is_first=True)) == [False, False]
         assert on_both(lambda tiers: tiers.ask(keys, is_first=True)) == [True, True]
         idle(ranks[0])
         assert on_both(lambda tiers: tiers.ask(keys, is_first=False)) == [True, True], "one has no answer yet"
         idle(ranks[1])
         assert on_both(lambda tiers: tiers.ask(keys, is_first=False)) == [False, False]
-        assert on_both(lambda tiers: tiers.stored_lens(keys)) == [{keys[1]: LENGTH}] * 2, "what both have"
+        assert on_both(lambda tiers: tiers.stored_lens(alone(keys))) == [{keys[1]: LENGTH}] * 2, "what both have"
 
 
 def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
@@ -252,7 +257,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
             tiers._writer.adopt(disk, info.listed)
     keys = [wanted(number).key for number in (1, 2, 3)]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda tiers: tiers.stored_lens(keys), ranks)) == [{keys[1]: LENGTH}] * 2
+        assert list(pool.map(lambda tiers: tiers.stored_lens(alone(keys)), ranks)) == [{keys[1]: LENGTH}] * 2
 
 
 # Other weights.

@@ -237,7 +237,6 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
             [tier],
             pool=DictPool(),
             metrics=TierMetrics(enabled=False),
-            max_generation=3,
             fingerprint=FINGERPRINT,
             ratio=0.15,
             reduce_max=None,
