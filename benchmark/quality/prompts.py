@@ -50,6 +50,9 @@ class Prompt:
     def body(self) -> Body:
         return Body(self.text)
 
+    def front(self, filler: str) -> Body:
+        return Body(self.head + filler)
+
     def priming(self, page_size: int = 1, filler: str | None = None) -> tuple[Body, ...]:
         """One marked prompt per different chunk: the chunk behind the head and what fills, and a page behind it.
 

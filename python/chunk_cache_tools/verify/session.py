@@ -69,6 +69,9 @@ class Prompt(Protocol):
     def body(self) -> Body:
         """The whole prompt."""
 
+    def front(self, filler: Any) -> Body:
+        """The head and the filler, with which all of `priming` begin."""
+
     def priming(self, page_size: int, filler: Any = None) -> Sequence[Body]:
         """One prompt per different chunk: the chunk behind the head, and with pages something behind it.
 
@@ -172,11 +175,24 @@ class Session:
             size = self._batch_size([prompt.body for prompt in prompts])
         else:
             page_size, filler = self._page_size, self._filler_for(prompts)
+            if filler is not None:  # of what is warmed no path stays: the others find this one
+                fronts = dict.fromkeys((p.front(filler), p.partition) for p in prompts)
+                self._prime_all(list(fronts), {"mode": "off"}, MAX_BATCH)
             wanted = dict.fromkeys((b, p.partition) for p in prompts for b in p.priming(page_size, filler))
             bodies, size = list(wanted), MAX_BATCH
+        # With "exact" nothing stored is brought in, so every variant is that of a full prefill in its context.
+        self._prime_all(bodies, {SHUFFLED: {"mode": "exact"}, WARMED: {"mode": "warm"}}.get(self._stored, {}), size)
+
+    def _prime_all(self, bodies: Sequence[tuple[Body, str]], mode: dict[str, str], size: int) -> None:
+        def prime(batch: Sequence[tuple[Body, str]]) -> None:
+            params = [{"max_new_tokens": 0, "temperature": 0.0, **custom_params(mode, body)} for body, _ in batch]
+            keys = [self._salt + partition for _, partition in batch]
+            content = content_of([body for body, _ in batch])
+            self._client.send("POST", "/generate", {**content, "extra_key": keys, "sampling_params": params})
+
         batches = [bodies[i : i + size] for i in range(0, len(bodies), size)]
         with ThreadPoolExecutor(NUM_CALLS) as calls:
-            for _ in calls.map(self._prime_batch, batches):
+            for _ in calls.map(prime, batches):
                 pass
 
     def _filler_for(self, prompts: Sequence[Prompt]) -> str | tuple[int, ...] | None:
@@ -246,14 +262,6 @@ class Session:
             # The entry of the token at the start is empty: what it is preceded by is not looked at.
             logprob_start_len=[reference.prompt_len - 1 for _, reference, _, _ in asked],
         )
-
-    def _prime_batch(self, batch: Sequence[tuple[Body, str]]) -> None:
-        # With "exact" nothing stored is brought in, so every variant is that of a full prefill in its context.
-        mode = {SHUFFLED: {"mode": "exact"}, WARMED: {"mode": "warm"}}.get(self._stored, {})
-        bodies = [body for body, _ in batch]
-        params = [{"max_new_tokens": 0, "temperature": 0.0, **custom_params(mode, body)} for body in bodies]
-        keys = [self._salt + partition for _, partition in batch]
-        self._client.send("POST", "/generate", {**content_of(bodies), "extra_key": keys, "sampling_params": params})
 
     def _flush(self) -> None:
         if not self._salt:

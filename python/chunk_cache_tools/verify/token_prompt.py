@@ -56,6 +56,9 @@ class TokenPrompt:
     def body(self) -> Body:
         return Body(self.ids, self.spans)
 
+    def front(self, filler: Ids) -> Body:
+        return Body((*self.head, *filler), ())
+
     def priming(self, page_size: int, filler: Ids | None = None) -> tuple[Body, ...]:
         behind = () if filler is None else (filler,)
         return tuple(self._marked([*behind, chunk], page_size) for chunk in self.chunks)
