@@ -26,7 +26,8 @@ from chunk_cache_tools.verify.workload import PLAIN, PromptFormat
 SEPARATOR = "<|chunk|>"
 
 
-VERBATIM = PromptFormat("{system}", "{chunk}", "{question}")
+VERBATIM = PromptFormat("{system} ", "{chunk} ", "{question}")
+"""Only kept apart."""
 
 
 @dataclass(frozen=True)

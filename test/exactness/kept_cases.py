@@ -115,7 +115,9 @@ def _that_packs(case: Callable[[Session], None]) -> Callable[[Session], None]:
     return run
 
 
-CASES = {name: _that_packs(case) for name, case in cases.CASES.items()} | {
+# What is packed leaves no exact prefix, and stock SGLang uses that of the old weights.
+PACKING = {name: _that_packs(case) for name, case in cases.CASES.items() if name != "weights_without_a_flush"}
+CASES = PACKING | {
     "small": case_small,
     "frees": case_frees,
     "stays_whole": case_stays_whole,

@@ -40,29 +40,49 @@ class Chunk:
     v: Array
     outside: Array  # [chunk_len]
     received: Array
-    context: tuple[tuple[int, ...], ...]  # tokens of the chunks in front of it
+    context: tuple[tuple[int, ...], ...]  # what stood in front of it, as `pieces_before` names it
     inter: Array  # [len(context)], of the whole chunk
     cci: float
     system: tuple[int, ...]  # tokens in front of the first chunk
     on_system: Array  # [len(system)], the mean over the chunk's tokens
 
     def cfo(self, new_context: Sequence[tuple[int, ...]], new_system: tuple[int, ...], alpha: float) -> float:
-        """Cache-Craft eq. 6 to 8 and 12, from their words, and what the chunk gave to what is another system prompt."""
+        """Cache-Craft eq. 6 to 8 and 12, from their words, and what the chunk gave to what is another system prompt.
+
+        But what was computed alone costs 1 behind anything (`docs/variants.md`).
+        """
         ends = [{1, *range(64, len(s), 64), len(s)} for s in (self.system, new_system)]  # of their pieces
         same = max((end for end in ends[0] & ends[1] if self.system[:end] == new_system[:end]), default=0)
         return alpha * (self.context_cfo(new_context) + float(self.on_system[same:].sum()))
 
     def context_cfo(self, new_context: Sequence[tuple[int, ...]]) -> float:
         if not self.context:
-            beta = float(not new_context)
-        else:
-            is_common = [chunk in new_context for chunk in self.context]
-            beta = sum(self.inter[is_common]) / sum(self.inter)
+            return float(len(new_context) > 0)
+        is_common = [chunk in new_context for chunk in self.context]
+        beta = sum(self.inter[is_common]) / sum(self.inter)
         common = [chunk for chunk in dict.fromkeys(self.context) if chunk in new_context]
         pairs = [(a, b) for i, a in enumerate(common) for b in common[i + 1 :]]
         discordant = [(a, b) for a, b in pairs if new_context.index(a) > new_context.index(b)]
         gamma = len(discordant) / len(pairs) if pairs else 0.0
         return self.cci * (1.0 - beta * (1.0 - gamma))
+
+
+def pieces_before(
+    ids: Sequence[int], spans: Sequence[Sequence[int]], start: int
+) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+    """What stands between the system prompt and a position: chunks, and texts between them, each with the chunk before.
+
+    Returns:
+        tokens, and where it lies.
+    """
+    found = []
+    earlier = [span for span in spans if span[1] <= start]
+    starts = [span[0] for span in earlier] + [start]
+    for (a, b), behind in zip(earlier, starts[1:], strict=True):
+        found.append((tuple(ids[a:b]), (a, b)))
+        if b < behind:
+            found.append((tuple(ids[a:behind]), (b, behind)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -199,24 +219,25 @@ class Store:
             return  # another request of its batch has stored it meanwhile
         mean = np.mean([run.mean_weights[layer] for layer in self._statistics_layers], axis=0)
         rows = mean[start:end]
-        earlier = [other for other in spans if other[1] <= start]
-        outside = sum((rows[:, a:b].sum(axis=1) for a, b in earlier or [[0, start]]), np.zeros(end - start))
+        earlier = pieces_before(ids, spans, start)
+        places = [place for _, place in earlier]
+        outside = sum((rows[:, a:b].sum(axis=1) for a, b in places or [(0, start)]), np.zeros(end - start))
         own = np.tril(rows[:, start:end], k=-1)
         received = np.where(np.isnan(outside), np.nan, own.sum(axis=0))
         k, v = run.k[:, start:end].copy(), run.v[:, start:end].copy()
         # An alpha that asks for every token leaves nothing reused.
         is_whole = "alpha" in run.options_given and run.result.selected == run.reused
         is_exact = is_whole or all(hit.start > start for hit in run.hits)
-        context = tuple(tuple(ids[a:b]) for a, b in earlier)
         computed = ~np.isnan(outside)
         # Sums over the tokens that were computed, as if the others were like them.
         scale = (end - start) / computed.sum()
-        inter = np.array([rows[computed, a:b].sum() for a, b in earlier]) * scale
+        inter = np.array([rows[computed, a:b].sum() for a, b in places]) * scale
         intra = own[computed].sum() * scale
-        outer = sum(mass / ((end - start) * (b - a)) for mass, (a, b) in zip(inter, earlier, strict=True))
+        outer = sum(mass / ((end - start) * (b - a)) for mass, (a, b) in zip(inter, places, strict=True))
         cci = 0.5 if not earlier else 1 / (1 + math.exp(-outer / (intra / (end - start) ** 2))) if intra else 1.0
         first = spans[0][0]
         system, on_system = tuple(ids[:first]), rows[computed, :first].mean(axis=0)
+        context = tuple(tokens for tokens, _ in earlier)
         chunk = Chunk(start, is_exact, k, v, outside, received, context, inter, cci, system, on_system)
         stored = self._chunks.setdefault(tuple(ids[start:end]), [])
         if not any((c.start, c.is_exact, c.system, c.context) == (start, is_exact, system, context) for c in stored):
@@ -326,7 +347,7 @@ class _Execution:
     def _stored(self, hit: Hit) -> Chunk:
         info = next(info for info in self.infos if info["start"] == hit.start)
         start = hit.start - info["shift"] if self._option("shift") else None
-        context = [tuple(self.ids[a:b]) for a, b in self.spans if b <= hit.start]
+        context = [tokens for tokens, _ in pieces_before(self.ids, self.spans, hit.start)]
         system, ids = tuple(self.ids[: self.spans[0][0]]), self.ids[hit.start : hit.end]
         found = self.store.find(ids, start, context, system, is_exact=info["generation"] == 0)
         if start is not None:  # without a shift the reply does not tell where the variant was computed

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exactness.cases import CASES
-from exactness.kept_cases import KEEP
+from exactness.kept_cases import KEEP, PACKING
 from exactness.numpy_decoder import Array, Decoder, Forward
 from exactness.runner import Config, run_cases
 from exactness.test_ratio_one import MODEL_CASES, TOLERANCE, compare
@@ -30,9 +29,9 @@ MODELS = [
 @pytest.mark.parametrize(
     "config", [CONFIGS[0], *(pytest.param(one, marks=pytest.mark.all) for one in CONFIGS[1:])], ids=str
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PACKING)
 def test_all_packed_equals_stock(config: Config, case: str) -> None:
-    compare(config, case, tuple(CASES), MODULE)
+    compare(config, case, tuple(PACKING), MODULE)
 
 
 @pytest.mark.slow

@@ -333,5 +333,5 @@ def test_labels_come_from_the_fixed_lists(server, passages):
     for name, *labels in found:
         for label in labels:
             known = {*REASONS, *Status, *KERNELS, "none", "prefix", "reused", "computed", "recomputed"}
-            known |= {"promoted", "refreshed"}
+            known |= {"prepared", "promoted", "refreshed"}
             assert label in known, (name, label)

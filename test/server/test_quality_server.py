@@ -23,7 +23,7 @@ from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
 from chunk_cache_tools.verify.reply_log import ReplyLog
-from chunk_cache_tools.verify.session import Session, SetupError
+from chunk_cache_tools.verify.session import ALONE, Session, SetupError
 from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
 
@@ -130,7 +130,7 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
     """After the references the caches are empty: a primed prompt has its system prompt and first chunk as prefix."""
     task = synthetic_task("needle", TaskOptions(num=3))
     prompts = task.prompts()
-    session = Session(trained_server.client, task.asking)
+    session = Session(trained_server.client, task.asking, ALONE)
     references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
     session.prime(prompts)
     asks = [(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts]

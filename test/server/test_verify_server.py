@@ -77,6 +77,7 @@ def test_a_running_server_says_where_reuse_harms(trained_server: Server, tmp_pat
     out = tmp_path / "out"
     done = call(
         *(trained_server.url, str(file), "--methods", "full-reuse", "--alphas", "0.5", "--num", "30"),
+        *("--stored", "alone"),
         *("--max-new-tokens", "4", "--out", str(out)),
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -42,7 +42,7 @@ def test_prompts_share_a_partition_only_behind_the_same_system_prompt() -> None:
 
 def test_separators_in_the_data_are_removed() -> None:
     prompt = build_prompt(Question("a<|chunk|>b", ("c<|chunk|>",), "{chunk}<|chunk|>d", ("x",)), VERBATIM)
-    assert prompt.text == "a b<|chunk|>c <|chunk|>{chunk} d"
+    assert prompt.text == "a b <|chunk|>c  <|chunk|>{chunk} d"
 
 
 def test_no_system_prompt_leaves_nothing() -> None:
@@ -55,7 +55,7 @@ def test_chat_template_goes_around_the_chunks() -> None:
 
     prompt = build_chat_prompt(QUESTION, render, VERBATIM)
     assert prompt.head == "<system>Read.</system><user>"
-    assert prompt.chunks == QUESTION.chunks
+    assert prompt.chunks == tuple(f"{chunk} " for chunk in QUESTION.chunks)
     assert prompt.tail == "Where?</user><assistant>"
 
 
