@@ -135,6 +135,7 @@ class ChunkAdmin:
             "length": variant.length,
             "start": variant.start,
             "generation": variant.generation,
+            "kind": variant.kind,
             "neighbours": [key.hex() for key in variant.context] if variant.is_prepared else None,
             "num_uses": variant.num_uses,
             "reuse_frequency": float(variant.reuse_frequency),

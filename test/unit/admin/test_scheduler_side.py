@@ -164,6 +164,7 @@ def test_a_variant_is_described(admin):
         "length": 10,
         "start": 5,
         "generation": 0,
+        "kind": "alone",
         "neighbours": None,
         "num_uses": 0,
         "reuse_frequency": 0.0,
