@@ -44,7 +44,8 @@ def case_moved_keys(s: Session, shift: int) -> list[MovedKeys]:
     check = _Check(s.local.scheduler, chunks, 128)
     try:
         check.compute()
-        for mine, expected in zip(*check.moved_keys(shift), strict=True):
+        moved, there = check.moved_keys(shift)
+        for mine, expected in zip(moved, there.keys, strict=True):
             error, size = (one.unflatten(-1, (2, -1)).norm(dim=-2).numpy() for one in (mine - expected, expected))
             found.append(MovedKeys(error, size))
     finally:

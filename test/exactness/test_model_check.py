@@ -39,9 +39,23 @@ def test_a_wrong_layer_is_named(how: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_wrong_layer_is_served_where_the_operator_says_so() -> None:
+    found = start(tiny(), broken_models.interleaved, {"models": "any"}, dtype="float32", **SMALL)
+    assert isinstance(found, float)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.all)])
 def test_rounding_is_no_difference(dtype: str) -> None:
     assert isinstance(start(tiny("qwen3_moe"), dtype=dtype, **SMALL), float)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_of_a_sharp_model_is_no_difference(dtype: str) -> None:
+    """Its own forward moves by more than usual rounding where the prompt stands elsewhere."""
+    model = make_model("llama", MODEL_DIR / "check-sharp", layers=12, hidden=256, max_position=16384)
+    assert isinstance(start(model, broken_models.sharp, dtype=dtype, **SMALL), float)
 
 
 @pytest.mark.slow

@@ -4,15 +4,19 @@ rows can be computed by themselves.
 Verb: `check_loaded_model`. Forwards of one prompt of random tokens, longer than any window of the model:
 
     whole      as SGLang serves it: K of every layer and the logits are what the others are compared with
-    moved      SGLang's again, at the last positions of the context: K must be that of `whole`, turned by our rotation.
-               Attention sees distances only, so K of *every* layer must
+    moved      SGLang's again, right behind and at the last positions of the context: K must be that of `whole`, turned
+               by our rotation. Attention sees distances only, so K of *every* layer must; V must be that of `whole`,
+               and how far it is from it is what rounding does to this model
     rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
                all but a gap, which keeps the KV of `whole`
     leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
     asking     the tail runs over the KV of `whole` first, then all rows
 
 A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
-large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours.
+large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours. What is rounding
+is a number for each dtype, and on top a multiple of what SGLang's own forward shows of this model: attention that looks
+at single tokens carries a small difference of one layer on as a larger one. Layers where that is too much cannot be
+compared; the log says which.
 """
 
 from __future__ import annotations
@@ -68,6 +72,14 @@ _STORED = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 three times rounded in all, show 0.044 in e4m3 at the first layer of a random Llama and 0.08 at the fourth, in e5m2 0.24
 at the third of a random Gemma 3; and SGLang's kernels may round Q and the softmax, or not yet K and V at hand."""
 _ANGLE_ULPS = 4
+_OWN = 3
+"""How many times what rounding does to the model's own forward a difference may be."""
+_MOST_OWN = 0.2
+"""The most that it does to a layer that is compared: with more it could not be told from wrong angles."""
+
+
+class _Unsound(Exception):
+    """What of the model was compared, and by how much it differs."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +88,12 @@ class _Pass:
 
     Attributes:
         keys: `[num_layers]`, each `[num_tokens, num_kv_heads, dim]`, fp32: what of K is rotated, of every position.
+        values: what is not, likewise.
         logits: `[vocab]` fp32 behind the last token.
     """
 
     keys: list[torch.Tensor]
+    values: list[torch.Tensor]
     logits: torch.Tensor
 
 
@@ -87,7 +101,8 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
     """Returns where chunks of this model can be reused.
 
     Raises:
-        StartRefused: they cannot; the sentence names what was compared, the layer and the difference.
+        StartRefused: they cannot; the sentence names what was compared, the layer and the difference. With `models`
+            "any" it is logged instead.
     """
     began = time.perf_counter()
     window = max(0, *chunks.layers.windows)
@@ -108,6 +123,14 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
         check = _Check(scheduler, chunks, num_tokens)
         try:
             check.run()
+        except _Unsound as problem:
+            if chunks.manager.config.models != "any":
+                way_out = 'if you know better, "models": "any" in --chunk-cache-config serves it'
+                refuse(f"this model cannot be served with --chunk-cache: {problem}; {way_out}.")
+            logger.warning(
+                'Chunk cache: %s; "models" is "any", so the model is served: answers may be wrong, also at ratio 1.0.',
+                problem,
+            )
         except AttentionNotServed as problem:
             refuse(f"this model cannot be served with --chunk-cache: {problem}.")
         finally:
@@ -141,6 +164,7 @@ class _Check:
         self._shift = scheduler.model_config.context_len - num_tokens
         self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
+        self._own: list[float] = []  # by layer, and of the logits: what rounding does to the model's own forward
 
     def close(self) -> None:
         self._prompt.close()
@@ -148,10 +172,22 @@ class _Check:
 
     def run(self) -> None:
         expected = self.compute()
-        self._compare_keys(*self.moved_keys(self._shift))
+        for shift in dict.fromkeys((self._shift, self._num_tokens)):
+            keys, there = self.moved_keys(shift)
+            self._own = [_difference(*pair) for pair in zip(there.values, expected.values, strict=True)]
+            self._own.append(_difference(there.logits[None], expected.logits[None]))
+            self._compare_keys(keys, there.keys, shift)
         for how, positions, attention in self._attentions():
             self._bring_in(0)
             self._compare_forward(self._forward(positions, attention), expected, how)
+        first = next((layer for layer in range(len(self._own)) if not self._is_compared(layer)), None)
+        if first is not None:
+            logger.warning(
+                "Chunk cache: rounding alone moves what this model computes from layer %d on by %.2g of its size, so "
+                "the check of the model cannot see whether reused KV is right from there on.",
+                first,
+                self._own[first],
+            )
 
     def compute(self) -> _Pass:
         """SGLang's own forward of the prompt, which then stands elsewhere."""
@@ -161,11 +197,12 @@ class _Check:
         self._others = slots
         return computed
 
-    def moved_keys(self, shift: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """By layer the keys that `compute` left, moved by so many positions, and those that are computed there."""
+    def moved_keys(self, shift: int) -> tuple[list[torch.Tensor], _Pass]:
+        """By layer the keys that `compute` left, moved by so many positions, and what is computed there."""
         there = self._forward(self._positions, shift=shift)
         self._bring_in(shift)
-        return self._keys(), there.keys
+        keys, _ = self._kv()
+        return keys, there
 
     def _bring_in(self, shift: int) -> None:
         """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
@@ -202,12 +239,12 @@ class _Check:
         if attention is not None:
             announce(Forward((Part(batch, attention),)))
         output = self._runner.forward(batch).logits_output
-        return _Pass(self._keys(), output.next_token_logits[0].float().clone())
+        return _Pass(*self._kv(), output.next_token_logits[0].float().clone())
 
-    def _keys(self) -> list[torch.Tensor]:
-        buffers, _ = kv_buffers(self._runner.token_to_kv_pool)
+    def _kv(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         slots = self._prompt.slots[: self._num_tokens].to(torch.int64)
-        return [buffer[slots].float() for buffer in buffers]
+        k, v = ([buffer[slots].float() for buffer in part] for part in kv_buffers(self._runner.token_to_kv_pool))
+        return k, v
 
     def _rows(self, positions: npt.NDArray[np.int64]) -> FusedRows:
         return FusedRows.build(
@@ -230,15 +267,18 @@ class _Check:
 
     # Comparisons.
 
-    def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    def _is_compared(self, layer: int) -> bool:
+        return self._own[layer] <= _MOST_OWN
+
+    def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], shift: int) -> None:
         """Keys that were moved with those that the model computed there, layer by layer."""
         # The model's table of cosines is fp32: an angle is known to so much.
-        of_table = _ANGLE_ULPS * 2.0**-24 * (self._shift + self._num_tokens)
+        of_table = _ANGLE_ULPS * 2.0**-24 * (shift + self._num_tokens)
         for layer, pair in enumerate(zip(found, expected, strict=True)):
             error, allowed = _difference(*pair), self._allowed(layer, _MOVED) + of_table
-            if not error <= allowed:
-                self._refuse(
-                    f"keys of layer {layer}, moved by {self._shift} positions, differ from those that the model "
+            if self._is_compared(layer) and not error <= allowed:
+                raise _Unsound(
+                    f"keys of layer {layer}, moved by {shift} positions, differ from those that the model "
                     f"computes there by {error:.2g} of their size ({allowed:.2g} is rounding)"
                 )
 
@@ -250,18 +290,15 @@ class _Check:
             else:
                 error, allowed = _difference(found.logits[None], expected.logits[None]), 3.0  # no median over rows
             allowed *= self._allowed(layer)
-            if not error <= allowed:
+            if self._is_compared(layer) and not error <= allowed:
                 where = f"behind layer {layer - 1}" if layer else "in front of the first layer"
-                self._refuse(
+                raise _Unsound(
                     f"{where} rows {how} differ from those of the model's own forward by {error:.2g} of their size "
                     f"({allowed:.2g} is rounding)"
                 )
 
     def _allowed(self, layer: int, moved: int = 1) -> float:
-        return float((moved * self._tolerance + self._stored) * (1 + layer) ** 0.5)
-
-    def _refuse(self, reason: str) -> None:
-        refuse(f"this model cannot be served with --chunk-cache: {reason}.")
+        return float((moved * self._tolerance + self._stored) * (1 + layer) ** 0.5 + _OWN * self._own[layer])
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

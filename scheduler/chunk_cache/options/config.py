@@ -17,7 +17,7 @@ from chunk_cache.options.tier_config import TierConfig, parse_tiers, shown_url
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 ATTENTIONS = ("auto", "runs", "rows")
-MODELS = ("checked", "listed")
+MODELS = ("checked", "listed", "any")
 SYSTEM_PROMPTS = ("any", "same")
 TRUST = ("any", "warmed")
 REMEMBER = ("misses", "contexts")
@@ -76,7 +76,8 @@ class Config:
     """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
     models: str = "checked"
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
-    starts; `listed`: only architectures that the tests run, which are checked too."""
+    starts; `listed`: only architectures that the tests run, which are checked too; `any`: also those that fail the
+    check, which is logged: their answers may be wrong."""
     kernel: str = "auto"
     """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
     where it fits the model; torch where these fail their test at the start, and on a CPU."""
