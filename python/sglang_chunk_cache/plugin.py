@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -157,13 +158,19 @@ def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.N
     server_args = original(cls, namespace)
     if args is not None:
         enable(server_args, args)
+        refusals.check_places(server_args, args.parsed_config)
     return server_args
 
 
 def resolve_once(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `ServerArgs.resolve_once`; a record that was resolved before is not checked again."""
     resolved_before = getattr(server_args, "_resolution_finished", False)
-    original(server_args)
+    try:
+        original(server_args)
+    except OSError as error:
+        if attached(server_args) is None or Path(server_args.model_path).exists():
+            raise
+        refusals.refuse_missing_model(server_args.model_path, error)
     if not resolved_before and attached(server_args) is not None:
         refusals.check_resolved(server_args)
 

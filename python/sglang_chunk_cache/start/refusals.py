@@ -1,7 +1,8 @@
 """What the chunk cache does not work with, decided before any process is started.
 
-Verbs: `check_flags` (the flags as given), `check_resolved` (the model, and the flags as SGLang resolved them),
-`check_model` (one resolved model configuration), `prepare_flags` (flags that follow from the options). In a scheduler
+Verbs: `check_flags` (the flags as given), `check_places` (port and folders), `check_resolved` (the model, and the flags
+as SGLang resolved them), `check_model` (one resolved model configuration), `refuse_missing_model`, `prepare_flags`
+(flags that follow from the options). In a scheduler
 `pool_check` decides of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
@@ -12,9 +13,12 @@ its configuration tells is refused here; whether reuse fits the model that was l
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
@@ -173,6 +177,40 @@ def check_flags(server_args: Any) -> None:
     for rule in VARIABLE_RULES:
         if rule.refused(getattr(envs, rule.name).get()):
             refuse(f"{rule.what} cannot be combined with --chunk-cache; unset the variable.")
+
+
+def check_places(server_args: Any, config: Config) -> None:
+    """Checks what else would be found only once the model is loaded: the port, and the folder of the disk tier.
+
+    Raises:
+        StartRefused: the port is taken, or the folder cannot be made.
+    """
+    host, port = _value(server_args, "host"), _value(server_args, "port")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            refuse(f"--port {port} is used by another program; end it, or name another port.")
+    if config.tiers is None or config.tiers.disk is None:
+        return
+    folder = Path(config.tiers.disk.path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = "it is a file" if folder.is_file() else error.strerror
+        refuse(f"--chunk-cache-config: tiers.disk: {folder} cannot be made a folder ({what}); name another.")
+
+
+def refuse_missing_model(model_path: str, error: OSError) -> NoReturn:
+    """Says in one sentence that a model is no folder here and that Hugging Face gives none of that name.
+
+    Raises:
+        StartRefused: always.
+    """
+    what = str(error).strip().partition("\n")[0].rstrip(".")
+    refuse(
+        f"--model-path {model_path}: there is no such folder, and as a name it was not found ({what}); name a model."
+    )
 
 
 def _flag(name: str) -> str:

@@ -37,6 +37,8 @@ _REASONS = {
     errno.EACCES: ("unreadable", "permission denied", "let the server's user read and write there"),
     errno.EPERM: ("unreadable", "not permitted", "let the server's user read and write there"),
     errno.EROFS: ("unreadable", "the folder is read-only", "mount it for writing, or name another"),
+    errno.EEXIST: ("unreadable", "it is a file", "name a folder"),
+    errno.ENOTDIR: ("unreadable", "a part of the path is a file", "name another folder"),
     errno.ENOENT: ("unavailable", "the folder is gone", "mount it again, or restart with another"),
     errno.ESTALE: ("unavailable", "the network file system has lost it", "mount it again"),
     errno.ETIMEDOUT: ("timeout", "the file system did not answer", "check the network file system"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,61 @@ def test_another_radix_cache_is_refused():
 
     with pytest.raises(StartRefused, match="--radix-cache-backend flexkv"):
         plugin.enable(ServerArgs(model_path="none", radix_cache_backend="flexkv"), ChunkCacheArgs())
+
+
+# What would be found only once the model is loaded.
+
+
+def places(disk: object = None, **flags: Any) -> None:
+    config = parse_config({} if disk is None else {"tiers": {"disk": str(disk)}})
+    refusals.check_places(ServerArgs(model_path="none", **flags), config)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_is_taken_is_refused(host):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartRefused, match=f"--port {port} is used by another program; end it, or"):
+            places(host=host, port=port)
+    places(host=host, port=port)
+
+
+def test_a_disk_tier_needs_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StartRefused, match=r"tiers.disk: .*/file cannot be made a folder \(it is a file\); name"):
+        places(tmp_path / "file", port=0)
+    with pytest.raises(StartRefused, match=r"tiers.disk: .*/below cannot be made a folder \(Not a directory\)"):
+        places(tmp_path / "file" / "below", port=0)
+    places(tmp_path / "new" / "folder", port=0)
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
+    from sglang_chunk_cache import plugin
+    from sglang_chunk_cache.flags.server_args import attach
+
+    def original(_: Any) -> None:
+        raise OSError("Repo id must be in the form 'name'.\nAnd more.")
+
+    missing = ServerArgs(model_path=str(tmp_path / "missing"))
+    with pytest.raises(OSError, match="And more"):
+        plugin.resolve_once(original, missing)  # of stock, as it is
+    attach(missing, ChunkCacheArgs())
+    with pytest.raises(StartRefused, match=r"--model-path .*/missing: there is no such folder.*in the form 'name'\)"):
+        plugin.resolve_once(original, missing)
+    there = ServerArgs(model_path=str(tmp_path))
+    attach(there, ChunkCacheArgs())
+    with pytest.raises(OSError, match="And more"):
+        plugin.resolve_once(original, there)
+
+
+def test_a_pool_smaller_than_a_context_is_told(caplog):
+    pool_check.warn_of_small_pool(8192, 8192)
+    assert not caplog.messages
+    pool_check.warn_of_small_pool(2180, 8192)
+    (told,) = caplog.messages
+    assert "2180 tokens, fewer than the 8192 of one context" in told
+    assert "raise --mem-fraction-static" in told
 
 
 # Models.
