@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
@@ -307,7 +307,7 @@ def _create_gate(
         # Of rank 0, since all read the same file; another number of ranks is another fingerprint.
         model = assembler.fingerprint(ctx.server_args, 0, ctx.tp_size).digest
         file = StateFile(config.verify_file, model, is_writer=ctx.tp_rank == 0)
-    metrics = GateMetrics(enabled=is_counting, model=ctx.server_args.served_model_name)
+    metrics = GateMetrics(enabled=is_counting, model=get_serving().served_model_name)
     try:
         gate = Gate(config.verify_share, args.parsed_target, metrics, reduce_max=reduce_max, state_file=file)
     except ValueError as error:

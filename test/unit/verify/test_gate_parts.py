@@ -174,3 +174,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.
     gate = open_gate(state_file=StateFile(str(tmp_path / "none" / "gate.json"), "model", is_writer=True))
     gate.complete(serve(gate, logits(1)), exact_answer(0))
     assert "cannot be written" in caplog.text
+
+
+def test_metrics_name_the_model_that_sglang_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that was not given is None on the record of the flags."""
+    from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
+    from sglang_chunk_cache.start import runtime
+
+    monkeypatch.setattr(runtime, "get_serving", lambda: SimpleNamespace(served_model_name="models/llama"))
+    named: list[str] = []
+    monkeypatch.setattr(runtime, "GateMetrics", lambda *, enabled, model: named.append(model))
+    context: Any = SimpleNamespace(server_args=SimpleNamespace(served_model_name=None))
+    args, assembler = ChunkCacheArgs(config={"verify_share": 0.5}), SimpleNamespace()
+    gate = runtime._create_gate(args, context, assembler, is_counting=True, reduce_max=None)  # type: ignore[arg-type]
+    assert gate is not None
+    assert named == ["models/llama"]
