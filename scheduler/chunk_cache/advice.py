@@ -44,6 +44,10 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "logprobs": (_ASKED, "the clients ask for log-probabilities of the prompt; raise logprob_start_len"),
         "memory": (_MEND, "enlarge the KV pool (--mem-fraction-static), run fewer requests at once, or unpin chunks"),
         "tier_slow": (_MEND, "use a faster tier, or set controller to false to load all the same"),
+        "tier_late": (
+            _ASKED,
+            "normal for a chunk that was never sent; set controller to false to wait until timeout_s",
+        ),
         "tier_timeout": (_MEND, "use a faster tier, or raise timeout_s of the tiers"),
         "tier_corrupt": (_BROKEN, f"check the storage of the tier; {_TIER}"),
         "tier_mismatch": (_BROKEN, f"give each model a place of its own; {_TIER}"),

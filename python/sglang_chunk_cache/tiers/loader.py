@@ -42,14 +42,20 @@ if TYPE_CHECKING:
 MAX_STAGED_BYTES = 2 << 30
 """Bytes of chunks for requests that wait; while there are more, no further load is begun."""
 
-LATE = Found(reason="tier_timeout")
+TOO_LATE = Found(reason="tier_timeout")
+OUTRUN = Found(reason="tier_late")
 
 
 @dataclass
 class _Waiting:
-    """A request: `decided` needs no load, by key, and `outcome` is for all chunks, once all loads have ended."""
+    """A request: `decided` needs no load, by key, and `outcome` is for all chunks, once all loads have ended.
+
+    Attributes:
+        late: what a chunk is that has not come when the request waits no longer.
+    """
 
     chunks: tuple[Wanted, ...]
+    late: Found = TOO_LATE
     decided: dict[bytes, Found] = field(default_factory=dict)
     outcome: dict[bytes, Found] | None = None
 
@@ -137,6 +143,7 @@ class TierLoader:
         patience = self._config.timeout_s
         if self._config.controller:
             patience = self._compute_what_is_faster(waiting, searches, num_keys, hidden_s)
+            waiting.late = OUTRUN if patience < self._config.timeout_s else TOO_LATE
         to_load = {key: search for key, search in searches.items() if key not in waiting.decided}
         if self._overlaps:
             self._choose_preload(waiting, searches, num_rows(), num_keys)
@@ -413,7 +420,7 @@ class TierLoader:
             return found
         in_memory = self._search.run_in_memory(self._search.open(chunk, {}, is_memory=True))
         if in_memory is None or in_memory.stored is None:
-            return LATE
+            return waiting.late
         self._note_reads(chunk.key, in_memory)
         return in_memory
 

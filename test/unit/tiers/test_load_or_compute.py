@@ -58,7 +58,7 @@ def test_what_nobody_knew_of_is_loaded(tmp_path: Path) -> None:
         assert [result(found) for found in tiers.load(wanted(1))] == [("disk", None)]
 
 
-@pytest.mark.parametrize(("asked", "reason"), [(("disk",), None), ((), "tier_timeout")])
+@pytest.mark.parametrize(("asked", "reason"), [(("disk",), None), ((), "tier_late")])
 def test_what_a_store_may_have_is_waited_for(tmp_path: Path, asked: tuple[str, ...], reason: str | None) -> None:
     """As long as a load that was estimated; where it is known what is there, nothing is expected of it."""
     write(tmp_path, 1)
@@ -101,8 +101,16 @@ def test_patience_is_what_the_load_is_worth(tmp_path: Path) -> None:
         tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
         learned(tiers, load_s=1e-4, s_per_row=1e-3)
         began = time.monotonic()
-        assert [found.reason for found in tiers.load(wanted(1))] == ["tier_timeout"]
+        assert [found.reason for found in tiers.load(wanted(1))] == ["tier_late"]
         assert time.monotonic() - began < 0.9
+
+
+def test_a_timeout_that_is_shorter_than_the_load_is_worth_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, controller=True, slow={"disk": (1e9, 1.0)}, timeout_s=0.1) as tiers:
+        tiers.writer.adopt(tiers.tier("disk"), stored(variant(1)).info.listed)
+        learned(tiers, load_s=1e-4, s_per_row=1e-3)
+        assert [found.reason for found in tiers.load(wanted(1))] == ["tier_timeout"]
 
 
 def test_one_request_finds_it_slow_and_another_has_loaded_it(tmp_path: Path) -> None:
