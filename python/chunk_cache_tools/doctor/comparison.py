@@ -59,13 +59,19 @@ def compare(
     *,
     min_reuse_len: int,
     page_size: int,
+    discovers: bool = False,
 ) -> Iterator[Check]:
     """What stands between `later` and what `earlier` requests left.
 
     Args:
         stored: what the server has now of a chunk, by its ids and its partition.
         min_reuse_len, page_size: the server's.
+        discovers: whether the server looks for chunks in prompts without marks.
     """
+    if not later.chunks and discovers:
+        found = f"{later.where} marks no chunk; --chunk-cache-discover looks for passages that were there before"
+        yield Check("prompt", Level.OK, f"{found}, and the reply of the request says which it found")
+        return
     if not later.chunks:
         found = f"{later.where} marks no chunk, so only an exact prefix of it is reused"
         yield _warning("prompt", Cause.UNMARKED, found)

@@ -141,6 +141,7 @@ def _prompts(client: DoctorClient, args: argparse.Namespace) -> Iterator[Check]:
         client.stored,
         min_reuse_len=config["min_reuse_len"],
         page_size=client.info.get("page_size") or 1,
+        discovers="discover" in client.stats["ranks"][0],
     )
 
 

@@ -489,7 +489,12 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
     return copied
 
 
-def may_get_reply(obj: Any) -> bool:
-    """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some."""
+def may_get_reply(obj: Any, args: ChunkCacheArgs | None) -> bool:
+    """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some.
+
+    Or the server may find chunks in it that nobody marked.
+    """
+    if args is not None and args.discover:
+        return True
     has_options = any(KEY in _custom_params(one) for one in _each(getattr(obj, "sampling_params", None)))
     return has_options or getattr(obj, "session_params", None) is not None

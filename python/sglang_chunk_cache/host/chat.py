@@ -125,7 +125,7 @@ class ChunkServingChat(OpenAIServingChat):
         ids = CHAT_NAMES.ids if request.input_ids is None else "input_ids"
         names = dataclasses.replace(CHAT_NAMES, ids=ids, options=exchange.asked.path)
         prepare(adapted, manager, args, names)
-        exchange.awaits_reply = may_get_reply(adapted)
+        exchange.awaits_reply = may_get_reply(adapted, args)
         return adapted, request
 
     def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:

@@ -28,7 +28,7 @@ class ChunkServingCompletion(OpenAIServingCompletion):
         adapted, request = super()._convert_to_internal_request(request, raw_request)
         names = dataclasses.replace(COMPLETION_NAMES, options=exchange.asked.path)
         prepare(adapted, self.tokenizer_manager, args, names, exchange.marks)
-        exchange.awaits_reply = may_get_reply(adapted)
+        exchange.awaits_reply = may_get_reply(adapted, args)
         if request.echo:
             request.prompt = _without_marks(request.prompt, exchange, args)
         return adapted, request

@@ -45,5 +45,5 @@ async def serve_generate_request(original: Callable[..., Any], obj: Any, request
             prepare(obj, manager, args)
         except ChunkCacheRequestError as error:
             return JSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
-        Exchange.of(request).awaits_reply = may_get_reply(obj)
+        Exchange.of(request).awaits_reply = may_get_reply(obj, args)
     return await original(obj, request)

@@ -54,7 +54,8 @@ class ChunkTokenizerManager(TokenizerManager):
         if args is not None and isinstance(obj, GenerateReqInput):
             prepare(obj, self, args)
         outputs = super().generate_request(obj, request)
-        return Exchange.of(request).noting(outputs) if request is not None and may_get_reply(obj) else outputs
+        is_noted = request is not None and may_get_reply(obj, args)
+        return Exchange.of(request).noting(outputs) if is_noted else outputs
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await super()._send_one_request(tokenized_obj)
@@ -102,7 +103,7 @@ class ChunkTokenizerManager(TokenizerManager):
 
     def _stream_one_response(self, obj: Any, state: Any, request: Any = None) -> AsyncIterator[Any]:
         generator = super()._stream_one_response(obj, state, request)
-        return _with_reply(generator, state) if may_get_reply(obj) else generator
+        return _with_reply(generator, state) if may_get_reply(obj, attached(self.server_args)) else generator
 
 
 def _add_reply(meta_info: dict[str, Any], state: Any) -> None:

@@ -24,7 +24,12 @@ REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomput
 
 
 class SchedulerEnd:
-    """Receives tokenized requests and answers them; `seen` holds all of them."""
+    """Receives tokenized requests and answers them; `seen` holds all of them.
+
+    With `discovers` it has a reply for requests without marks too.
+    """
+
+    discovers = False
 
     def __init__(self, port_args: Any) -> None:
         self.seen: list[Any] = []
@@ -49,10 +54,12 @@ class SchedulerEnd:
     def _answer(self, request: Any) -> None:
         from sglang.srt.managers import io_struct
 
+        has_reply = self.discovers or carried(request) is not None
         if request.stream:
-            io_struct.sock_send(self._answers, _output(request, 1, finished=False, reply=True))
+            io_struct.sock_send(self._answers, _output(request, 1, finished=False, reply=has_reply))
             io_struct.sock_send(self._answers, _output(request, 2, finished=False, reply=False))
-        io_struct.sock_send(self._answers, _output(request, 3, finished=True, reply=not request.stream))
+        reply = has_reply and not request.stream
+        io_struct.sock_send(self._answers, _output(request, 3, finished=True, reply=reply))
 
 
 def carried(request: Any) -> Any:
@@ -69,7 +76,7 @@ def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> An
     for name in values:
         if "logprobs" in name:
             values[name] = [[]]
-    info = {"chunk_cache": [[json.dumps(REPLY)] if reply else []]} if carried(request) is not None else None
+    info = {"chunk_cache": [[json.dumps(REPLY)]]} if reply else None
     values.update(
         rids=[request.rid],
         finished_reasons=[{"type": "length", "length": num_tokens} if finished else None],
@@ -80,7 +87,7 @@ def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> An
         reasoning_tokens=[0],
         cached_tokens=[REPLY["prefix_tokens"]],
         retraction_counts=[0],
-        customized_info=wrap_as_pickle(info) if info is not None and (reply or not request.stream) else None,
+        customized_info=wrap_as_pickle(info) if reply else None,
     )
     return BatchStrOutput(**values)
 

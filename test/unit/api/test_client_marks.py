@@ -576,6 +576,26 @@ def test_streams_have_the_header_too(service, seen, route, body):
     assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (CHAT, chat(("user", "a"))),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 3}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
+        (MESSAGES, messages(text("a"))),
+    ],
+)
+def test_what_was_discovered_has_the_header_too(service, seen, monkeypatch, route, body, stream):
+    monkeypatch.setattr(service.scheduler, "discovers", True)
+    options.attach(service.manager.server_args, dataclasses.replace(options._current, discover=True))
+    try:
+        response = sent(service, seen, route, {**body, "stream": stream})
+    finally:
+        options.attach(service.manager.server_args, options._current)
+    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
+
+
 @pytest.mark.parametrize("cached", [{}, {"cached_tokens": 1}])
 def test_cached_tokens_are_those_of_stock(service, seen, cached):
     from sglang.srt.runtime_context import get_serving

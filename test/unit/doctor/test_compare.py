@@ -126,6 +126,12 @@ def test_what_is_not_marked(read, tokenizer):
     assert found([inside], read(prompt(PASSAGE)))["chunk 0"] == [Cause.UNMARKED]
 
 
+def test_what_is_not_marked_may_be_discovered(read):
+    (check,) = compare([], read({"text": PASSAGE}), lambda *_: Stored(), min_reuse_len=1, page_size=1, discovers=True)
+    assert (check.level, check.cause) == (Level.OK, "")
+    assert "--chunk-cache-discover looks for" in check.found
+
+
 @pytest.mark.parametrize("mode", ["off", "exact"])
 def test_modes(read, mode):
     later = read({**prompt(PASSAGE), "chunk_cache": {"mode": mode}})
