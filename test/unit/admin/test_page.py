@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -66,3 +69,74 @@ def test_the_page_alone_is_open(method: str, path: str) -> None:
     else:
         assert decision == "as SGLang decides"
         assert asked == [{"method": method, "path": path, "api_key": "k"}]
+
+
+STUB = """
+class Node {
+  constructor() { this.children = []; this.dataset = {}; this.style = {}; }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...others) { this.children = others; }
+  setAttribute() {}
+  get words() { return this.textContent ?? this.children.map(one => one.words ?? one).join("|"); }
+}
+const nodes = {facts: Object.assign(new Node(), {textContent: JSON.stringify(FACTS)})};
+globalThis.document = {hidden: true, activeElement: {dataset: {}}, getElementById: id => nodes[id] ??= new Node(),
+  createElement: () => new Node(), createElementNS: () => new Node()};
+globalThis.sessionStorage = {getItem: () => ""};
+globalThis.location = {host: "here"};
+globalThis.setTimeout = () => {};
+const replies = REPLIES;
+globalThis.fetch = async path => ({ok: true, json: async () => replies[path.split("/")[1].split("?")[0]]});
+SCRIPT
+update().then(() => console.log(JSON.stringify(Object.fromEntries(
+  Object.entries(nodes).map(([id, node]) => [id, node.words])))));
+"""
+"""A document in which the script of the page runs in Node.js, and tells the texts of all elements by their ids."""
+
+
+def shown(stats: dict[str, Any], journal: dict[str, Any]) -> dict[str, str]:
+    """The texts of a page with these replies."""
+    if shutil.which("node") is None:
+        pytest.skip("no Node.js here")
+    html = page()[0]
+    (facts,) = re.findall(r'id="facts">(.*?)</script>', html, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    replies = {"stats": stats, "requests": journal, "variants": {"total": 0, "variants": []}}
+    parts = {"FACTS": facts, "REPLIES": json.dumps(replies), "SCRIPT": script}
+    program = re.sub("FACTS|REPLIES|SCRIPT", lambda found: parts[found[0]], STUB)
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stderr
+    texts: dict[str, str] = json.loads(done.stdout)
+    assert not texts["problem"]
+    return texts
+
+
+def test_what_is_shown() -> None:
+    pool = {"variants": 1, "tokens": 30, "capacity_tokens": 2000, "bytes": 1}
+    rank = {"tp_rank": 0, "dp_rank": 0, "tiers": {"pool": pool}, "index": {"num_gone": 0}}
+    gate = {"requests": {"verified": 3}}
+    config = {"method": "epic", "ratio": 0.15, "target": {"kl": 0.1}}
+    chunks = [{"status": "miss", "reason": reason, "start": 0, "end": 9} for reason in ("not_stored", "not_stored")]
+    request = {
+        "at": 60,
+        "id": "r",
+        "partition": "default",
+        "method": "epic",
+        "ratio": 0.15,
+        "picture": [[1, 0, 0, 1]],
+        "saved_s": 0,
+        "chunks": chunks,
+        "fallback_reason": None,
+    }
+    totals = {"requests": 1, "prefix": 10, "reused": 31, "recomputed": 9, "computed": 50, "saved_s": 0}
+    journal = {"since": 0, "totals": totals, "minutes": [], "requests": [request]}
+    texts = shown({"config": config, "ranks": [{**rank, "gate": gate}]}, journal)
+    assert texts["server"] == "method epic, ratio 0.15, target kl 0.1, 3 replies verified"
+    assert "From chunks|40 %|of 100 prompt tokens; 9 % computed again" in texts["tiles"]
+    assert "Exact prefix|10 %" in texts["tiles"]
+    assert "Computed|50 %" in texts["tiles"], "the three are all tokens"
+    assert texts["requests"].endswith("0 of 2|not_stored")
+    request["fallback_reason"] = "off"
+    texts = shown({"config": {**config, "target": None}, "ranks": [rank]}, journal)
+    assert texts["server"] == "method epic, ratio 0.15"
+    assert texts["requests"].endswith("0 of 2|off")
