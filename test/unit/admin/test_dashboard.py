@@ -1,4 +1,4 @@
-"""The Grafana dashboard shows metrics that exist, and all of them."""
+"""The Grafana dashboard shows metrics that exist, and all of them; alert rules ask for what there is."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import REGISTRY
 
+from chunk_cache.advice import ADVICE, Level
+from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
-DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "chunk_cache.json"
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "grafana"
+DASHBOARD, ALERTS = FOLDER / "chunk_cache.json", FOLDER / "alerts.yml"
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +75,24 @@ def test_panels_neither_overlap_nor_share_an_id(panels: list[dict[str, Any]]) ->
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
     assert len(places) == len(panels)
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+
+
+def test_alerts_ask_for_what_there_is(labels_of: dict[str, set[str]]) -> None:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    values: dict[str, set[str]] = {}
+    for rule in group["rules"]:
+        names = re.findall(r"sglang:chunk_cache_\w+", rule["expr"])
+        assert names, rule["alert"]
+        assert rule["annotations"]["summary"]
+        known = set.intersection(*(labels_of[name] for name in names))
+        by = {label for found in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in found.split(", ")}
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        selected = re.findall(r"(\w+)=~?\"([^\"]*)\"", rule["expr"])
+        assert shown <= by <= known, rule["alert"]
+        assert {label for label, _ in selected} <= known, rule["alert"]
+        for label, text in selected:
+            values.setdefault(label, set()).update(text.split("|"))
+    assert values["status"] <= set(Status)
+    assert values["reason"] <= set(REASONS)
+    broken = {reason for reason, (level, _) in ADVICE.items() if level is Level.FAILURE}
+    assert broken <= values["reason"], "whatever is broken is told"
