@@ -36,7 +36,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
             "expected of a tenant that floods; if this one needs more, raise partition_share of the server",
         ),
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
-        "other_system": (_MEND, "send the same system prompt, or start the server with system_prompts any"),
+        "other_system": (_MEND, "send the same text around the passages, or start the server with system_prompts any"),
         "untrusted": (_MEND, "warm the chunk behind this system prompt, or start the server with trust any"),
         "high_cfo": (_MEND, "raise max_cfo of the server, or have clients name a method or a ratio"),
         "preparing": (_ASKED, 'the clients ask for it by "mode": "prepare" or "warm"'),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -21,6 +21,8 @@ from chunk_cache.types import Span
 
 KEY_LEN = 16
 """Bytes of a key: 128 bits, so that accidental collisions do not happen."""
+TEXT_LEN = 8
+"""Bytes that the name of a text between chunks has more: they stand for the text alone."""
 
 _PERSON = b"chunk-cache-1"  # separates our keys from any other use of the hash; the number is the encoding's version
 
@@ -86,6 +88,11 @@ def chunk_keys(partition: Partition, token_ids: TokenIds, spans: Sequence[Span])
         state.update(tokens[start:end])
         keys.append(state.digest())
     return keys
+
+
+def texts_of(pieces: Iterable[bytes]) -> frozenset[bytes]:
+    """What stands for the texts between chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`)."""
+    return frozenset(piece[KEY_LEN:] for piece in pieces if len(piece) > KEY_LEN)
 
 
 @lru_cache(maxsize=1024)

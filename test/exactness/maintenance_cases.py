@@ -139,6 +139,20 @@ def case_other_system(s: Session) -> list[Reply]:
     return replies
 
 
+def case_conversation(s: Session) -> list[Reply]:
+    """A passage that was met behind a private turn, without it, behind it again, and behind the same blanks."""
+    a, b, d = s.chunks(40, 35, 30)
+    private, blank = s.tokens(25), s.tokens(1)
+    replies = []
+    for front in ([a, private, b], [a, b], [a, private, b, d], [a, blank, d], [a, blank, b, blank, d]):
+        prompt = Prompt().text(s.system)
+        for part in front:
+            prompt = prompt.text(part) if part in (private, blank) else prompt.chunk(part)
+        mode = {"mode": "exact"} if front == [a, private, b] else {"mode": "auto"}
+        replies += s.send(prompt.text(s.tokens(9)), ratio=0.0, options=mode, max_new_tokens=1)
+    return replies
+
+
 def case_trust(s: Session) -> list[Reply]:
     """A passage behind a stranger's, wanted behind another; again once it was computed alone, then warmed."""
     stranger, a, c, d, filler = s.chunks(40, 35, 30, 25, 50)

@@ -205,6 +205,15 @@ def test_a_strangers_passage_reaches_another_request_unless_the_server_trusts_th
     assert (warmed["status"], warmed["kind"]) == ("hit", "prepared")
 
 
+def test_a_private_turn_between_passages_is_context_and_can_be_kept_apart() -> None:
+    _, shared, _, other, _ = (reply.info["chunks"][-1] for reply in outcome("conversation", EVERYTHING))
+    assert [(chunk["status"], chunk["kind"]) for chunk in (shared, other)] == [("hit", "met")] * 2
+    assert min(shared["cfo"], other["cfo"]) > 0, "what it owes to the turn is charged"
+    _, shared, _, other, last = (reply.info["chunks"] for reply in outcome("conversation", APART))
+    assert [chunks[-1]["reason"] for chunks in (shared, other)] == ["other_system"] * 2
+    assert [chunk["status"] for chunk in last[1:]] == ["hit", "hit"], "the same blanks are nobody's"
+
+
 def test_system_prompts_can_be_kept_apart() -> None:
     replies = [reply.info["chunks"] for reply in outcome("other_system", APART)]
     assert [chunks[0]["status"] for chunks in replies[:3]] == ["miss"] * 3

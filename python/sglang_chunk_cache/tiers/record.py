@@ -30,7 +30,7 @@ import torch
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import num_pieces
-from chunk_cache.keys import KEY_LEN
+from chunk_cache.keys import KEY_LEN, TEXT_LEN
 from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, Fingerprint
 from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
 
@@ -197,7 +197,7 @@ def _info(fields: dict[str, Any], fingerprint: Fingerprint) -> VariantInfo:
         raise ValueError(f"position {start} or generation {generation}")
     key, context = bytes.fromhex(fields["key"]), tuple(bytes.fromhex(key) for key in fields["context"])
     partition = bytes.fromhex(fields["partition"])
-    if any(len(one) != KEY_LEN for one in (key, partition, *context)):
+    if not {len(one) for one in (key, partition)} == {KEY_LEN} >= {len(one) for one in context} - {KEY_LEN + TEXT_LEN}:
         raise ValueError("a key of another length")
     system = bytes.fromhex(fields["system"])
     statistics = None

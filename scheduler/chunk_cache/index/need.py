@@ -20,6 +20,7 @@ from typing import Protocol
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.reusability import first_places, unit_cfo
 from chunk_cache.index.system_prompt import share_elsewhere
+from chunk_cache.keys import texts_of
 
 PREPARED_CFO = 0.5
 """At alpha 1: the least that a variant costs behind a context that it was not computed behind."""
@@ -51,7 +52,7 @@ class Need:
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
     is_system_fixed: bool = False
-    """Whether variants behind another system prompt are not used."""
+    """Whether variants behind another system prompt, or other text between chunks, are not used."""
     is_trust_limited: bool = False
     """Whether variants that were computed behind other chunks are not used, unless they are prepared."""
     max_unit_cfo: float = math.inf
@@ -63,7 +64,13 @@ class Need:
             return "generation_limit"
         if self.is_trust_limited and variant.context and not variant.is_prepared:
             return "untrusted"
-        return "other_system" if self.is_system_fixed and variant.system != self.system else None
+        if self.is_system_fixed and (variant.system != self.system or self._has_other_text(variant)):
+            return "other_system"
+        return None
+
+    def _has_other_text(self, variant: Described) -> bool:
+        """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
+        return not variant.is_prepared and not texts_of(variant.context) <= texts_of(self.context)
 
     def fits(self, variant: Described) -> bool:
         """Whether it may be used, and does not cost too much."""

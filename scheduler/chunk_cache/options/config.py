@@ -68,7 +68,8 @@ class Config:
     """Budget by CFO for requests that give neither ratio nor alpha, where the method has it; 0 or null = by ratio."""
     system_prompts: str = "any"
     """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
-    prompt, at the price that their CFO says; `same`: only those computed behind its own."""
+    prompt, at the price that their CFO says; `same`: only those computed behind its own, and behind no text between
+    chunks that the request has not in front of it."""
     trust: str = "any"
     """Whose KV a request is given: one of `TRUST`. `any`: also what was computed behind another request's passages;
     `warmed`: only what the administrator warmed, or what was computed alone, behind the request's own system prompt."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from chunk_cache.keys import Partition, TokenIds, chunk_keys
+from chunk_cache.keys import TEXT_LEN, Partition, TokenIds, chunk_keys
 from chunk_cache.options.request_options import PREPARING, RequestOptions
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.types import Span
@@ -38,16 +38,19 @@ def piece_keys(
     """One for each of `piece_spans`; None where the chunks are all pieces.
 
     A text between chunks is hashed with the chunk in front of it, so that the same line feed behind another passage is
-    another piece.
+    another piece; behind that hash stands one of the text alone (`chunk_cache.keys.texts_of`).
 
     Args:
         token_ids: the whole prompt, shape [prompt_len].
         spans, keys: of the chunks.
     """
-    behind = [(start, next_start) for (start, end), (next_start, _) in pairwise(spans) if end < next_start]
-    if not behind:
+    gaps = [(end, start) for (_, end), (start, _) in pairwise(spans) if end < start]
+    if not gaps:
         return None
-    own, others = dict(zip(spans, keys, strict=True)), iter(chunk_keys(partition, token_ids, behind))
+    behind = [(start, next_start) for (start, end), (next_start, _) in pairwise(spans) if end < next_start]
+    own = dict(zip(spans, keys, strict=True))
+    pairs = zip(chunk_keys(partition, token_ids, behind), chunk_keys(partition, token_ids, gaps), strict=True)
+    others = (with_chunk + text[:TEXT_LEN] for with_chunk, text in pairs)
     return tuple(own[part] if part in own else next(others) for part in piece_spans(spans))
 
 
