@@ -61,7 +61,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "question_in_parts": "What follows the reused chunks takes several steps, so that the question, by which the "
         "method chooses, comes too late (--chunked-prefill-size); epic chose.",
         "short_answer": "The answer ended before decoding over a part of the prompt (keep_tokens) began.",
-        "other_system": "The chunk is stored behind another system prompt, or other text between chunks, than this one.",
+        "other_system": "The chunk is stored behind another system prompt or other text between chunks only.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",
         "prompt_end": "The chunk lies behind the last reusable position of the prompt.",
     }
