@@ -14,12 +14,10 @@ the tables: means, and paired differences with 95 % intervals (bootstrap over qu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,12 +29,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, describe_run, mean_and_error, named, run_markdown
+from benchmark.common.results import RESULTS_DIR, mean_and_error, named, run_markdown
+from benchmark.quality.lab.asking import ask_each, chat_or_text
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import Reused
 from benchmark.quality.lab.fillers import FILLERS
 from benchmark.quality.lab.rows import KV, RowModel
-from benchmark.quality.prompts import Prompt, build_chat_prompt, build_prompt
+from benchmark.quality.prompts import PLAIN, Prompt
 from benchmark.quality.question import DataError, Question, question_of
 
 from chunk_cache.plan.neighbours import find_neighbours
@@ -95,14 +94,9 @@ def read(path: Path, held_out: int, first: int, num: int) -> list[Asked]:
 
 def prompt_of(model: RowModel, question: Question) -> Prompt:
     """A chat prompt where the model has a template, else text behind BOS."""
-
-    def render(messages: list[dict[str, str]]) -> str:
-        text: str = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
-
+    prompt = chat_or_text(model, question, PLAIN)
     if model.tokenizer.chat_template:
-        return build_chat_prompt(question, render)
-    prompt = build_prompt(question)
+        return prompt
     return replace(prompt, head=(model.tokenizer.bos_token or "") + prompt.head)
 
 
@@ -259,38 +253,29 @@ def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     name = args.name or f"storing-{Path(args.model).name}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    kept = args.out / f"{name}.jsonl"
-    lines = [json.loads(text) for text in kept.read_text().splitlines()] if kept.exists() else []
-    done = {line["key"] for line in lines}
     try:
         each = [read(Path(path), args.held_out, args.first, args.num) for path in args.data]
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    todo = [asked for group in zip(*each, strict=False) for asked in group if asked.key not in done]
-    about = describe_run()
-    model = RowModel(args.model)
-    began = time.monotonic()
-    for number, asked in enumerate(todo, 1):
-        start = time.monotonic()
-        prompt = prompt_of(model, asked.question)
-        if len(model.tokenizer.encode(prompt.text)) > args.max_tokens:
-            continue
-        case = Case.build(model, prompt, own_len=OWN_LEN)
-        contexts = Contexts(model, asked, max(args.foreign, default=0))
+
+    def results_of(case: Case, prompt: Prompt, asked: Asked) -> dict[str, Any]:
+        contexts = Contexts(case.model, asked, max(args.foreign, default=0))
         with torch.no_grad():
-            results = {
+            return {
                 store: {label: asdict(stored.judge(**how)) for label, how in conditions(store, stored, args)}
                 for store, stored in stores(case, prompt.chunks, contexts, args)
             }
-        line = {"key": asked.key, "prompt_len": case.prompt_len, "own_len": len(case.own), "results": results}
-        lines.append(line | {"seconds": time.monotonic() - start})
-        with kept.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-        left = (time.monotonic() - began) / number * (len(todo) - number)
-        print(f"{asked.key}: {lines[-1]['seconds']:.0f} s, about {left / 60:.0f} minutes left", flush=True)
-        (args.out / f"{name}.md").write_text(page(lines, args, about))
+
+    ask_each(
+        args,
+        name,
+        [(asked.key, asked) for group in zip(*each, strict=False) for asked in group],
+        OWN_LEN,
+        lambda model, asked: prompt_of(model, asked.question),
+        results_of,
+        page,
+    )
     return 0
 
 

@@ -11,10 +11,8 @@ kept in OUT/NAME.jsonl: the same command goes on where it was stopped. OUT/NAME.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,13 +22,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, describe_run, mean_and_error, named, run_markdown
+from benchmark.common.results import RESULTS_DIR, mean_and_error, named, run_markdown
 from benchmark.quality.lab.ape import ape
+from benchmark.quality.lab.asking import ask_each, chat_or_text
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.causes import causes
 from benchmark.quality.lab.choices import best_passages, choices
 from benchmark.quality.lab.rows import RowModel
-from benchmark.quality.prompts import VERBATIM, Prompt, build_chat_prompt, build_prompt
+from benchmark.quality.prompts import VERBATIM, Prompt
 from benchmark.quality.question import Question, question_of
 
 from chunk_cache_tools.jsonl import DataError, read_jsonl
@@ -84,13 +83,8 @@ def read(path: Path, half: str, num: int) -> Iterator[tuple[str, Question, list[
 
 def prompt_of(model: RowModel, question: Question, long: bool) -> Prompt:
     """A chat prompt where the model has a template; a long one asks for an explanation and begins it."""
-
-    def render(messages: list[dict[str, str]]) -> str:
-        text: str = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
-
     asked = replace(question, system=EXPLAINED) if long else question
-    prompt = build_chat_prompt(asked, render) if model.tokenizer.chat_template else build_prompt(asked, VERBATIM)
+    prompt = chat_or_text(model, asked, VERBATIM)
     return replace(prompt, tail=prompt.tail + OPENING, answer=f" {prompt.answer.strip()}") if long else prompt
 
 
@@ -152,33 +146,24 @@ def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     name = args.name or Path(args.model).name + ("-long" if args.long else "")
-    args.out.mkdir(parents=True, exist_ok=True)
-    kept = args.out / f"{name}.jsonl"
-    lines = [json.loads(text) for text in kept.read_text().splitlines()] if kept.exists() else []
-    done = {line["key"] for line in lines}
     try:
         wanted = [one for path in args.data for one in read(Path(path), args.half, args.num)]
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    about = describe_run()
-    model = RowModel(args.model)
-    todo = [one for one in wanted if one[0] not in done]
-    began = time.monotonic()
-    for number, (key, question, supporting) in enumerate(todo, 1):
-        start = time.monotonic()
-        prompt = prompt_of(model, question, args.long)
-        if len(model.tokenizer.encode(prompt.text)) > args.max_tokens:
-            continue
-        case = Case.build(model, prompt, own_len=OWN_LEN[args.long])
-        results = {label: asdict(case.judge(**how)) for label, how in experiments(case, supporting, args)}
-        line = {"key": key, "prompt_len": case.prompt_len, "own_len": len(case.own), "results": results}
-        lines.append(line | {"seconds": time.monotonic() - start})
-        with kept.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-        left = (time.monotonic() - began) / number * (len(todo) - number)
-        print(f"{key}: {lines[-1]['seconds']:.0f} s, about {left / 60:.0f} minutes left", flush=True)
-        (args.out / f"{name}.md").write_text(page(lines, args, about))
+
+    def results_of(case: Case, _: Prompt, asked: tuple[Question, list[int]]) -> dict[str, Any]:
+        return {label: asdict(case.judge(**how)) for label, how in experiments(case, asked[1], args)}
+
+    ask_each(
+        args,
+        name,
+        [(key, (question, supporting)) for key, question, supporting in wanted],
+        OWN_LEN[args.long],
+        lambda model, asked: prompt_of(model, asked[0], args.long),
+        results_of,
+        page,
+    )
     return 0
 
 
