@@ -60,13 +60,16 @@ def open_replica() -> tuple[ChunkTiers, TierLedger]:
         opened,
         pool=DictPool(),
         metrics=TierMetrics(enabled=False),
-        max_generation=config.max_generation,
         fingerprint=FINGERPRINT,
         ratio=0.15,
         reduce_max=None,
         prefill_cost=PrefillCost(),
     )
     return tiers, remote.ledger
+
+
+def entry_of(number: int) -> EntryId:
+    return EntryId(key_of(number), variant_name(number % 4096, 0, False, b"", ()))
 
 
 def fill(ledger: TierLedger, num_chunks: int) -> tuple[float, float]:
@@ -76,7 +79,7 @@ def fill(ledger: TierLedger, num_chunks: int) -> tuple[float, float]:
     before, began = process.memory_info().rss, time.perf_counter()
     size = FINGERPRINT.payload_len(CHUNK_LEN)
     for number in range(num_chunks):
-        entry_id = EntryId(key_of(number), variant_name(number % 4096, 0, False, b"", ()))
+        entry_id = entry_of(number)
         assert ledger.prepare_store(entry_id, size) == (), f"{entry_id} was refused"
         ledger.complete_store(entry_id, True)
     seconds = time.perf_counter() - began
@@ -106,10 +109,12 @@ def lookups(tiers: ChunkTiers, num_chunks: int, rng: np.random.Generator) -> dic
     """Milliseconds of one of `NUM_ASKED` chunks, half of which are there."""
 
     def one() -> tuple[float, float]:
-        keys = [key_of(int(number)) for number in rng.integers(0, num_chunks, NUM_ASKED)]
+        entries = [entry_of(int(number)) for number in rng.integers(0, num_chunks, NUM_ASKED)]
+        keys = [entry.key for entry in entries]
         keys[::2] = [bytes(reversed(key)) for key in keys[::2]]
+        names = {key: entry.name for key, entry in zip(keys, entries, strict=True)}
         found: dict[bytes, int] = {}
-        took = milliseconds(lambda: found.update(tiers.stored_lens(keys)))
+        took = milliseconds(lambda: found.update(tiers.stored_lens(names)))
         assert found == dict.fromkeys(keys[1::2], CHUNK_LEN), f"{len(found)} of 5 were found"
         return took
 

@@ -183,8 +183,11 @@ class ChunkManager:
         max_unit_cfo, alpha = math.inf, self.config.alpha or 1.0
         if self.config.max_cfo is not None and not prompt.options.names_method:
             max_unit_cfo = self.config.max_cfo / alpha
+        return self._need(prompt, chunk, self.max_generation(prompt), max_unit_cfo)
+
+    def _need(self, prompt: ChunkPrompt, chunk: int, max_generation: int, max_unit_cfo: float = math.inf) -> Need:
         return Need(
-            max_generation=self.max_generation(prompt),
+            max_generation=max_generation,
             context=prompt.context(chunk),
             system=prompt.system,
             is_system_fixed=self._is_system_fixed,
@@ -459,12 +462,7 @@ class ChunkManager:
         return path_len > self.index.quota.path_tokens.most
 
     def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
-        need = Need(
-            self.config.max_generation,
-            system=prompt.system,
-            is_system_fixed=self._is_system_fixed,
-            is_trust_limited=self._is_trust_limited,
-        )
+        need = self._need(prompt, chunk, self.config.max_generation)
         return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
 
     def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:

@@ -2,8 +2,7 @@
 
 Verbs: `check_flags` (the flags as given), `check_places` (port and folders), `check_resolved` (the model, and the flags
 as SGLang resolved them), `check_model` (one resolved model configuration), `refuse_missing_model`, `prepare_flags`
-(flags that follow from the options). In a scheduler
-`pool_check` decides of its KV pool.
+(flags that follow from the options). In a scheduler `pool_check` decides of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
 that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. Of a model, what

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 NOTE_EVERY_S = 300.0
 """After so long what entries are worth is kept again; a server that is killed forgets no more than that."""
 

@@ -24,7 +24,7 @@ from typing import TypeAlias
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.index_counters import IndexCounters
 from chunk_cache.index.index_quota import IndexQuota
-from chunk_cache.index.need import Need, system_charge
+from chunk_cache.index.need import OBSTACLES, Need, system_charge
 from chunk_cache.index.observer import Observer
 from chunk_cache.index.paths import PathLedger
 from chunk_cache.index.peers import behind, beside_prepared, check_peers, find_same, is_superseded, ranked
@@ -73,11 +73,7 @@ MAX_GONE_KEYS = 4096
 _NOT_STORED = Lookup(None, 0, "not_stored")
 _EVICTED = Lookup(None, 0, "evicted")
 _PARTITION_SHARE = Lookup(None, 0, "partition_share")
-_GENERATION_LIMIT = Lookup(None, 0, "generation_limit")
-_OTHER_SYSTEM = Lookup(None, 0, "other_system")
-_UNTRUSTED = Lookup(None, 0, "untrusted")
-_OBSTACLES = _OTHER_SYSTEM, _UNTRUSTED, _GENERATION_LIMIT
-"""The reply says the first of several."""
+_PASSED_OVER = tuple(Lookup(None, 0, reason) for reason in OBSTACLES)
 
 
 class ChunkIndex:
@@ -308,7 +304,7 @@ class ChunkIndex:
         if need is not None:
             obstacles = [need.obstacle(peer) for peer in peers]
             allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
-            passed_over = next((one for one in _OBSTACLES if one.reason in obstacles), None)
+            passed_over = next((one for one in _PASSED_OVER if one.reason in obstacles), None)
         for prepared in [p for p in allowed if p.is_prepared and resolve(p) == 0]:
             self._forget_gone(prepared)
             allowed.remove(prepared)

@@ -22,6 +22,8 @@ from chunk_cache.index.reusability import first_places, unit_cfo
 from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.keys import texts_of
 
+OBSTACLES = ("other_system", "untrusted", "generation_limit")
+"""Reasons why a variant is not used, whatever it costs; of those of several variants a reply says the first."""
 PREPARED_CFO = 0.5
 """At alpha 1: the least that a variant costs behind a context that it was not computed behind."""
 
@@ -59,7 +61,7 @@ class Need:
     """Largest unit CFO of a variant that is used; above it the chunk is computed instead."""
 
     def obstacle(self, variant: Described) -> str | None:
-        """Why a variant is not used, whatever it costs: a reason of `chunk_cache.types`; None = it may be."""
+        """Which of `OBSTACLES` a variant has; None = it may be used."""
         if variant.generation > self.max_generation:
             return "generation_limit"
         if self.is_trust_limited and variant.context and not variant.is_prepared:

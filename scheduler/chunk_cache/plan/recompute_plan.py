@@ -27,6 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.need import OBSTACLES
 from chunk_cache.index.reusability import share_to_fix
 from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Rows, Stage
 from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
@@ -403,7 +404,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
     if mode == "off":
         return _without_load(start, end, Status.SKIPPED, "off")
     assert lookup is not None, f"no lookup for the chunk [{start}, {end}), which reaches behind the prefix {prefix_len}"
-    if mode in EXACT_MODES and lookup.reason in (None, "generation_limit", "other_system", "untrusted"):
+    if mode in EXACT_MODES and lookup.reason in (None, *OBSTACLES):
         return _without_load(start, end, Status.SKIPPED, "exact_mode")
     variant = lookup.variant
     if variant is None:

@@ -44,14 +44,15 @@ def piece_keys(
         token_ids: the whole prompt, shape [prompt_len].
         spans, keys: of the chunks.
     """
-    gaps = [(end, start) for (_, end), (start, _) in pairwise(spans) if end < start]
-    if not gaps:
+    texts = [(start, end, behind) for (start, end), (behind, _) in pairwise(spans) if end < behind]
+    if not texts:
         return None
-    behind = [(start, next_start) for (start, end), (next_start, _) in pairwise(spans) if end < next_start]
-    own = dict(zip(spans, keys, strict=True))
-    pairs = zip(chunk_keys(partition, token_ids, behind), chunk_keys(partition, token_ids, gaps), strict=True)
-    others = (with_chunk + text[:TEXT_LEN] for with_chunk, text in pairs)
-    return tuple(own[part] if part in own else next(others) for part in piece_spans(spans))
+    with_chunk = chunk_keys(partition, token_ids, [(start, behind) for start, _, behind in texts])
+    alone = chunk_keys(partition, token_ids, [(end, behind) for _, end, behind in texts])
+    names = dict(zip(spans, keys, strict=True))
+    for (_, end, behind), name, text in zip(texts, with_chunk, alone, strict=True):
+        names[end, behind] = name + text[:TEXT_LEN]
+    return tuple(names[part] for part in piece_spans(spans))
 
 
 @dataclass(slots=True)
