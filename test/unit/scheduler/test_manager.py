@@ -24,7 +24,7 @@ from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
-from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
 from chunk_cache.tiers.tier_ledger import Traits, context_digest
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch
 from chunk_cache.types import Status
@@ -600,6 +600,27 @@ def test_what_the_pool_has_as_needed_is_not_missing() -> None:
     (missing,) = server.manager.missing(other)
     assert 0.0 < missing.held.share <= 1.0, "it was computed behind another chunk"
     assert list(server.manager.missing(prompt_of([1], mode="exact")[0])) == []
+
+
+@pytest.mark.parametrize("system_prompts", ["any", "same"])
+def test_a_chunk_behind_the_text_that_it_is_stored_behind_is_not_kept_in_part(system_prompts: str) -> None:
+    settings = {"max_variants_per_chunk": 8, "max_variants": 100, "max_generation": 8}
+    manager = Server(0, **settings, system_prompts=system_prompts).manager
+
+    def kept(first: int, in_tree: int | None = None) -> list[int]:
+        """Chunks to keep of a prompt of this chunk, a text and chunk 3, of which the tree has so much (None = all)."""
+        prompt, tokens = prompt_of([first, 3], gaps=[0, 1])
+        prompt = replace(prompt, pieces=piece_keys(Partition(), tokens, prompt.options.spans, prompt.keys))
+        path, length = PathTokens(tokens, Partition()), len(tokens) if in_tree is None else in_tree
+        manager.store.put(path, length)  # type: ignore[attr-defined]
+        keeps = list(manager.remember_exact(prompt, None, in_tree=length, up_to=len(tokens)))
+        for keep in keeps:
+            assert isinstance(keep, Keep)
+            manager.complete(prompt, keep, PathHome(path, prompt.options.spans[keep.chunk][0]))
+        return [keep.chunk for keep in keeps]
+
+    assert kept(0) == [0, 1]
+    assert kept(1, in_tree=11) == [0], "of chunk 3 it has five tokens of seven"
 
 
 def test_a_reason_not_to_load_leaves_a_plan_without_hits() -> None:
