@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmark.common.models import LlamaShape
+from benchmark.index import bench_ledger
 from benchmark.tiers.loading import LOADED, Round, completed
 from benchmark.tiers.plots import draw_loading, draw_soak
 from benchmark.tiers.prompts import Corpus, Size
@@ -175,3 +177,11 @@ def test_a_wrong_reply_is_found() -> None:
 
 def test_shares_of_nothing() -> None:
     assert shares([]) == {}
+
+
+def test_the_ledger_that_is_timed_finds_what_was_entered() -> None:
+    tiers, ledger = bench_ledger.open_replica()
+    bench_ledger.fill(ledger, 300)
+    timed = bench_ledger.lookups(tiers, 300, np.random.default_rng(0))  # checks what each of them finds
+    tiers.close()
+    assert 0.0 < timed["median"] <= timed["p99"]
