@@ -6,13 +6,13 @@ request that has run has stored its chunks, so what the server has now is what t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 from chunk_cache.advice import ADVICE, Level
 from chunk_cache.keys import Partition
 from chunk_cache.options.request_options import EXACT_MODES
+from chunk_cache.prompt.marks import word_end
 from chunk_cache_tools.doctor.checks import Check
 from chunk_cache_tools.doctor.request_checks import Piece, Request
 from chunk_cache_tools.doctor.server_checks import Stored
@@ -141,7 +141,8 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
 
 def _words(text: str) -> list[str]:
     """The words of a chunk, without the signs at its end, which its tokens may leave out."""
-    return re.sub(r"[\W_]{1,16}\Z", "", text).split()
+    core = text.strip()
+    return core[: word_end(core)].split()
 
 
 def _share(one: Request, other: Request) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.errors import request_error
-from chunk_cache.prompt.marks import Mark, MarkedText, trimmed
+from chunk_cache.prompt.marks import Mark, MarkedText, trimmed, word_end
 from chunk_cache.types import Span
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,7 @@ def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
         lead, core, trail = trimmed(piece)
         start, end = at + len(lead), at + len(piece)
         if core:
-            word_len = next((i for i in range(len(core), 0, -1) if core[i - 1].isalnum()), len(core))
-            own_end = end - trail.endswith(" ") if trail else start + word_len
+            own_end = end - trail.endswith(" ") if trail else start + word_end(core)
             yield visible_end, start - (text[start - 1 : start] == " "), own_end
             visible_end = start + len(core)
         else:

@@ -185,6 +185,11 @@ def trimmed(text: str) -> tuple[str, str, str]:
     return text[:start], core, text[start + len(core) :]
 
 
+def word_end(core: str) -> int:
+    """Where the last letter or digit of a text ends, behind which are signs only; its length where it has none."""
+    return next((i for i in range(len(core), 0, -1) if core[i - 1].isalnum()), len(core))
+
+
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of a JSON value with every string changed."""
     if isinstance(value, str):
