@@ -90,7 +90,7 @@ def chunk_keys(partition: Partition, token_ids: TokenIds, spans: Sequence[Span])
     return keys
 
 
-def texts_of(pieces: Iterable[bytes]) -> frozenset[bytes]:
+def text_names(pieces: Iterable[bytes]) -> frozenset[bytes]:
     """What stands for the texts between chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`)."""
     return frozenset(piece[KEY_LEN:] for piece in pieces if len(piece) > KEY_LEN)
 

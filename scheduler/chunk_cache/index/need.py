@@ -20,7 +20,7 @@ from typing import Protocol
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.reusability import first_places, unit_cfo
 from chunk_cache.index.system_prompt import share_elsewhere
-from chunk_cache.keys import texts_of
+from chunk_cache.keys import text_names
 
 OBSTACLES = ("other_system", "untrusted", "generation_limit")
 """Reasons why a variant is not used, whatever it costs; of those of several variants a reply says the first."""
@@ -72,7 +72,7 @@ class Need:
 
     def _has_other_text(self, variant: Described) -> bool:
         """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
-        return not variant.is_prepared and not texts_of(variant.context) <= texts_of(self.context)
+        return not variant.is_prepared and not text_names(variant.context) <= text_names(self.context)
 
     def fits(self, variant: Described) -> bool:
         """Whether it may be used, and does not cost too much."""

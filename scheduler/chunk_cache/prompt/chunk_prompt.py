@@ -38,7 +38,7 @@ def piece_keys(
     """One for each of `piece_spans`; None where the chunks are all pieces.
 
     A text between chunks is hashed with the chunk in front of it, so that the same line feed behind another passage is
-    another piece; behind that hash stands one of the text alone (`chunk_cache.keys.texts_of`).
+    another piece; behind that hash stands one of the text alone (`chunk_cache.keys.text_names`).
 
     Args:
         token_ids: the whole prompt, shape [prompt_len].
