@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmark.common.results import describe_run
@@ -38,35 +39,41 @@ def ask_each(
     own_len: int,
     prompt_of: Callable[[RowModel, T], Prompt],
     results_of: Callable[[Case, Prompt, T], Mapping[str, Any]],
-    page: Callable[[Sequence[Line], argparse.Namespace, dict[str, Any]], str],
+    page: Callable[[Sequence[Line], argparse.Namespace, dict[str, Any]], str] | None,
 ) -> None:
-    """Keeps a line for each question in OUT/NAME.jsonl, and writes the page of all lines, OUT/NAME.md, after each.
+    """Keeps a line for each question in OUT/NAME.jsonl, and writes the page of all lines, OUT/NAME.md, at the end.
 
     Args:
-        args: with `model`, `max_tokens` (longer prompts are left out) and `out`.
+        args: with `model`, `max_tokens` (longer prompts are left out) and `out`; several processes may share an OUT.
         wanted: questions by key; those of which a line is kept are not asked again.
         own_len: tokens of full prefill's own answer, at most.
         results_of: what is kept of a question.
+        page: None leaves it unwritten, for a process that asks a part of the questions.
     """
     args.out.mkdir(parents=True, exist_ok=True)
     kept = args.out / f"{name}.jsonl"
-    lines = [json.loads(text) for text in kept.read_text().splitlines()] if kept.exists() else []
-    done = {line["key"] for line in lines}
+    done = {line["key"] for line in _read(kept)}
     todo = [(key, one) for key, one in wanted if key not in done]
     about = describe_run()
-    model = RowModel(args.model)
+    model = RowModel(args.model) if todo else None
     began = time.monotonic()
     for number, (key, one) in enumerate(todo, 1):
+        assert model is not None
         start = time.monotonic()
         prompt = prompt_of(model, one)
         if len(model.tokenizer.encode(prompt.text)) > args.max_tokens:
             continue
         case = Case.build(model, prompt, own_len=own_len)
-        results = results_of(case, prompt, one)
-        line = {"key": key, "prompt_len": case.prompt_len, "own_len": len(case.own), "results": results}
-        lines.append(line | {"seconds": time.monotonic() - start})
+        found = {"full_finds": case.full_finds, "results": results_of(case, prompt, one)}
+        line = {"key": key, "prompt_len": case.prompt_len, "own_len": len(case.own), **found}
+        line["seconds"] = time.monotonic() - start
         with kept.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
+            file.write(json.dumps(line) + "\n")
         left = (time.monotonic() - began) / number * (len(todo) - number)
-        print(f"{key}: {lines[-1]['seconds']:.0f} s, about {left / 60:.0f} minutes left", flush=True)
-        (args.out / f"{name}.md").write_text(page(lines, args, about))
+        print(f"{key}: {line['seconds']:.1f} s, about {left / 60:.0f} minutes left", flush=True)
+    if page is not None:
+        (args.out / f"{name}.md").write_text(page(_read(kept), args, about))
+
+
+def _read(path: Path) -> list[Line]:
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []

@@ -27,6 +27,8 @@ class Judged:
         gold_loss, own_loss: nats per token that the answer is less likely than behind the full prefill.
         first_kl: KL(full || this) of the first token, nats.
         own_kl: the same, mean over the tokens of the full prefill's own answer.
+        gold_found, own_kept: 1 where each token of the answer is the likeliest behind those before it, else 0: a greedy
+            reply would begin with the right answer, or be full prefill's own.
         recomputed: share of the chunks' tokens that were computed.
     """
 
@@ -34,6 +36,8 @@ class Judged:
     own_loss: float
     first_kl: float
     own_kl: float
+    gold_found: float
+    own_kept: float
     recomputed: float
 
 
@@ -50,6 +54,7 @@ class Case:
     reused: KV
     full_gold: torch.Tensor  # log-probabilities [len(gold)] of the tokens
     full_own: torch.Tensor  # [len(own), vocab_size]
+    full_finds: bool  # each token of gold is the likeliest
 
     @property
     def prompt_len(self) -> int:
@@ -79,7 +84,8 @@ class Case:
         full = KV.empty(model, len(ids) + max(own_len, len(gold)))
         hidden = model.run(full, ids, torch.arange(len(ids)))[-1:]
         own, full_own = _greedy(model, full, hidden, len(ids), own_len)
-        full_gold = _read(model, full.clone(), hidden, gold, len(ids)).gather(1, gold[:, None])[:, 0]
+        found = _read(model, full.clone(), hidden, gold, len(ids))
+        full_gold, full_finds = found.gather(1, gold[:, None])[:, 0], bool((found.argmax(1) == gold).all())
         reused = full.clone()
         head_len = spans[0][0]
         for start, end in spans:
@@ -89,7 +95,7 @@ class Case:
             reused.k[:, start:end] = model.turn(k, start - head_len) if turned else k
             reused.v[:, start:end] = alone.v[:, head_len:]
         reused.k[:, spans[-1][1] :], reused.v[:, spans[-1][1] :] = 0, 0
-        return cls(model, ids, spans, gold, own, full, reused, full_gold, full_own)
+        return cls(model, ids, spans, gold, own, full, reused, full_gold, full_own, full_finds)
 
     @torch.no_grad()
     def judge(
@@ -118,6 +124,12 @@ class Case:
         )[-1:]
         gold = _read(self.model, kv, hidden, self.gold, self.prompt_len, answer_bias, attend, shift)
         own = _read(self.model, kv, hidden, self.own, self.prompt_len, answer_bias, attend, shift)
+        return self.judged(gold, own, len(rows))
+
+    def judged(self, gold: torch.Tensor, own: torch.Tensor, num_rows: int) -> Judged:
+        """Args:
+        gold, own: log-probabilities `[len(answer), vocab_size]` behind the condition.
+        """
         kl = (self.full_own.exp() * (self.full_own - own)).sum(1)
         token = self.own[:, None]
         return Judged(
@@ -125,19 +137,27 @@ class Case:
             own_loss=float((self.full_own.gather(1, token) - own.gather(1, token)).mean()),
             first_kl=float(kl[0]),
             own_kl=float(kl.mean()),
-            recomputed=len(rows) / self.num_chunk_tokens,
+            gold_found=float((gold.argmax(1) == self.gold).all()),
+            own_kept=float((own.argmax(1) == self.own).all()),
+            recomputed=num_rows / self.num_chunk_tokens,
         )
 
     @torch.no_grad()
-    def question_attention(self) -> torch.Tensor:
-        """What the tail attends to over the reused cache, `[num_layers, num_heads, prompt_len]`: sums over its rows."""
-        positions = torch.arange(self.tail_start, self.prompt_len)
+    def question_attention(self, tail: torch.Tensor | None = None) -> torch.Tensor:
+        """What the tail attends to over the reused cache, `[num_layers, num_heads, len]`: sums over its rows.
+
+        Args:
+            tail: ids of another question in the place of the prompt's own.
+        """
+        ids = self.ids[self.tail_start :] if tail is None else tail
+        positions = torch.arange(self.tail_start, self.tail_start + len(ids))
+        cache = KV(*(with_room(part[:, : self.tail_start], len(ids)) for part in (self.reused.k, self.reused.v)))
         found: list[torch.Tensor] = []
 
         def observe(layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
             found.append(attention_of(q, k, positions).sum(1))
 
-        self.model.run(self.reused.clone(), self.ids[positions], positions, observe=observe)
+        self.model.run(cache, ids, positions, observe=observe)
         return torch.stack(found)
 
     def attribution(self) -> torch.Tensor:
@@ -159,6 +179,11 @@ class Case:
             gains.append((grad * (true[:, : self.tail_start] - reused.detach())).sum(-1))
         both = torch.stack(gains, -1).transpose(1, 2)
         return torch.nn.functional.pad(both, (0, 0, 0, self.prompt_len - self.tail_start))
+
+
+def with_room(part: torch.Tensor, num: int) -> torch.Tensor:
+    """KV `[num_layers, len, ...]` with `num` more places."""
+    return torch.cat([part, part.new_zeros((part.shape[0], num, *part.shape[2:]))], 1)
 
 
 def _tokens(model: RowModel, prompt: Prompt) -> tuple[torch.Tensor, list[tuple[int, int]]]:

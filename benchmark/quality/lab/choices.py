@@ -1,36 +1,56 @@
 """Choices: which reused tokens are recomputed, by rules that a server could follow and by oracles that it could not.
 
-The first chunk lies in the exact prefix, as in the server; the ratio counts the tokens of the others. The oracles see
+The ratio counts the tokens of the reused chunks. `RULES` follow from what a server knows; the oracles of `choices` see
 what a full prefill gives: they say what a ratio could do at best.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from benchmark.quality.lab.case import Case
-from benchmark.quality.lab.rows import KV, Change
-
-from sglang_chunk_cache.forward.selection.drift import PRIOR
+from benchmark.quality.lab.rows import KV, attention_of
 
 BLOCK = 16
+DRIFT_PRIOR = 8.0
+"""`sglang_chunk_cache.forward.selection.drift.PRIOR`; a lab on a host without SGLang cannot import it."""
+WORD_REACH = 8
+"""Tokens on either side of a word of the question that its weight reaches, falling linearly."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What is recomputed.
+
+    Attributes:
+        rows: positions in the chunks, ascending.
+        drift: strength of the mean change that the other tokens get.
+        early: the first two layers are computed for all tokens.
+    """
+
+    rows: torch.Tensor
+    drift: float = 0.0
+    early: bool = False
 
 
 @dataclass(frozen=True)
 class Reused:
     """The reused part of a case and what can be known of it; scores are `[prompt_len]`.
 
-    `first` is the first chunk that is reused: those before it lie in the exact prefix.
+    Attributes:
+        first: the first chunk that is reused: those before it lie in the exact prefix.
+        tails: ids of what other prompts ask, for rules that learn from other questions.
     """
 
     case: Case
-    supporting: Sequence[int] = ()
     first: int = 1
+    tails: Sequence[torch.Tensor] = ()
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -50,6 +70,55 @@ class Reused:
         return self.case.question_attention().mean(1)
 
     @cached_property
+    def usual_mass(self) -> torch.Tensor:
+        """What other questions attend to, mean over them, their rows, layers and heads."""
+        found = torch.zeros(self.case.prompt_len)
+        for tail in self.tails:
+            mass = self.case.question_attention(tail).mean((0, 1))[: self.end]
+            found[: self.end] += mass / len(tail) / len(self.tails)
+        return found
+
+    @cached_property
+    def received_mass(self) -> torch.Tensor:
+        """What the tokens of its own chunk attend to in each token, mean over layers and heads, per token behind it."""
+        case = self.case
+        found = torch.zeros(case.prompt_len)
+        for start, end in self.spans:
+            cache = KV(*(part[:, : case.head_len + end - start].clone() for part in (case.full.k, case.full.v)))
+            positions = torch.arange(case.head_len, case.head_len + end - start)
+            masses: list[torch.Tensor] = []
+
+            def observe(
+                layer: int, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor = positions, into: Any = masses
+            ) -> None:
+                into.append(attention_of(q, k, at).sum(1).mean(0)[at])
+
+            with torch.no_grad():
+                case.model.run(cache, case.ids[start:end], positions, observe=observe)
+            found[start:end] = torch.stack(masses).mean(0) / torch.arange(end - start, 0, -1)
+        return found
+
+    @cached_property
+    def word_weights(self) -> torch.Tensor:
+        """Rarity of the question's words among the chunks' tokens, where they stand and `WORD_REACH` around."""
+        tokenizer = self.case.model.tokenizer
+        words = [tokenizer.decode([token]).strip().lower() for token in self.case.ids.tolist()]
+        counts = Counter(words[self.start : self.end])
+        asked = {word for word in words[self.end :] if any(map(str.isalnum, word))}
+        rarity = [
+            math.log(1 + (self.end - self.start) / max(counts[word], 1)) if word in asked else 0.0 for word in words
+        ]
+        reach = 1 - torch.arange(-WORD_REACH, WORD_REACH + 1).abs() / (WORD_REACH + 1)
+        spread = torch.nn.functional.conv1d(torch.tensor(rarity)[None, None], reach[None, None], padding=WORD_REACH)
+        return spread[0, 0]
+
+    @cached_property
+    def early_change(self) -> torch.Tensor:
+        """How far K and V of layer 1 lie from those of a full prefill: CacheBlend's score."""
+        full, reused = self.case.full, self.case.reused
+        return (full.k[1] - reused.k[1]).square().sum((1, 2)) + (full.v[1] - reused.v[1]).square().sum((1, 2))
+
+    @cached_property
     def gradient(self) -> torch.Tensor:
         """How much of the own answer's loss a token explains, by `Case.attribution`; without its sign."""
         return self.case.attribution().sum((0, 1, 3)).abs()
@@ -57,24 +126,28 @@ class Reused:
     def num_rows(self, ratio: float) -> int:
         return max(1, math.ceil(ratio * (self.end - self.start)))
 
-    def best_tokens(self, scores: torch.Tensor, num: int) -> torch.Tensor:
-        order = torch.sort(scores[self.start : self.end], descending=True, stable=True).indices
-        return (order[:num] + self.start).sort().values
+    def first_tokens(self, ratio: float) -> torch.Tensor:
+        """EPIC's: the first tokens of each chunk."""
+        return torch.cat([torch.arange(a, a + max(1, math.ceil(ratio * (b - a)))) for a, b in self.spans])
 
-    def best_pieces(self, scores: torch.Tensor, num: int, size: int | None = None) -> torch.Tensor:
+    def best_tokens(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
+        order = torch.sort(scores[self.start : self.end], descending=True, stable=True).indices
+        return (order[: self.num_rows(ratio)] + self.start).sort().values
+
+    def best_pieces(self, scores: torch.Tensor, ratio: float, size: int | None = None) -> torch.Tensor:
         """Whole blocks of `size` tokens, or whole chunks, by their mean score; the last one is cut to the budget."""
         pieces = [(a, min(b, a + (size or b))) for start, b in self.spans for a in range(start, b, size or b)]
-        return self.first_of(sorted(pieces, key=lambda piece: -float(scores[slice(*piece)].mean())), num)
+        return self.first_of(sorted(pieces, key=lambda piece: -float(scores[slice(*piece)].mean())), ratio)
 
-    def first_of(self, pieces: Sequence[tuple[int, int]], num: int) -> torch.Tensor:
-        taken = []
+    def first_of(self, pieces: Sequence[tuple[int, int]], ratio: float) -> torch.Tensor:
+        taken, num = [], self.num_rows(ratio)
         for start, end in pieces:
             taken.append(torch.arange(start, min(end, start + num)))
             num -= len(taken[-1])
         return torch.cat(taken).sort().values
 
-    def drift(self, rows: torch.Tensor, strength: float = 0.5) -> Change:
-        """`sglang_chunk_cache.forward.selection.drift` in this instrument."""
+    def with_drift(self, rows: torch.Tensor, strength: float = 0.5) -> dict[str, Any]:
+        """Arguments of `Case.judge`: `sglang_chunk_cache.forward.selection.drift` in this instrument."""
         model = self.case.model
         is_other = torch.zeros(self.case.prompt_len, dtype=torch.bool)
         is_other[self.start : self.end] = True
@@ -83,7 +156,8 @@ class Reused:
         starts = torch.tensor([start for start, _ in self.spans])
         row_chunk, other_chunk = (torch.bucketize(positions, starts, right=True) - 1 for positions in (rows, others))
         is_of = row_chunk[None] == torch.arange(len(starts))[:, None]
-        weights = (is_of + PRIOR / len(rows)) / (is_of.sum(1, keepdim=True) + PRIOR) * strength
+        prior = DRIFT_PRIOR
+        weights = (is_of + prior / len(rows)) / (is_of.sum(1, keepdim=True) + prior) * strength
 
         def change(layer: int, cache: KV, k: torch.Tensor, v: torch.Tensor) -> None:
             num = len(rows)
@@ -93,42 +167,100 @@ class Reused:
             cache.k[layer, others] += model.turn_to(mean_k[other_chunk], others, layer)
             cache.v[layer, others] += mean_v[other_chunk]
 
-        return change
+        return {"rows": rows, "change": change}
+
+    def arguments(self, pick: Pick) -> dict[str, Any]:
+        """What `Case.judge` takes."""
+        found = self.with_drift(pick.rows, pick.drift) if pick.drift else {"rows": pick.rows}
+        if pick.early:
+            found["cache"] = self.case.reused.clone()
+            found["cache"].k[:2], found["cache"].v[:2] = self.case.full.k[:2], self.case.full.v[:2]
+        return found
+
+
+Rule = Callable[[Reused, float], Pick]
+"""`rule(reused, ratio)`."""
+
+
+def _by(scores: Callable[[Reused], torch.Tensor], drift: float = 0.0) -> Rule:
+    """The tokens of the largest scores, computed with or without drift."""
+    return lambda reused, ratio: Pick(reused.best_tokens(scores(reused), ratio), drift)
+
+
+def _mean_of_layers(share: float) -> Callable[[Reused], torch.Tensor]:
+    """The question's attention, mean over this share of the layers, from the first on."""
+    return lambda reused: reused.question_mass[: math.ceil(share * len(reused.question_mass))].mean(0)
+
+
+def _near_words(scores: Callable[[Reused], torch.Tensor], weight: float = 4.0) -> Callable[[Reused], torch.Tensor]:
+    """Scores that rise by up to `weight` times at words of the question."""
+
+    def risen(reused: Reused) -> torch.Tensor:
+        words = reused.word_weights
+        return scores(reused) * (1 + weight * words / max(float(words[reused.start : reused.end].max()), 1e-9))
+
+    return risen
+
+
+def _usual(reused: Reused) -> torch.Tensor:
+    return reused.usual_mass
+
+
+def _received(reused: Reused) -> torch.Tensor:
+    return reused.received_mass
+
+
+RULES: Mapping[str, Rule] = {
+    "nothing": lambda reused, _: Pick(torch.arange(0)),
+    "epic": lambda reused, ratio: Pick(reused.first_tokens(ratio)),
+    "epic-drift": lambda reused, ratio: Pick(reused.first_tokens(ratio), 0.5),
+    "random": _by(lambda reused: torch.rand(reused.case.prompt_len, generator=_draw(reused.case))),
+    "h2o": _by(_received),
+    "h2o-drift": _by(_received, 0.5),
+    "h2o-words-drift": _by(_near_words(_received), 0.5),
+    "cacheblend": lambda reused, ratio: Pick(reused.best_tokens(reused.early_change, ratio), early=True),
+    "fusionrag": _by(lambda reused: reused.question_mass[-1]),
+    "question": _by(_mean_of_layers(1.0)),
+    "question-drift": _by(_mean_of_layers(1.0), 0.5),
+    "question-drift, a quarter of the layers": _by(_mean_of_layers(0.25), 0.5),
+    "question, blocks of 16": lambda reused, r: Pick(reused.best_pieces(reused.question_mass.mean(0), r, BLOCK)),
+    "question, whole passages": lambda reused, r: Pick(reused.best_pieces(reused.question_mass.mean(0), r)),
+    "usual": _by(_usual),
+    "usual-drift": _by(_usual, 0.5),
+    "words": _by(lambda reused: reused.word_weights),
+    "words-drift": _by(lambda reused: reused.word_weights, 0.5),
+    "usual-words": _by(_near_words(_usual)),
+    "usual-words-drift": _by(_near_words(_usual), 0.5),
+    "usual-words x16-drift": _by(_near_words(_usual, 16.0), 0.5),
+}
+"""What a server could follow. `usual` are the tokens that other questions attend to most, `words` those at words of the
+question: both are known before the forward, as with `epic`."""
+NEED_TAILS = tuple(name for name in RULES if name.startswith("usual"))
 
 
 def choices(case: Case, supporting: Sequence[int], ratio: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of `Case.judge`) of every rule at a ratio; `supporting` chunks hold the answer."""
-    reused = Reused(case, supporting)
-    num = reused.num_rows(ratio)
-    epic = torch.cat([torch.arange(a, a + max(1, math.ceil(ratio * (b - a)))) for a, b in reused.spans])
-    asked = reused.question_mass.mean(0)
-    yield "epic", {"rows": epic}
-    yield "epic, drift", {"rows": epic, "change": reused.drift(epic)}
-    yield "random", {"rows": reused.best_tokens(torch.rand(case.prompt_len, generator=_draw(case)), num)}
-    yield "fusionrag", {"rows": reused.best_tokens(reused.question_mass[-1], num)}
-    tokens = reused.best_tokens(asked, num)
-    yield "question, all layers", {"rows": tokens}
-    yield "question, all layers, whole drift", {"rows": tokens, "change": reused.drift(tokens, strength=1.0)}
-    yield "question, blocks of 16", {"rows": reused.best_pieces(asked, num, BLOCK)}
-    yield "question, whole passages", {"rows": reused.best_pieces(asked, num)}
-    yield "question-drift", {"rows": tokens, "change": reused.drift(tokens)}
+    """(name, arguments of `Case.judge`) of every rule and oracle at a ratio; `supporting` chunks hold the answer."""
+    reused = Reused(case)
+    for name, rule in RULES.items():
+        if name != "nothing" and name not in NEED_TAILS:
+            yield name, reused.arguments(rule(reused, ratio))
     gradient = reused.gradient
-    oracle = reused.best_tokens(gradient, num)
+    oracle = reused.best_tokens(gradient, ratio)
     yield "oracle: tokens by gradient", {"rows": oracle}
-    yield "oracle: tokens by gradient, drift", {"rows": oracle, "change": reused.drift(oracle)}
-    yield "oracle: blocks of 16 by gradient", {"rows": reused.best_pieces(gradient, num, BLOCK)}
-    yield "oracle: passages by gradient", {"rows": reused.best_pieces(gradient, num)}
+    yield "oracle: tokens by gradient, drift", reused.with_drift(oracle)
+    yield "oracle: blocks of 16 by gradient", {"rows": reused.best_pieces(gradient, ratio, BLOCK)}
+    yield "oracle: passages by gradient", {"rows": reused.best_pieces(gradient, ratio)}
     passages = [case.spans[i] for i in supporting if i > 0]
     if passages:
-        yield "supporting passages", {"rows": reused.first_of(passages, num)}
+        yield "supporting passages", {"rows": reused.first_of(passages, ratio)}
 
 
 def best_passages(case: Case, ratio: float) -> dict[str, Any]:
     """Oracle: whole passages by what recomputing each alone does to the own answer, tried one by one."""
     reused = Reused(case)
     losses = {span: case.judge(torch.arange(*span)).own_loss for span in reused.spans}
-    return {"rows": reused.first_of(sorted(losses, key=lambda span: losses[span]), reused.num_rows(ratio))}
+    return {"rows": reused.first_of(sorted(losses, key=lambda span: losses[span]), ratio)}
 
 
 def _draw(case: Case) -> torch.Generator:
-    return torch.Generator().manual_seed(int(case.ids.sum()))
+    return torch.Generator(torch.get_default_device()).manual_seed(int(case.ids.sum()))

@@ -49,7 +49,7 @@ class KV:
 
 
 class RowModel:
-    """See the head of this file. fp32, no gradients of weights.
+    """See the head of this file. fp32, no gradients of weights, on torch's default device.
 
     Args:
         folder: Hugging Face folder or name.
@@ -59,9 +59,8 @@ class RowModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False).eval()
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = model.requires_grad_(False).eval().to(torch.get_default_device())
         self._layers = self._model.model.layers
         config = self._model.config
         self.num_layers = len(self._layers)
@@ -99,12 +98,12 @@ class RowModel:
             Hidden states behind the last norm, `[num_rows, hidden_size]`.
         """
         kv_len = int(positions[-1]) + 1
-        masks = self._masks(positions, kv_len)
-        x = self._model.model.embed_tokens(ids)
-        rotations = {kind: self._rotation(positions - shift, kind) for kind in set(self._kinds)}
-        for index, layer in enumerate(self._layers):
-            kind = self._kinds[index]
-            q, k, v = self._project(layer, x, *rotations[kind])
+        masks = self.masks(positions, kv_len)
+        x = self.embed(ids)
+        rotations = self.rotations(positions - shift)
+        for index in range(self.num_layers):
+            kind = self.kind(index)
+            q, k, v = self.project(index, x, *rotations[kind])
             mask = masks[kind]
             if change is not None:
                 change(index, cache, k, v)
@@ -113,8 +112,8 @@ class RowModel:
             if observe is not None:
                 observe(index, q, keys)
             added = mask if bias is None else mask + (bias if bias.dim() == 2 else bias[index])
-            x = self._finish(layer, x, (attend or softmax_attention)(q, keys, values, added))
-        return self._model.model.norm(x)
+            x = self.finish(index, x, (attend or softmax_attention)(q, keys, values, added))
+        return self.norm(x)
 
     def run_tail(self, ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Hidden states of rows right behind a cache `[num_layers, len, ...]` that they leave as it is.
@@ -123,15 +122,15 @@ class RowModel:
         """
         start = k.shape[1]
         positions = torch.arange(start, start + len(ids))
-        masks = self._masks(positions, start + len(ids))
-        x = self._model.model.embed_tokens(ids)
-        rotations = {kind: self._rotation(positions, kind) for kind in set(self._kinds)}
-        for index, layer in enumerate(self._layers):
-            kind = self._kinds[index]
-            q, new_k, new_v = self._project(layer, x, *rotations[kind])
+        masks = self.masks(positions, start + len(ids))
+        x = self.embed(ids)
+        rotations = self.rotations(positions)
+        for index in range(self.num_layers):
+            kind = self.kind(index)
+            q, new_k, new_v = self.project(index, x, *rotations[kind])
             keys, values = torch.cat([k[index], new_k]), torch.cat([v[index], new_v])
-            x = self._finish(layer, x, softmax_attention(q, keys, values, masks[kind]))
-        return self._model.model.norm(x)
+            x = self.finish(index, x, softmax_attention(q, keys, values, masks[kind]))
+        return self.norm(x)
 
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, vocab_size]`."""
@@ -147,27 +146,38 @@ class RowModel:
         return torch.stack([self.turn_to(one, places, layer) for layer, one in enumerate(k)])
 
     def turn_to(self, k: torch.Tensor, by: torch.Tensor, layer: int) -> torch.Tensor:
-        """K of a layer `[..., len, num_kv_heads, head_dim]` turned by `[len]` positions, each by its own."""
+        """K of a layer `[..., len, num_kv_heads, head_dim]` turned by `[..., len]` positions, each by its own."""
         cos, sin = self._rotation(by.abs(), self._kinds[layer])
-        return _rotate(k, cos, sin * by.sign()[:, None, None])
+        return _rotate(k, cos, sin * by.sign()[..., None, None])
 
-    def _rotation(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        kinds = () if kind is None else (kind,)
-        cos, sin = self._model.model.rotary_emb(torch.zeros(1), positions[None], *kinds)
-        return cos[0][:, None], sin[0][:, None]
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model.model.embed_tokens(ids)
 
-    def _masks(self, positions: torch.Tensor, kv_len: int) -> dict[str | None, torch.Tensor]:
-        """`[num_rows, kv_len]` by kind of layer, added to the scaled scores."""
-        distance = positions[:, None] - torch.arange(kv_len)[None, :]
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self._model.model.norm(x)
+
+    def kind(self, layer: int) -> str | None:
+        """Which of `masks` and `rotations` a layer takes."""
+        return self._kinds[layer]
+
+    def rotations(self, positions: torch.Tensor) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines `[..., 1, head_dim]` of positions `[...]`, by kind of layer."""
+        return {kind: self._rotation(positions, kind) for kind in set(self._kinds)}
+
+    def masks(self, positions: torch.Tensor, kv_len: int) -> dict[str | None, torch.Tensor]:
+        """`[..., num_rows, kv_len]` by kind of layer, added to the scaled scores."""
+        distance = positions[..., None] - torch.arange(kv_len)
         unseen = {kind: distance < 0 for kind in set(self._kinds)}
         if self._window is not None:
-            unseen["sliding_attention"] |= distance >= self._window
+            # A row that is computed for nothing lies behind all keys; it must see one.
+            unseen["sliding_attention"] |= (distance >= self._window) & (positions < kv_len)[..., None]
         return {kind: torch.zeros(far.shape).masked_fill_(far, float("-inf")) for kind, far in unseen.items()}
 
-    def _project(
-        self, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    def project(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        """Q and K, rotated, and V of a layer, `[..., num_heads, head_dim]`, of its inputs `[..., hidden_size]`."""
+        attention, normed = self._layers[layer].self_attn, self._layers[layer].input_layernorm(x)
         q, k, v = (
             project(normed).unflatten(-1, (-1, self.head_dim))
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -176,13 +186,21 @@ class RowModel:
             q, k = attention.q_norm(q), attention.k_norm(k)
         return _rotate(q, cos, sin) * self._q_scale, _rotate(k, cos, sin), v
 
-    def _finish(self, layer: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        attended = layer.self_attn.o_proj(attended.flatten(1))
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            x = x + layer.post_attention_layernorm(attended)
-            return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+    def finish(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Outputs of a layer `[..., hidden_size]` from its inputs and what attention gave."""
+        block = self._layers[layer]
+        attended = block.self_attn.o_proj(attended.flatten(-2))
+        if hasattr(block, "pre_feedforward_layernorm"):
+            x = x + block.post_attention_layernorm(attended)
+            return x + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x)))
         x = x + attended
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+        return x + block.mlp(block.post_attention_layernorm(x))
+
+    def _rotation(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        kinds = () if kind is None else (kind,)
+        cos, sin = self._model.model.rotary_emb(torch.zeros(1), positions.reshape(1, -1), *kinds)
+        shape = (*positions.shape, 1, -1)
+        return cos.reshape(shape), sin.reshape(shape)
 
 
 def attention_of(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,26 +1,29 @@
-"""What is stored: the KV of passages computed alone, behind a context, or as the mean over several contexts.
+"""What is stored, and what is repaired: KV of passages computed alone or behind a context, times what is recomputed.
 
-    python benchmark/quality/lab/storing.py MODEL --data hotpotqa.jsonl 2wiki.jsonl musique.jsonl --num 8
+    python benchmark/quality/lab/storing.py MODEL --data hotpotqa.jsonl 2wiki.jsonl musique.jsonl
+    python benchmark/quality/lab/storing.py MODEL --data hotpotqa.jsonl --foreign 1 2 --rules nothing epic --ratios 0.05
 
-Each question of the last `--held-out` lines of a file is computed in full. Its passages are then stored in every way
-that `stores` names, put together again, and every condition of `conditions` computes its rows and the question over
-them. A mean is taken token by token: V as it is, K turned to where the passage stands. A passage that was stored behind
-something is reused also where it stands first; one that was stored alone is the exact prefix there, as in the server.
+Each question is computed in full. Its passages are then stored in every way that `stores` names, put together again,
+and every rule of `choices.RULES` computes its rows and the question over them. A mean (x2 and more) is taken token by
+token: V as it is, K turned to where the passage stands. A passage that was stored behind something is reused also where
+it stands first; one that was stored alone is the exact prefix there, as in the server.
 
-Lines of finished questions are kept in OUT/NAME.jsonl: the same command goes on where it was stopped. OUT/NAME.md has
-the tables: means, and paired differences with 95 % intervals (bootstrap over questions).
+Lines of finished questions are kept in OUT/NAME.jsonl: the same command goes on where it was stopped, and `--part 2/8`
+in several processes at once shares the work; the command without it then writes the page. OUT/NAME.md has the tables:
+means, and paired differences to one condition, with 95 % intervals (bootstrap over questions), for the last
+`--held-out` lines of the files and the others apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmark.common.results import RESULTS_DIR, mean_and_error, named, run_markdown
+from benchmark.common.results import RESULTS_DIR, named, run_markdown
 from benchmark.quality.lab.asking import ask_each, chat_or_text
 from benchmark.quality.lab.case import Case
-from benchmark.quality.lab.choices import Reused
+from benchmark.quality.lab.choices import RULES, Pick, Reused
 from benchmark.quality.lab.fillers import FILLERS
+from benchmark.quality.lab.many import behind, judge_many
 from benchmark.quality.lab.rows import KV, RowModel
 from benchmark.quality.prompts import PLAIN, Prompt
 from benchmark.quality.question import DataError, Question, question_of
@@ -41,12 +45,18 @@ from benchmark.quality.question import DataError, Question, question_of
 from chunk_cache.plan.neighbours import find_neighbours
 from chunk_cache_tools.jsonl import read_jsonl
 
-MEASURES = {"own_kl": "KL along own answer", "own_loss": "own answer", "gold_loss": "right answer"}
+MEASURES = {
+    "own_kl": "KL along full prefill's own answer, nats a token",
+    "own_loss": "Full prefill's own answer, nats a token lost",
+    "gold_loss": "The right answer, nats a token lost",
+    "own_kept": "Share of full prefill's own answers that a greedy reply keeps",
+    "gold_found": "Share of right answers that a greedy reply begins with",
+}
 OWN_LEN = 100
 CONTEXT_PASSAGES = 3
+NUM_TAILS = 4
+"""Other questions that rules learn from."""
 ALONE, FILLER, FOREIGN, SIMILAR = "alone", "filler", "foreign", "similar"
-BASELINES = (ALONE, f"{FILLER} x1", f"{FOREIGN} x1")
-"""What every store is compared with, question by question."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,31 +64,46 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="Hugging Face folder or name, of Llama's shape or Gemma 3")
     add("--data", nargs="+", required=True, metavar="FILE", help="JSONL as of evaluate.py")
-    add("--held-out", type=int, default=40, metavar="N", help="lines at the end of a file that are asked (default: 40)")
-    add("--first", type=int, default=0, metavar="I", help="of these lines, leave out so many (default: 0)")
-    add("--num", type=int, default=8, help="questions of each file (default: %(default)s)")
-    add("--filler", nargs="*", type=int, default=[1, 2, 4], metavar="K", help="means over K fillers")
-    add("--foreign", nargs="*", type=int, default=[1, 2, 4], metavar="K", help="means over K other questions' passages")
+    add("--num", type=int, help="questions at the end of each file that are asked (default: all)")
+    add("--held-out", type=int, default=40, metavar="N", help="lines at the end of a file shown apart (default: 40)")
+    add("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N processes that share the questions, the I-th")
+    add("--batch", type=int, default=4, metavar="N", help="conditions that are computed at once (default: %(default)s)")
+    add("--device", default="cpu", help="of torch (default: %(default)s)")
+    add("--filler", nargs="*", type=int, default=[1], metavar="K", help="means over K fillers")
+    add("--foreign", nargs="*", type=int, default=[1], metavar="K", help="means over K other questions' passages")
     add("--similar", nargs="*", type=int, default=[], metavar="K", help="means over K contexts of similar passages")
-    add("--epic", nargs="*", type=float, default=[0.05, 0.15], metavar="R", help="ratios of epic")
-    add("--question-drift", nargs="*", type=float, default=[0.10], metavar="R", help="ratios of question-drift")
+    add("--rules", nargs="+", choices=RULES, default=["nothing", "epic", "question-drift"], metavar="RULE")
+    add("--ratios", nargs="+", type=float, default=[0.05, 0.15], metavar="R")
+    add(
+        "--against",
+        nargs=2,
+        default=[ALONE, "epic 0.15"],
+        metavar=("STORE", "RULE"),
+        help="what others are compared to",
+    )
     add("--max-tokens", type=int, default=3500, help="longer prompts are left out (default: %(default)s)")
     add("--out", type=Path, default=RESULTS_DIR / "quality" / "lab", help="folder of the results")
     add("--name", help="of the result files (default: storing-MODEL)")
     return parser.parse_args(argv)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """`2/8` as (1, 8)."""
+    number, _, of = text.partition("/")
+    return int(number) - 1, int(of)
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A question, and passages of the other questions of its file, which nobody is asked about."""
+    """A question, and the other questions of its file."""
 
     key: str
     question: Question
     others: Sequence[Question]
 
 
-def read(path: Path, held_out: int, first: int, num: int) -> list[Asked]:
-    """The questions to ask.
+def read(path: Path, num: int | None) -> list[Asked]:
+    """The last `num` questions, from the last on.
 
     Raises:
         DataError: a line is no question.
@@ -87,9 +112,8 @@ def read(path: Path, held_out: int, first: int, num: int) -> list[Asked]:
     for where, value in read_jsonl(path):
         value.pop("supporting", None)
         lines.append(question_of(value, where))
-    start = len(lines) - held_out
-    asked = range(start + first, min(start + first + num, len(lines)))
-    return [Asked(f"{path.name}:{number}", lines[number], lines[:start]) for number in asked]
+    numbers = list(reversed(range(len(lines))))[:num]
+    return [Asked(f"{path.name}:{i}", lines[i], [*lines[:i], *lines[i + 1 :]]) for i in numbers]
 
 
 def prompt_of(model: RowModel, question: Question) -> Prompt:
@@ -111,6 +135,7 @@ class Contexts:
             chunks = prompt_of(model, other).chunks
             self.foreign.append(self._ids(draw.sample(chunks, min(CONTEXT_PASSAGES, len(chunks)))))
         self.filler = [self._ids([text]) for text in FILLERS]
+        self.tails = [self._ids([prompt_of(model, other).tail]) for other in draw.sample(list(asked.others), NUM_TAILS)]
         self._asked = asked
 
     @cached_property
@@ -144,18 +169,12 @@ class Stored:
     def add(self, contexts: Sequence[torch.Tensor]) -> None:
         """One more context: one for all passages, or one for each."""
         case, head_len = self._case, self._case.head_len
-        prefix = None
-        for i, (start, end) in enumerate(case.spans):
-            context = contexts[i] if len(contexts) > 1 else contexts[0]
-            at = head_len + len(context)
-            if prefix is None or len(contexts) > 1:
-                prefix = KV(*(_room(part[:, :head_len], len(context)) for part in (case.full.k, case.full.v)))
-                if len(context):
-                    case.model.run(prefix, context, torch.arange(head_len, at))
-            cache = KV(_room(prefix.k, end - start), _room(prefix.v, end - start))
-            case.model.run(cache, case.ids[start:end], torch.arange(at, at + end - start))
-            self._sum.k[:, start:end] += case.model.turn(cache.k[:, at:], start - at)
-            self._sum.v[:, start:end] += cache.v[:, at:]
+        each = contexts if len(contexts) > 1 else [contexts[0]] * len(case.spans)
+        head = KV(case.full.k[:, :head_len], case.full.v[:, :head_len])
+        chunks = [case.ids[start:end] for start, end in case.spans]
+        for (start, end), context, kv in zip(case.spans, each, behind(case.model, head, each, chunks), strict=True):
+            self._sum.k[:, start:end] += case.model.turn(kv.k, start - head_len - len(context))
+            self._sum.v[:, start:end] += kv.v
         self._num += 1
 
     def mean(self) -> Case:
@@ -187,94 +206,100 @@ def stores(
                 yield f"{kind} x{num}", stored.mean()
 
 
-def conditions(name: str, case: Case, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of `Case.judge`)."""
-    reused = Reused(case, first=1 if name == ALONE else 0)
-    yield "nothing", {"rows": torch.arange(0)}
-    for ratio in args.epic:
-        rows = [torch.arange(a, a + max(1, math.ceil(ratio * (b - a)))) for a, b in reused.spans]
-        yield f"epic {ratio:g}", {"rows": torch.cat(rows)}
-    for ratio in args.question_drift:
-        rows = reused.best_tokens(reused.question_mass.mean(0), reused.num_rows(ratio))
-        yield f"question-drift {ratio:g}", {"rows": rows, "change": reused.drift(rows)}
+def conditions(reused: Reused, args: argparse.Namespace) -> Iterator[tuple[str, Pick]]:
+    for name in args.rules:
+        for ratio in args.ratios if name != "nothing" else (0.0,):
+            yield (f"{name} {ratio:g}" if ratio else name), RULES[name](reused, ratio)
 
 
-def _room(part: torch.Tensor, num: int) -> torch.Tensor:
-    """KV `[num_layers, len, ...]` with `num` more places."""
-    return torch.cat([part, part.new_zeros((part.shape[0], num, *part.shape[2:]))], 1)
+def batched(items: Sequence[Pick], num: int) -> Iterator[Sequence[Pick]]:
+    return (items[i : i + num] for i in range(0, len(items), num))
 
 
-def paired(lines: Sequence[Mapping[str, Any]], one: str, other: str, condition: str, measure: str) -> tuple[float, ...]:
-    """Mean of one store's measure minus that of another, question by question, and its 95 % interval."""
-    found = [line["results"] for line in lines if {one, other} <= line["results"].keys()]
-    values = np.array([each[one][condition][measure] - each[other][condition][measure] for each in found])
-    draws = np.random.default_rng(0).integers(0, len(values), (10_000, len(values)))
-    low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
-    return float(values.mean()), float(low), float(high)
+def with_interval(values: Sequence[float]) -> str:
+    """The mean and its 95 % interval, by bootstrap."""
+    drawn = np.random.default_rng(0).integers(0, len(values), (4_000, len(values)))
+    low, high = np.quantile(np.array(values)[drawn].mean(1), [0.025, 0.975])
+    return f"{statistics.mean(values):.3f} [{low:.3f}, {high:.3f}]"
+
+
+def table(lines: Sequence[Mapping[str, Any]], measure: str, against: Sequence[str] | None) -> Iterator[str]:
+    """A row for each store and rule, a column for each file; minus the condition `against`, question by question."""
+    files = list(dict.fromkeys(line["key"].partition(":")[0] for line in lines))
+    groups = {"all": lines} | {file: [line for line in lines if line["key"].startswith(f"{file}:")] for file in files}
+    yield "| stored | recomputed | " + " | ".join(f"{name} ({len(group)})" for name, group in groups.items()) + " |"
+    yield "| --- | --- |" + " ---: |" * len(groups)
+    for store, rules in lines[0]["results"].items():
+        for rule in rules:
+            cells = []
+            for group in groups.values():
+                each = [line["results"] for line in group]
+                base = [0.0 if against is None else one[against[0]][against[1]][measure] for one in each]
+                values = [one[store][rule][measure] - less for one, less in zip(each, base, strict=True)]
+                cells.append(with_interval(values))
+            yield f"| {store} | {rule} | {' | '.join(cells)} |"
 
 
 def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> str:
     """The result as Markdown."""
-    results = [line["results"] for line in lines]
-    names = list(dict.fromkeys(name for each in results for name in each))
-    nums = {name: sum(name in each for each in results) for name in names}
-    labels = [label for label in results[0][ALONE] if all(label in each[ALONE] for each in results)]
     lengths = [line["prompt_len"] for line in lines]
-    files = [named(Path(path)) for path in args.data]
     out = [
-        f"# {Path(args.model).name}: what is stored",
+        f"# {Path(args.model).name}: what is stored, what is repaired",
         "",
-        f"{len(lines)} questions of the last {args.held_out} lines of {', '.join(files)}, "
-        f"{sum(line['seconds'] for line in lines) / 3600:.1f} hours.",
+        f"{len(lines)} questions of {', '.join(named(Path(path)) for path in args.data)}, "
+        f"{sum(line['seconds'] for line in lines) / 3600:.2f} hours of one process.",
         f"Prompts of {min(lengths)} to {max(lengths)} tokens, own answers of "
-        f"{statistics.mean(line['own_len'] for line in lines):.0f} on average.",
+        f"{statistics.mean(line['own_len'] for line in lines):.0f} on average; a greedy reply of full prefill begins "
+        f"with the right answer in {statistics.mean(line['full_finds'] for line in lines):.1%}.",
         "",
     ]
-    for measure, title in MEASURES.items():
-        out += [f"## {title}", "", "Nats a token; mean (standard error).", ""]
-        out += [f"| stored | questions | {' | '.join(labels)} |", "| --- |" + " ---: |" * (1 + len(labels))]
-        for name in names:
-            mine = [each[name] for each in results if name in each]
-            cells = [mean_and_error([one[label][measure] for one in mine]) for label in labels]
-            shown = " | ".join(f"{mean:.3f} ({error:.3f})" for mean, error in cells)
-            out.append(f"| {name} | {nums[name]} | {shown} |")
-        for baseline in BASELINES:
-            if nums.get(baseline, 0) < 2:
-                continue
-            out += ["", f"Minus *{baseline}*, paired [95 % interval]:", ""]
-            out += [f"| stored | {' | '.join(labels)} |", "| --- |" + " ---: |" * len(labels)]
-            for name in (name for name in names if name != baseline):
-                cells3 = [paired(lines, name, baseline, label, measure) for label in labels]
-                out.append(f"| {name} | {' | '.join(f'{m:+.3f} [{a:.3f}, {b:.3f}]' for m, a, b in cells3)} |")
-        out.append("")
+    sizes = {Path(path).name: len(read(Path(path), None)) for path in args.data}
+    held_out = [line for line in lines if _number(line) >= sizes[line["key"].partition(":")[0]] - args.held_out]
+    groups = {f"Last {args.held_out} lines": held_out, "Other lines": [line for line in lines if line not in held_out]}
+    for title, group in groups.items():
+        if len(group) < 2:
+            continue
+        out += [f"## {title} of the files", ""]
+        for measure, what in MEASURES.items():
+            out += [f"### {what}", "", "Mean [95 % interval].", "", *table(group, measure, None), ""]
+            out += [f"Minus *{', '.join(args.against)}*, paired.", "", *table(group, measure, args.against), ""]
     return "\n".join([*out, *run_markdown(about), ""])
+
+
+def _number(line: Mapping[str, Any]) -> int:
+    return int(line["key"].partition(":")[2])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    name = args.name or f"storing-{Path(args.model).name}"
+    torch.set_default_device(args.device)
     try:
-        each = [read(Path(path), args.held_out, args.first, args.num) for path in args.data]
+        each = [read(Path(path), args.num) for path in args.data]
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
 
     def results_of(case: Case, prompt: Prompt, asked: Asked) -> dict[str, Any]:
         contexts = Contexts(case.model, asked, max(args.foreign, default=0))
+        found = {}
         with torch.no_grad():
-            return {
-                store: {label: asdict(stored.judge(**how)) for label, how in conditions(store, stored, args)}
-                for store, stored in stores(case, prompt.chunks, contexts, args)
-            }
+            for store, stored in stores(case, prompt.chunks, contexts, args):
+                reused = Reused(stored, 1 if store == ALONE else 0, contexts.tails)
+                names, picks = zip(*conditions(reused, args), strict=True)
+                judged = [one for part in batched(picks, args.batch) for one in judge_many(reused, part)]
+                found[store] = dict(zip(names, map(asdict, judged), strict=True))
+        return found
 
+    wanted = [(asked.key, asked) for group in zip_longest(*each) for asked in group if asked is not None]
+    number, of = args.part
     ask_each(
         args,
-        name,
-        [(asked.key, asked) for group in zip(*each, strict=False) for asked in group],
+        args.name or f"storing-{Path(args.model).name}",
+        wanted[number::of],
         OWN_LEN,
         lambda model, asked: prompt_of(model, asked.question),
         results_of,
-        page,
+        page if of == 1 else None,
     )
     return 0
 

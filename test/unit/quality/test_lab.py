@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from benchmark.quality.lab import storing, study
 from benchmark.quality.lab.anatomy import _of_full_prefill, _squared_deviation, anatomy
 from benchmark.quality.lab.ape import MergedAttention, ape
 from benchmark.quality.lab.case import Case
-from benchmark.quality.lab.choices import Reused, choices
+from benchmark.quality.lab.choices import DRIFT_PRIOR, RULES, Reused, choices
+from benchmark.quality.lab.many import judge_many
 from benchmark.quality.lab.rows import KV, RowModel, softmax_attention
 from benchmark.quality.lab.storing import Stored
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import write_questions
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from sglang_chunk_cache.forward.selection.drift import PRIOR
 
 TRAINED = "benchmark/quality/models/qa-1m-seed0"
 
@@ -107,7 +111,7 @@ def test_drift_of_rows_that_are_all_but_one_token_puts_it_nearly_right(case: Cas
     reused = Reused(case)
     left = reused.spans[-1][0]
     rows = torch.tensor([p for p in range(reused.start, reused.end) if p != left])
-    corrected = case.judge(rows, change=reused.drift(rows, strength=1.0))
+    corrected = case.judge(**reused.with_drift(rows, strength=1.0))
     assert corrected.recomputed < 1
     assert corrected.own_kl < case.judge(torch.arange(0)).own_kl
 
@@ -204,27 +208,41 @@ def test_a_store_is_the_mean_of_what_its_contexts_give(case: Case) -> None:
 def test_storing_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "questions.jsonl"
     write_questions(data, make_questions("carry", num=6, seed=HELD_OUT_SEEDS[0]))
-    args = [
-        TRAINED,
-        "--data",
-        str(data),
-        "--held-out",
-        "2",
-        "--filler",
-        "1",
-        "--foreign",
-        "1",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    assert storing.main([*args, "--num", "1", "--name", "tiny"]) == 0
-    assert storing.main([*args, "--num", "2", "--name", "tiny"]) == 0
-    assert capsys.readouterr().out.count("minutes left") == 2
+    args = [TRAINED, "--data", str(data), "--held-out", "2", "--foreign", "1", "2", "--out", str(tmp_path)]
+    args += ["--name", "tiny", "--rules", *RULES]
+    assert storing.main([*args, "--num", "2", "--part", "2/2"]) == 0
+    assert not (tmp_path / "tiny.md").exists()
+    assert storing.main([*args, "--num", "4"]) == 0
+    assert capsys.readouterr().out.count("minutes left") == 4
     page = (tmp_path / "tiny.md").read_text()
-    assert "2 questions of the last 2 lines of questions.jsonl" in page
-    assert page.count("| foreign x2 | 2 |") == 3, "one row a measure"
+    assert "4 questions of questions.jsonl" in page
+    assert page.count("| stored | recomputed | all (2) | questions.jsonl (2) |") == 2 * 2 * len(storing.MEASURES)
+    assert "| filler x1 | question-drift, a quarter of the layers 0.15 |" in page
     assert storing.main([*args, "--data", str(tmp_path / "none.jsonl")]) == 1
+
+
+def test_conditions_side_by_side_are_those_one_by_one(case: Case) -> None:
+    reused = Reused(case, tails=[case.ids[:3]])
+    picks = [rule(reused, ratio) for rule in RULES.values() for ratio in (0.1, 0.3)]
+    for pick, found in zip(picks, judge_many(reused, picks), strict=True):
+        assert asdict(found) == pytest.approx(asdict(case.judge(**reused.arguments(pick))), abs=2e-4)
+
+
+def test_the_prior_of_the_drift_is_the_servers() -> None:
+    assert DRIFT_PRIOR == PRIOR
+
+
+def test_words_of_the_question_weigh_by_their_rarity_and_reach_their_neighbours(model: RowModel) -> None:
+    words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())[:30]
+    rare, common = words[20], words[21]
+    chunks = tuple(" ".join([*words[i : i + 8], common, *words[i : i + 4]]) + " " for i in (0, 8))
+    prompt = Prompt(words[25] + " ", (*chunks, " ".join([rare, *words[22:25]]) + " "), f"{rare} {common} ", words[5])
+    case = Case.build(model, prompt, own_len=1)
+    reused = Reused(case, first=0)
+    weights = reused.word_weights
+    at = [i for i in range(reused.start, reused.end) if case.ids[i] in case.ids[reused.end :]]
+    assert int(weights[reused.start : reused.end].argmax()) + reused.start == at[-1], "the rare one"
+    assert 0 < weights[at[0] + 1] < weights[at[0]]
 
 
 def test_gemma_with_its_windows_and_two_rotations_is_that_of_transformers(model: RowModel, tmp_path: Path) -> None:
