@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "load_1min": round(os.getloadavg()[0], 2),

@@ -3,7 +3,8 @@
     python benchmark/kernel/time_on_gpu.py                      # Llama-3.1-8B's shape, 8k to 32k
     python benchmark/kernel/time_on_gpu.py --sweep              # every tile of the list, to choose from
     python benchmark/kernel/time_on_gpu.py --sweep --prompts 16384 --shares 0.15 --tiles 128,64,8,3 64,64,4,3
-    python benchmark/kernel/time_on_gpu.py --quick              # small; on a CPU it shows that the benchmark runs
+    python benchmark/kernel/time_on_gpu.py --quick              # short prompts; on a CPU it shows that all runs
+    python benchmark/kernel/time_on_gpu.py --ops mass           # of a question and a chunk, 8k to 128k
 
 `full` is what stock pays for attention: a causal prefill of the whole prompt by the faster of torch's flash attention
 and cuDNN's, K and V dense.
@@ -56,18 +57,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--head-dim", type=int, default=128)
     add("--num-layers", type=int, default=32, help="of copies (default: %(default)s)")
     add("--prompts", type=int, nargs="+", default=[8192, 16384, 32768])
+    add("--mass-prompts", type=int, nargs="+", default=[8192, 32768, 131072])
     add("--shares", type=float, nargs="+", default=[0.05, 0.15])
     add("--rows", nargs="+", default=["scattered", "blocks"], choices=["scattered", "blocks"])
     add("--sweep", action="store_true", help="try tiles, not only the kernel's choice")
     add("--tiles", nargs="+", metavar="M,N,WARPS,STAGES", help="of a sweep (default: 12 of them)")
     add("--ops", nargs="+", default=["attention", "copies", "mass", "deviation"])
     add("--milliseconds", type=int, default=60, help="of repetitions for each time (default: %(default)s)")
-    add("--quick", action="store_true", help="small shapes")
+    add("--quick", action="store_true", help="short prompts, few layers, masses at 8k")
     add("--out", type=Path, default=RESULTS_DIR / "kernel", metavar="DIR", help="folder of the results")
     args = made.parse_args(argv)
     if args.quick:
-        args.prompts, args.num_layers, args.milliseconds = [256], 2, 1
-        args.q_heads, args.kv_heads, args.head_dim = 4, 2, 64
+        args.prompts, args.mass_prompts, args.num_layers, args.milliseconds = [256], [8192], 2, 20
     return args
 
 
@@ -220,19 +221,27 @@ def time_on_host(bench: Bench, run: Callable[[], object]) -> float:
 
 
 def mass(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Rows of a question at all heads, of a chunk at two with segments; pass 2 alone where the log-sum-exp is given."""
     args, device = bench.args, bench.device
-    for prompt in args.prompts:
+    for prompt in args.mass_prompts:
         k = bench.normal(prompt, args.kv_heads, args.head_dim).to(bench.kv_dtype)
-        for what, num_rows, heads in (("a question", 64, args.q_heads), ("a chunk", 512, 2)):
+        of_two = raw_rows(k.transpose(0, 1), torch.arange(2, device=device)).transpose(0, 1).contiguous()
+        segments = list(range(0, prompt, max(1, prompt // 8)))
+        for what, num_rows, heads, keys, starts in (
+            ("a question", 32, args.q_heads, k, None),
+            ("a chunk", 512, 2, of_two, segments),
+        ):
             num_rows = min(num_rows, prompt)
             q = bench.normal(num_rows, heads, args.head_dim)
-            keys = k if heads == args.q_heads else raw_rows(k.transpose(0, 1), torch.arange(2, device=device))
-            keys = keys if heads == args.q_heads else keys.transpose(0, 1).contiguous()
             rows = torch.arange(prompt - num_rows, prompt, device=device)
-            starts = None if what == "a question" else list(range(0, prompt, max(1, prompt // 8)))
             options = {"sm_scale": args.head_dim**-0.5, "segment_starts": starts}
-            ms = bench.ms(lambda: attention_mass(q, keys, rows, **options))  # noqa: B023
-            yield {"op": "attention_mass", "prompt": prompt, "rows": what, "variant": f"{num_rows} x {heads}", "ms": ms}
+            variants = {f"{num_rows} x {heads}": None}
+            if starts is None:
+                variants["pass 2 alone"] = torch.zeros(num_rows, heads, device=device)
+            about = {"op": "attention_mass", "prompt": prompt, "rows": what}
+            for variant, lse in variants.items():
+                run = functools.partial(attention_mass, q, keys, rows, **options, lse=lse)
+                yield about | {"variant": variant, "ms": bench.ms(run), "host ms": time_on_host(bench, run)}
 
 
 def deviation(bench: Bench) -> Iterator[dict[str, Any]]:

@@ -81,11 +81,8 @@ def attention_mass(
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
 
-        starts = None
-        if segment_starts is not None:
-            starts = _bounds(segment_starts, k.shape[0], q.device)
         return attention_mass_triton(
-            q, k, row_positions, starts, lse, sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
+            q, k, row_positions, segment_starts, lse, sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
         )
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
@@ -135,14 +132,9 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
     return scores
 
 
-def _bounds(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
-    """[num_segments + 1] int64 where the segments begin, and the last one ends."""
-    return upload([np.array([*segment_starts, kv_len], dtype=np.int64)], device)[0]
-
-
 def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
     """[kv_len, num_segments] fp32, 1 where the key is of the segment; sums over it are products of matrices."""
-    bounds = _bounds(segment_starts, kv_len, device)
+    bounds = upload([np.array([*segment_starts, kv_len], dtype=np.int64)], device)[0]
     keys = torch.arange(kv_len, device=device)[:, None]
     return ((keys >= bounds[:-1]) & (keys < bounds[1:])).float()
 

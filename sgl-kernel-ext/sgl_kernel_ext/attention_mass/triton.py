@@ -1,25 +1,34 @@
 """attention_mass in Triton: two passes over the scores, neither of which is ever stored.
 
-    lse pass        a program per tile of rows and query head walks the segments and keeps the log-sum-exp of each
+    lse pass        a program per tile of rows, query head and piece of keys finds the rows' log-sum-exp over the piece
+      joined        those of each segment's pieces, and of all
     received pass   a program per block of keys and query head walks the rows that see it and adds up exp(s - lse)
 
-The mass of a row on a segment is exp(lse of the segment - lse of the row): both come from the first pass, and no small
-segment is lost beside a large one. Nothing is added atomically, so equal calls give equal bits. A tile of rows stops at
-the last key that one of them sees, and a block of keys skips the tiles of rows that lie in front of it. Heads are
-averaged in torch at the end: `[num_q_heads, kv_len]` and `[num_rows, num_q_heads, num_segments]` fp32 are all that is
-written.
+Pieces are segments, long ones cut: few rows fill a GPU too, and no program walks a long segment alone. The mass of a
+row on a segment is exp(lse of the segment - lse of the row): no small segment is lost beside a large one. Nothing is
+added atomically, so equal calls give equal bits. A tile of rows stops at the last key that one of them sees, and a
+block of keys skips the tiles of rows that lie in front of it. Heads are averaged in torch at the end: `[num_q_heads,
+kv_len]` and `[1 + num_pieces + num_segments, num_q_heads, num_rows]` fp32 are all that is written.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense, raw
+from sgl_kernel_ext.transfer import upload
 from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, fp8_options, load_q, operand, tanh
+
+# Programs of the first pass where there are keys enough, or down to half of it: four to two a multiprocessor of sm_90.
+_MAX_PROGRAMS = 528
+_MIN_PIECE_LEN = 256
 
 
 @triton.jit
@@ -34,17 +43,23 @@ def _scores(
     return logit_cap * tanh(scores) if HAS_CAP else scores
 
 
-# Neither counts nor the alignment of an index may compile the kernel again in the middle of serving.
-@triton.jit(do_not_specialize=["positions_ptr", "starts_ptr", "num_rows", "num_segments"])
+@triton.jit
+def _log_add(top, total, scores):
+    """The running `total * 2**top` of each row, with 2**scores of [rows, any] added; nothing yet is 0 * 2**-inf."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is no number
+    return new_top, total * tl.exp2(top - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
+
+
+# Neither counts nor the alignment of an index may compile a kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["positions_ptr", "cuts_ptr", "num_rows"])
 def _lse_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,
-    starts_ptr,
+    cuts_ptr,
     lse_ptr,
-    segment_lse_ptr,
     num_rows,
-    num_segments,
     score_scale,
     logit_cap,
     q_row_stride,
@@ -62,55 +77,69 @@ def _lse_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """starts: [num_segments + 1], the last one kv_len. lse [heads, rows], segment_lse [heads, rows, segments], log2."""
+    """Fills [1:1 + pieces] of lse, [1 + pieces + segments, heads, rows] in log2, -inf where a row sees nothing of it.
+
+    cuts: [pieces + 1], where the pieces begin, and the last one kv_len or more.
+    """
     head = tl.program_id(1)
+    piece = tl.program_id(2)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = row < num_rows
     position = tl.load(positions_ptr + row, mask=is_row, other=0)
+    begin = tl.load(cuts_ptr + piece)
+    end = tl.minimum(tl.load(cuts_ptr + piece + 1), tl.max(position, 0) + 1)
     dim = tl.arange(0, HEAD_PAD)
     q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
     k_ptr += (head // GROUP) * k_head_stride
-    last = tl.max(position, 0)
 
-    all_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([BLOCK_ROWS], tl.float32)
-    for segment in range(num_segments):
-        begin = tl.load(starts_ptr + segment)
-        end = tl.minimum(tl.load(starts_ptr + segment + 1), last + 1)
-        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        for start in range(begin, end, BLOCK_KEYS):
-            n = start + tl.arange(0, BLOCK_KEYS)
-            is_key = n < end
-            scores = _scores(
-                q,
-                k_ptr,
-                n,
-                is_key,
-                k_stride,
-                dim,
-                score_scale,
-                logit_cap,
-                HEAD_DIM,
-                HAS_CAP,
-                PRECISION,
-                MANTISSA,
-                HAS_FP8,
-            )
-            scores = tl.where((n[None, :] <= position[:, None]) & is_key[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            # A row that has seen nothing yet has a top of -inf, and -inf - -inf is no number.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
-            top = new_top
-        at = (head.to(tl.int64) * num_rows + row) * num_segments + segment
-        tl.store(segment_lse_ptr + at, top + tl.log2(total), mask=is_row)  # -inf where the row sees nothing of it
-        new_top = tl.maximum(all_top, top)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        all_total = all_total * tl.exp2(all_top - shift) + total * tl.exp2(top - shift)
-        all_top = new_top
-    # Key 0 is visible to every row, so the total is above 0.
-    tl.store(lse_ptr + head.to(tl.int64) * num_rows + row, all_top + tl.log2(all_total), mask=is_row)
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in range(begin, end, BLOCK_KEYS):
+        n = start + tl.arange(0, BLOCK_KEYS)
+        is_key = n < end
+        scores = _scores(
+            q,
+            k_ptr,
+            n,
+            is_key,
+            k_stride,
+            dim,
+            score_scale,
+            logit_cap,
+            HEAD_DIM,
+            HAS_CAP,
+            PRECISION,
+            MANTISSA,
+            HAS_FP8,
+        )
+        scores = tl.where((n[None, :] <= position[:, None]) & is_key[None, :], scores, float("-inf"))
+        top, total = _log_add(top, total, scores)
+    at = ((1 + piece.to(tl.int64)) * tl.num_programs(1) + head) * num_rows + row
+    tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["firsts_ptr", "num_rows", "num_pieces"])
+def _join_kernel(firsts_ptr, lse_ptr, num_rows, num_pieces, BLOCK_ROWS: tl.constexpr, BLOCK_PIECES: tl.constexpr):
+    """Fills [0] of lse, of all pieces, and [1 + pieces:], of those of each segment; rows are those of all heads.
+
+    firsts: [segments + 1], the first piece of each segment, and `num_pieces`.
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = row < num_rows
+    begin, end, target = 0, num_pieces, 0
+    if tl.program_id(1) > 0:
+        begin = tl.load(firsts_ptr + tl.program_id(1) - 1).to(tl.int32)
+        end = tl.load(firsts_ptr + tl.program_id(1)).to(tl.int32)
+        target = num_pieces + tl.program_id(1)
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in range(begin, end, BLOCK_PIECES):
+        piece = start + tl.arange(0, BLOCK_PIECES)
+        at = (1 + piece.to(tl.int64))[None, :] * num_rows + row[:, None]
+        seen = is_row[:, None] & (piece < end)[None, :]
+        top, total = _log_add(top, total, tl.load(lse_ptr + at, mask=seen, other=float("-inf")))
+    at = tl.cast(target, tl.int64) * num_rows + row
+    tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "num_rows", "kv_len"])
@@ -184,7 +213,7 @@ def attention_mass_triton(
     q: torch.Tensor,
     k: torch.Tensor,
     row_positions: torch.Tensor,
-    starts: torch.Tensor | None,
+    starts: Sequence[int] | None,
     lse: torch.Tensor | None,
     *,
     sm_scale: float,
@@ -194,16 +223,11 @@ def attention_mass_triton(
     """`attention_mass` without a host synchronisation; the last dimension of q and k must be dense.
 
     Args:
-        starts: int64 on the device, the starts of the segments and kv_len behind them; None = no segments.
+        starts: where segments begin, as in `attention_mass`; None = no segments.
         lse: `[num_rows, num_q_heads]`; with it and without segments the first pass is left out.
     """
     check_dense(q=q, k=k)
     (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
-    bounds = torch.arange(0, 2 * kv_len, kv_len, device=q.device) if starts is None else starts
-    num_segments = len(bounds) - 1
-    own_lse = torch.empty(num_heads, num_rows, dtype=torch.float32, device=q.device)
-    # Of one segment that is all keys they are the same numbers.
-    segment_lse = own_lse if starts is None else own_lse.new_empty(num_heads, num_rows, num_segments)
     received = torch.empty(num_heads, kv_len, dtype=torch.float32, device=q.device)
     # A cap stands between two scales: cap * tanh(score / cap).
     scales = (sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E)
@@ -221,21 +245,42 @@ def attention_mass_triton(
         "num_warps": 4,
     }
     positions = row_positions.contiguous()
+    row_lse = None if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
     if lse is None or starts is not None:
-        _lse_kernel[(triton.cdiv(num_rows, block_rows), num_heads)](
-            *(q, raw(k), positions, bounds, own_lse, segment_lse, num_rows, num_segments, *scales),
+        num_tiles = triton.cdiv(num_rows, block_rows)
+        piece_len = max(_MIN_PIECE_LEN, triton.next_power_of_2(kv_len * num_tiles * num_heads // _MAX_PROGRAMS))
+        cuts, firsts = _cut(starts, kv_len, piece_len, q.device)
+        num_pieces, num_segments = len(cuts) - 1, len(starts or ())
+        found = received.new_empty(1 + num_pieces + num_segments, num_heads, num_rows)
+        _lse_kernel[(num_tiles, num_heads, num_pieces)](
+            *(q, raw(k), positions, cuts, found, num_rows, *scales),
             *strides,
             **options,
         )
-    row_lse = own_lse if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
+        _join_kernel[(triton.cdiv(num_heads * num_rows, 32), 1 + num_segments)](
+            *(firsts, found, num_heads * num_rows, num_pieces), BLOCK_ROWS=32, BLOCK_PIECES=32, num_warps=4
+        )
+        row_lse = found[0] if row_lse is None else row_lse
     _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
         *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
         *strides,
         SKIP_SELF=skip_self,
         **options,
     )
-    by_segment = None if starts is None else torch.exp2(segment_lse - row_lse[:, :, None]).mean(0)
+    by_segment = None if starts is None else torch.exp2(found[1 + num_pieces :] - row_lse).mean(1).t()
     return received.mean(0), by_segment
+
+
+def _cut(starts: Sequence[int] | None, kv_len: int, piece_len: int, device: torch.device) -> list[torch.Tensor]:
+    """`cuts` and `firsts` of the kernels, int64 on the device, by one launch: segments in pieces of `piece_len` keys.
+
+    Without segments all keys are one, and what stands in the place of `firsts` is not to be read.
+    """
+    if starts is None:
+        return [torch.arange(0, kv_len + piece_len, piece_len, device=device)] * 2
+    segments = [range(begin, end, piece_len) for begin, end in itertools.pairwise([*starts, kv_len])]
+    cuts = np.array([*itertools.chain.from_iterable(segments), kv_len], dtype=np.int64)
+    return upload([cuts, np.cumsum([0, *map(len, segments)], dtype=np.int64)], device)
 
 
 def _choose_blocks(head_dim: int, element_size: int) -> tuple[int, int]:

@@ -26,11 +26,12 @@ NUM_MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148}
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel's name, its compile key, and what was compiled; None where only keys are asked for."""
+    """One launch: the kernel's name, its compile key, what was compiled (None where only keys are asked for), grid."""
 
     kernel: str
     key: str
     compiled: Any
+    grid: tuple[int, ...]
 
 
 class _Driver:
@@ -61,7 +62,7 @@ def launches_for(arch: int, *, compiles: bool = True) -> Iterator[list[Launch]]:
         compiled = real_run(self, *args, grid=grid, warmup=True, **kwargs)
         cache = self.device_caches[0][0]
         key = next(key for key, kernel in cache.items() if kernel is compiled)
-        launches.append(Launch(self.__name__, key, compiled))
+        launches.append(Launch(self.__name__, key, compiled, grid))
         return compiled
 
     def do_not_compile(self: JITFunction, key: str, *_: Any, **__: Any) -> Any:

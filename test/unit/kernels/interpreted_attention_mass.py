@@ -7,6 +7,7 @@ import torch
 
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
+from sgl_kernel_ext.backend import FP8
 
 # (kv_len, row positions): one key; one row; first and last position; scattered; all; unordered and repeated.
 HARD = [
@@ -59,6 +60,21 @@ def test_head_dims(head_dim):
 @pytest.mark.parametrize("positions", [[0, 4, 5, 19, 49], [10]])
 def test_segments(starts, positions):
     check(build(50, positions), segment_starts=starts)
+
+
+@pytest.mark.parametrize("starts", [None, [0, 3, 3, 260, 1100, 1356], [0, 1400]])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, *FP8])
+def test_segments_of_several_pieces(starts, kv_dtype):
+    """Pieces have 256 keys here; the first row sees one piece, none sees all of the last."""
+    dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    q, k, rows = build(1400, [100, 256, 511, 512, 1398], num_q_heads=2, num_kv_heads=1, dtype=dtype)
+    check((q, k.to(kv_dtype), rows), segment_starts=starts)
+
+
+def test_a_question():
+    """A quarter of an 8B model's heads, and chunks of uneven lengths."""
+    q, k, rows = build(1100, list(range(1068, 1100)), num_q_heads=8, num_kv_heads=2, head_dim=128)
+    check((q.bfloat16(), k.bfloat16(), rows), sm_scale=128**-0.5, segment_starts=[0, 20, 700, 705, 1050])
 
 
 @pytest.mark.parametrize("positions", [[0], [0, 0, 5], list(range(30)), [29, 3, 3]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -85,6 +87,23 @@ def test_triton_refuses_row_starts():
     problem = build(8, [3, 5])
     with pytest.raises(ValueError, match="row_starts"):
         attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("starts", [None, [0, 300]], ids=["question", "a long segment"])
+@pytest.mark.parametrize("kv_len", [8192, 32768, 131072])
+def test_a_few_rows_fill_a_gpu(kv_len, starts):
+    """A question at an 8B model: 32 rows, and 132 multiprocessors."""
+    from test.unit.kernels.absent_gpu import launches_for
+
+    heads = 32 if starts is None else 2
+    q, k = torch.empty(32, heads, 128).bfloat16(), torch.empty(kv_len, min(8, heads), 128, dtype=torch.bfloat16)
+    rows = torch.arange(kv_len - 32, kv_len)
+    with torch.inference_mode(), launches_for(90, compiles=False) as launches:
+        attention_mass(q, k, rows, sm_scale=0.1, segment_starts=starts, backend="triton")
+    assert [launch.kernel for launch in launches] == ["_lse_kernel", "_join_kernel", "_received_kernel"]
+    programs = math.prod(launches[0].grid)
+    assert min(132, kv_len * heads // 256) <= programs <= 600
 
 
 @pytest.mark.parametrize("logit_cap", [0.0, 3.0])

@@ -93,6 +93,7 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_combine_splits_kernel": 1,
         "_copy_rotate_kernel": 1,
         "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads
+        "_join_kernel": 1,
         "_received_kernel": 2,
         "_kv_deviation_kernel": 2,  # of K and V, and of V alone
         "_drift_sums_kernel": 2 if shape.has_unrotated else 1,
