@@ -20,7 +20,7 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -46,12 +46,14 @@ from chunk_cache.plan.neighbours import find_neighbours
 from chunk_cache_tools.jsonl import read_jsonl
 
 MEASURES = {
-    "own_kl": "KL along full prefill's own answer, nats a token",
-    "own_loss": "Full prefill's own answer, nats a token lost",
-    "gold_loss": "The right answer, nats a token lost",
-    "own_kept": "Share of full prefill's own answers that a greedy reply keeps",
-    "gold_found": "Share of right answers that a greedy reply begins with",
+    "own_kl": "KL along own answer",
+    "own_loss": "own answer lost",
+    "gold_loss": "right answer lost",
+    "own_kept": "own answer kept",
+    "gold_found": "right answer found",
 }
+Values = Callable[[str, str], Sequence[float]]
+"""`values(store, rule)`: one a question."""
 OWN_LEN = 100
 CONTEXT_PASSAGES = 3
 NUM_TAILS = 4
@@ -223,21 +225,21 @@ def with_interval(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.3f} [{low:.3f}, {high:.3f}]"
 
 
-def table(lines: Sequence[Mapping[str, Any]], measure: str, against: Sequence[str] | None) -> Iterator[str]:
-    """A row for each store and rule, a column for each file; minus the condition `against`, question by question."""
-    files = list(dict.fromkeys(line["key"].partition(":")[0] for line in lines))
-    groups = {"all": lines} | {file: [line for line in lines if line["key"].startswith(f"{file}:")] for file in files}
-    yield "| stored | recomputed | " + " | ".join(f"{name} ({len(group)})" for name, group in groups.items()) + " |"
-    yield "| --- | --- |" + " ---: |" * len(groups)
+def table(lines: Sequence[Mapping[str, Any]], columns: Mapping[str, Values]) -> Iterator[str]:
+    """A row for each store and rule."""
+    yield "| stored | recomputed | " + " | ".join(columns) + " |"
+    yield "| --- | --- |" + " ---: |" * len(columns)
     for store, rules in lines[0]["results"].items():
         for rule in rules:
-            cells = []
-            for group in groups.values():
-                each = [line["results"] for line in group]
-                base = [0.0 if against is None else one[against[0]][against[1]][measure] for one in each]
-                values = [one[store][rule][measure] - less for one, less in zip(each, base, strict=True)]
-                cells.append(with_interval(values))
+            cells = [with_interval(values(store, rule)) for values in columns.values()]
             yield f"| {store} | {rule} | {' | '.join(cells)} |"
+
+
+def values_of(lines: Sequence[Mapping[str, Any]], measure: str, against: Sequence[str] | None = None) -> Values:
+    """A measure, question by question; minus that of the condition `against`."""
+    results = [line["results"] for line in lines]
+    base = [0.0 if against is None else one[against[0]][against[1]][measure] for one in results]
+    return lambda store, rule: [one[store][rule][measure] - less for one, less in zip(results, base, strict=True)]
 
 
 def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> str:
@@ -251,6 +253,7 @@ def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[
         f"Prompts of {min(lengths)} to {max(lengths)} tokens, own answers of "
         f"{statistics.mean(line['own_len'] for line in lines):.0f} on average; a greedy reply of full prefill begins "
         f"with the right answer in {statistics.mean(line['full_finds'] for line in lines):.1%}.",
+        "Nats a token, and shares of questions; mean [95 % interval].",
         "",
     ]
     sizes = {Path(path).name: len(read(Path(path), None)) for path in args.data}
@@ -259,10 +262,14 @@ def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[
     for title, group in groups.items():
         if len(group) < 2:
             continue
-        out += [f"## {title} of the files", ""]
-        for measure, what in MEASURES.items():
-            out += [f"### {what}", "", "Mean [95 % interval].", "", *table(group, measure, None), ""]
-            out += [f"Minus *{', '.join(args.against)}*, paired.", "", *table(group, measure, args.against), ""]
+        out += [f"## {title} of the files: {len(group)} questions", ""]
+        out += [*table(group, {what: values_of(group, measure) for measure, what in MEASURES.items()}), ""]
+        paired = {what: values_of(group, measure, args.against) for measure, what in MEASURES.items()}
+        out += [f"Minus *{', '.join(args.against)}*, question by question:", "", *table(group, paired), ""]
+        files = list(dict.fromkeys(line["key"].partition(":")[0] for line in group))
+        each = {file: [line for line in group if line["key"].startswith(f"{file}:")] for file in files}
+        by_file = {f"{file} ({len(some)})": values_of(some, "gold_loss") for file, some in each.items()}
+        out += ["The right answer lost, by file:", "", *table(group, by_file), ""]
     return "\n".join([*out, *run_markdown(about), ""])
 
 
