@@ -15,6 +15,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from benchmark.quality.lab.many import behind
 from benchmark.quality.lab.rows import KV, Attend, Change, RowModel, attention_of
 from benchmark.quality.prompts import Prompt
 
@@ -88,12 +89,10 @@ class Case:
         full_gold, full_finds = found.gather(1, gold[:, None])[:, 0], bool((found.argmax(1) == gold).all())
         reused = full.clone()
         head_len = spans[0][0]
-        for start, end in spans:
-            alone = KV(full.k[:, : head_len + end - start].clone(), full.v[:, : head_len + end - start].clone())
-            model.run(alone, ids[start:end], torch.arange(head_len, head_len + end - start))
-            k = alone.k[:, head_len:]
-            reused.k[:, start:end] = model.turn(k, start - head_len) if turned else k
-            reused.v[:, start:end] = alone.v[:, head_len:]
+        head, nothing = KV(full.k[:, :head_len], full.v[:, :head_len]), [ids[:0]] * len(spans)
+        for (start, end), alone in zip(spans, behind(model, head, nothing, [ids[a:b] for a, b in spans]), strict=True):
+            reused.k[:, start:end] = model.turn(alone.k, start - head_len) if turned else alone.k
+            reused.v[:, start:end] = alone.v
         reused.k[:, spans[-1][1] :], reused.v[:, spans[-1][1] :] = 0, 0
         return cls(model, ids, spans, gold, own, full, reused, full_gold, full_own, full_finds)
 

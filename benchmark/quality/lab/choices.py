@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from benchmark.quality.lab.case import Case
-from benchmark.quality.lab.rows import KV, attention_of
+from benchmark.quality.lab.case import Case, Judged
+from benchmark.quality.lab.many import padded, run_many
+from benchmark.quality.lab.rows import KV, Change
+
+from sgl_kernel_ext.add_drift import PRIOR
 
 BLOCK = 16
-DRIFT_PRIOR = 8.0
-"""`sglang_chunk_cache.forward.selection.drift.PRIOR`; a lab on a host without SGLang cannot import it."""
 WORD_REACH = 8
 """Tokens on either side of a word of the question that its weight reaches, falling linearly."""
 
@@ -79,26 +80,6 @@ class Reused:
         return found
 
     @cached_property
-    def received_mass(self) -> torch.Tensor:
-        """What the tokens of its own chunk attend to in each token, mean over layers and heads, per token behind it."""
-        case = self.case
-        found = torch.zeros(case.prompt_len)
-        for start, end in self.spans:
-            cache = KV(*(part[:, : case.head_len + end - start].clone() for part in (case.full.k, case.full.v)))
-            positions = torch.arange(case.head_len, case.head_len + end - start)
-            masses: list[torch.Tensor] = []
-
-            def observe(
-                layer: int, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor = positions, into: Any = masses
-            ) -> None:
-                into.append(attention_of(q, k, at).sum(1).mean(0)[at])
-
-            with torch.no_grad():
-                case.model.run(cache, case.ids[start:end], positions, observe=observe)
-            found[start:end] = torch.stack(masses).mean(0) / torch.arange(end - start, 0, -1)
-        return found
-
-    @cached_property
     def word_weights(self) -> torch.Tensor:
         """Rarity of the question's words among the chunks' tokens, where they stand and `WORD_REACH` around."""
         tokenizer = self.case.model.tokenizer
@@ -147,25 +128,11 @@ class Reused:
         return torch.cat(taken).sort().values
 
     def with_drift(self, rows: torch.Tensor, strength: float = 0.5) -> dict[str, Any]:
-        """Arguments of `Case.judge`: `sglang_chunk_cache.forward.selection.drift` in this instrument."""
-        model = self.case.model
-        is_other = torch.zeros(self.case.prompt_len, dtype=torch.bool)
-        is_other[self.start : self.end] = True
-        is_other[rows] = False
-        others = is_other.nonzero()[:, 0]
-        starts = torch.tensor([start for start, _ in self.spans])
-        row_chunk, other_chunk = (torch.bucketize(positions, starts, right=True) - 1 for positions in (rows, others))
-        is_of = row_chunk[None] == torch.arange(len(starts))[:, None]
-        prior = DRIFT_PRIOR
-        weights = (is_of + prior / len(rows)) / (is_of.sum(1, keepdim=True) + prior) * strength
+        """Arguments of `Case.judge`."""
+        change_each = self._drift([Pick(rows, strength)], rows[None])
 
         def change(layer: int, cache: KV, k: torch.Tensor, v: torch.Tensor) -> None:
-            num = len(rows)
-            drift_k = model.turn_to(k[:num] - cache.k[layer, rows], -rows, layer)
-            drift_v = v[:num] - cache.v[layer, rows]
-            mean_k, mean_v = (torch.einsum("cr,rhd->chd", weights, drift) for drift in (drift_k, drift_v))
-            cache.k[layer, others] += model.turn_to(mean_k[other_chunk], others, layer)
-            cache.v[layer, others] += mean_v[other_chunk]
+            change_each(layer, KV(cache.k[:, None], cache.v[:, None]), k[None], v[None])
 
         return {"rows": rows, "change": change}
 
@@ -176,6 +143,62 @@ class Reused:
             found["cache"] = self.case.reused.clone()
             found["cache"].k[:2], found["cache"].v[:2] = self.case.full.k[:2], self.case.full.v[:2]
         return found
+
+    @torch.no_grad()
+    def judge(self, picks: Sequence[Pick]) -> list[Judged]:
+        """As `Case.judge(**self.arguments(pick))` of each, side by side."""
+        case, num = self.case, len(picks)
+        model, prompt_len = case.model, case.prompt_len
+        unused = prompt_len + max(len(case.gold), len(case.own))  # where shorter picks are filled up
+        shape = (model.num_layers, num, unused + 1, model.num_kv_heads, model.head_dim)
+        cache = KV(torch.zeros(shape), torch.zeros(shape))
+        for part, reused, full in ((cache.k, case.reused.k, case.full.k), (cache.v, case.reused.v, case.full.v)):
+            part[:, :, : self.end] = reused[:, None, : self.end]
+            for i, pick in enumerate(picks):
+                if pick.early:
+                    part[:2, i, : self.end] = full[:2, : self.end]
+        rows = padded([pick.rows for pick in picks], unused)
+        positions = torch.cat([rows, torch.arange(self.end, prompt_len).expand(num, -1)], 1)
+        ids = torch.nn.functional.pad(case.ids, (0, unused + 1 - prompt_len))[positions]
+        change = self._drift(picks, rows) if any(pick.drift for pick in picks) else None
+        hidden = run_many(model, cache, ids, positions, prompt_len, change=change)[:, -1:]
+        states = []
+        for answer in (case.gold, case.own):
+            states.append(hidden)
+            if len(answer) > 1:
+                where = torch.arange(prompt_len, prompt_len + len(answer) - 1).expand(num, -1)
+                read = run_many(model, cache, answer[:-1].expand(num, -1), where, prompt_len + len(answer) - 1)
+                states[-1] = torch.cat([hidden, read], 1)
+        return [case.judged(*(model.log_probs(one[i]) for one in states), len(p.rows)) for i, p in enumerate(picks)]
+
+    def _drift(self, picks: Sequence[Pick], rows: torch.Tensor) -> Change:
+        """`sgl_kernel_ext.add_drift` in this instrument, of every pick its own strength.
+
+        Args:
+            rows: `[num_picks, longest]`, positions; from the prompt's end on they are none.
+        """
+        model, width = self.case.model, rows.shape[1]
+        starts = torch.tensor([start for start, _ in self.spans])
+        tokens = torch.arange(self.start, self.end)
+        token_chunk, row_chunk = (torch.bucketize(at, starts, right=True) - 1 for at in (tokens, rows))
+        is_row = rows < self.case.prompt_len
+        is_of = (row_chunk[:, None] == torch.arange(len(starts))[None, :, None]) & is_row[:, None]
+        usual = is_row[:, None] * (PRIOR / is_row.sum(1).clamp_min(1)[:, None, None])
+        strengths = torch.tensor([pick.drift for pick in picks])[:, None, None]
+        weights = (is_of + usual) / (is_of.sum(2, keepdim=True) + PRIOR) * strengths
+        at, each = torch.where(is_row, rows, 0), torch.arange(len(picks))[:, None]
+        is_other = torch.ones(len(picks), self.case.prompt_len + 1)
+        is_other[each, rows.clamp_max(self.case.prompt_len)] = 0.0
+        is_other = is_other[:, self.start : self.end, None, None]
+
+        def change(layer: int, cache: KV, k: torch.Tensor, v: torch.Tensor) -> None:
+            drift_k = model.turn_to(k[:, :width] - cache.k[layer][each, at], -at, layer)
+            drift_v = v[:, :width] - cache.v[layer][each, at]
+            mean_k, mean_v = (torch.einsum("bcr,brhd->bchd", weights, drift) for drift in (drift_k, drift_v))
+            cache.k[layer][:, self.start : self.end] += model.turn_to(mean_k[:, token_chunk], tokens, layer) * is_other
+            cache.v[layer][:, self.start : self.end] += mean_v[:, token_chunk] * is_other
+
+        return change
 
 
 Rule = Callable[[Reused, float], Pick]
@@ -206,18 +229,11 @@ def _usual(reused: Reused) -> torch.Tensor:
     return reused.usual_mass
 
 
-def _received(reused: Reused) -> torch.Tensor:
-    return reused.received_mass
-
-
 RULES: Mapping[str, Rule] = {
     "nothing": lambda reused, _: Pick(torch.arange(0)),
     "epic": lambda reused, ratio: Pick(reused.first_tokens(ratio)),
     "epic-drift": lambda reused, ratio: Pick(reused.first_tokens(ratio), 0.5),
     "random": _by(lambda reused: torch.rand(reused.case.prompt_len, generator=_draw(reused.case))),
-    "h2o": _by(_received),
-    "h2o-drift": _by(_received, 0.5),
-    "h2o-words-drift": _by(_near_words(_received), 0.5),
     "cacheblend": lambda reused, ratio: Pick(reused.best_tokens(reused.early_change, ratio), early=True),
     "fusionrag": _by(lambda reused: reused.question_mass[-1]),
     "question": _by(_mean_of_layers(1.0)),

@@ -213,10 +213,9 @@ def attention_of(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As every model attends; see `Attend`."""
-    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    """As every model attends; see `Attend`. All may have one more dimension in front."""
+    q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(-3), enable_gqa=True).transpose(-3, -2)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ it stands first; one that was stored alone is the exact prefix there, as in the 
 
 Lines of finished questions are kept in OUT/NAME.jsonl: the same command goes on where it was stopped, and `--part 2/8`
 in several processes at once shares the work; the command without it then writes the page. OUT/NAME.md has the tables:
-means, and paired differences to one condition, with 95 % intervals (bootstrap over questions), for the last
-`--held-out` lines of the files and the others apart.
+means with 95 % intervals (bootstrap over questions), of all, and of the last `--held-out` lines of the files and the
+others apart; and the differences that `--pair` names, question by question.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmark.common.results import RESULTS_DIR, named, run_markdown
-from benchmark.quality.lab.asking import ask_each, chat_or_text
+from benchmark.quality.lab.asking import Line, ask_each, chat_or_text
 from benchmark.quality.lab.case import Case
 from benchmark.quality.lab.choices import RULES, Pick, Reused
 from benchmark.quality.lab.fillers import FILLERS
-from benchmark.quality.lab.many import behind, judge_many
+from benchmark.quality.lab.many import behind
 from benchmark.quality.lab.rows import KV, RowModel
 from benchmark.quality.prompts import PLAIN, Prompt
 from benchmark.quality.question import DataError, Question, question_of
+from benchmark.quality.table import interval
 
 from chunk_cache.plan.neighbours import find_neighbours
 from chunk_cache_tools.jsonl import read_jsonl
@@ -52,8 +53,6 @@ MEASURES = {
     "own_kept": "own answer kept",
     "gold_found": "right answer found",
 }
-Values = Callable[[str, str], Sequence[float]]
-"""`values(store, rule)`: one a question."""
 OWN_LEN = 100
 CONTEXT_PASSAGES = 3
 NUM_TAILS = 4
@@ -77,11 +76,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rules", nargs="+", choices=RULES, default=["nothing", "epic", "question-drift"], metavar="RULE")
     add("--ratios", nargs="+", type=float, default=[0.05, 0.15], metavar="R")
     add(
-        "--against",
-        nargs=2,
-        default=[ALONE, "epic 0.15"],
-        metavar=("STORE", "RULE"),
-        help="what others are compared to",
+        "--pair", dest="pairs", nargs=4, action="append", default=[], metavar="NAME", help="STORE RULE minus STORE RULE"
     )
     add("--max-tokens", type=int, default=3500, help="longer prompts are left out (default: %(default)s)")
     add("--out", type=Path, default=RESULTS_DIR / "quality" / "lab", help="folder of the results")
@@ -137,7 +132,8 @@ class Contexts:
             chunks = prompt_of(model, other).chunks
             self.foreign.append(self._ids(draw.sample(chunks, min(CONTEXT_PASSAGES, len(chunks)))))
         self.filler = [self._ids([text]) for text in FILLERS]
-        self.tails = [self._ids([prompt_of(model, other).tail]) for other in draw.sample(list(asked.others), NUM_TAILS)]
+        asking = draw.sample(list(asked.others), min(NUM_TAILS, len(asked.others)))
+        self.tails = [self._ids([prompt_of(model, other).tail]) for other in asking]
         self._asked = asked
 
     @cached_property
@@ -214,35 +210,26 @@ def conditions(reused: Reused, args: argparse.Namespace) -> Iterator[tuple[str, 
             yield (f"{name} {ratio:g}" if ratio else name), RULES[name](reused, ratio)
 
 
-def batched(items: Sequence[Pick], num: int) -> Iterator[Sequence[Pick]]:
-    return (items[i : i + num] for i in range(0, len(items), num))
-
-
 def with_interval(values: Sequence[float]) -> str:
-    """The mean and its 95 % interval, by bootstrap."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (4_000, len(values)))
-    low, high = np.quantile(np.array(values)[drawn].mean(1), [0.025, 0.975])
+    """The mean and its 95 % interval."""
+    low, high = interval(np.array(values))
     return f"{statistics.mean(values):.3f} [{low:.3f}, {high:.3f}]"
 
 
-def table(lines: Sequence[Mapping[str, Any]], columns: Mapping[str, Values]) -> Iterator[str]:
-    """A row for each store and rule."""
-    yield "| stored | recomputed | " + " | ".join(columns) + " |"
-    yield "| --- | --- |" + " ---: |" * len(columns)
-    for store, rules in lines[0]["results"].items():
-        for rule in rules:
-            cells = [with_interval(values(store, rule)) for values in columns.values()]
-            yield f"| {store} | {rule} | {' | '.join(cells)} |"
+def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], Sequence[Sequence[float]]]]) -> Iterator[str]:
+    """Of rows of names and of columns of values, one a question."""
+    for number, (names, columns) in enumerate(rows):
+        if number == 0:
+            yield f"| {' | '.join(heads)} |"
+            yield "|" + " --- |" * len(names) + " ---: |" * len(columns)
+        yield f"| {' | '.join([*names, *map(with_interval, columns)])} |"
 
 
-def values_of(lines: Sequence[Mapping[str, Any]], measure: str, against: Sequence[str] | None = None) -> Values:
-    """A measure, question by question; minus that of the condition `against`."""
-    results = [line["results"] for line in lines]
-    base = [0.0 if against is None else one[against[0]][against[1]][measure] for one in results]
-    return lambda store, rule: [one[store][rule][measure] - less for one, less in zip(results, base, strict=True)]
+def values(lines: Sequence[Line], store: str, rule: str, measure: str) -> list[float]:
+    return [line["results"][store][rule][measure] for line in lines]
 
 
-def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> str:
+def page(lines: Sequence[Line], args: argparse.Namespace, about: dict[str, Any]) -> str:
     """The result as Markdown."""
     lengths = [line["prompt_len"] for line in lines]
     out = [
@@ -256,25 +243,43 @@ def page(lines: Sequence[dict[str, Any]], args: argparse.Namespace, about: dict[
         "Nats a token, and shares of questions; mean [95 % interval].",
         "",
     ]
-    sizes = {Path(path).name: len(read(Path(path), None)) for path in args.data}
-    held_out = [line for line in lines if _number(line) >= sizes[line["key"].partition(":")[0]] - args.held_out]
-    groups = {f"Last {args.held_out} lines": held_out, "Other lines": [line for line in lines if line not in held_out]}
-    for title, group in groups.items():
-        if len(group) < 2:
-            continue
-        out += [f"## {title} of the files: {len(group)} questions", ""]
-        out += [*table(group, {what: values_of(group, measure) for measure, what in MEASURES.items()}), ""]
-        paired = {what: values_of(group, measure, args.against) for measure, what in MEASURES.items()}
-        out += [f"Minus *{', '.join(args.against)}*, question by question:", "", *table(group, paired), ""]
-        files = list(dict.fromkeys(line["key"].partition(":")[0] for line in group))
-        each = {file: [line for line in group if line["key"].startswith(f"{file}:")] for file in files}
-        by_file = {f"{file} ({len(some)})": values_of(some, "gold_loss") for file, some in each.items()}
-        out += ["The right answer lost, by file:", "", *table(group, by_file), ""]
-    return "\n".join([*out, *run_markdown(about), ""])
+    if args.pairs:
+        out += ["## Differences, question by question", ""]
+        heads = ("stored", "recomputed", "minus stored", "recomputed", *MEASURES.values())
+        out += [*table(heads, ((pair, differences(lines, *pair)) for pair in args.pairs)), ""]
+    conditions = [(store, rule) for store, rules in lines[0]["results"].items() for rule in rules]
+    first_held_out = {Path(path).name: sum(1 for _ in read_jsonl(path)) - args.held_out for path in args.data}
+    is_held_out = [number >= first_held_out[file] for file, number in map(place_of, lines)]
+    parts = {
+        "All": lines,
+        f"Last {args.held_out} lines of the files": list(compress(lines, is_held_out)),
+        "Other lines": [line for line, is_held in zip(lines, is_held_out, strict=True) if not is_held],
+    }
+    for title, part in parts.items():
+        if len(part) > 1:
+            out += [f"## {title}: {len(part)} questions", ""]
+            rows = ((one, [values(part, *one, measure) for measure in MEASURES]) for one in conditions)
+            out += [*table(("stored", "recomputed", *MEASURES.values()), rows), ""]
+    by_file = {file: [line for line in lines if place_of(line)[0] == file] for file in first_held_out}
+    by_file = {f"{file} ({len(part)})": part for file, part in by_file.items() if len(part) > 1}
+    out += ["## The right answer lost, by file", ""]
+    rows = ((one, [values(part, *one, "gold_loss") for part in by_file.values()]) for one in conditions)
+    return "\n".join([*out, *table(("stored", "recomputed", *by_file), rows), "", *run_markdown(about), ""])
 
 
-def _number(line: Mapping[str, Any]) -> int:
-    return int(line["key"].partition(":")[2])
+def differences(lines: Sequence[Line], store: str, rule: str, from_store: str, from_rule: str) -> list[list[float]]:
+    """Of every measure, one a question."""
+    found = []
+    for measure in MEASURES:
+        both = zip(values(lines, store, rule, measure), values(lines, from_store, from_rule, measure), strict=True)
+        found.append([one - other for one, other in both])
+    return found
+
+
+def place_of(line: Line) -> tuple[str, int]:
+    """The file and the number of its line."""
+    file, _, number = line["key"].partition(":")
+    return file, int(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for store, stored in stores(case, prompt.chunks, contexts, args):
                 reused = Reused(stored, 1 if store == ALONE else 0, contexts.tails)
                 names, picks = zip(*conditions(reused, args), strict=True)
-                judged = [one for part in batched(picks, args.batch) for one in judge_many(reused, part)]
+                parts = [picks[i : i + args.batch] for i in range(0, len(picks), args.batch)]
+                judged = [one for part in parts for one in reused.judge(part)]
                 found[store] = dict(zip(names, map(asdict, judged), strict=True))
         return found
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.add_drift.drift import Drift
+from sgl_kernel_ext.add_drift.drift import PRIOR, Drift
 from sgl_kernel_ext.backend import Backend, resolve_backend
 from sgl_kernel_ext.rotary import RotarySpec
 
-__all__ = ["Drift", "add_drift"]
+__all__ = ["PRIOR", "Drift", "add_drift"]
 
 
 def add_drift(

@@ -12,16 +12,13 @@ from benchmark.quality.lab import storing, study
 from benchmark.quality.lab.anatomy import _of_full_prefill, _squared_deviation, anatomy
 from benchmark.quality.lab.ape import MergedAttention, ape
 from benchmark.quality.lab.case import Case
-from benchmark.quality.lab.choices import DRIFT_PRIOR, RULES, Reused, choices
-from benchmark.quality.lab.many import judge_many
+from benchmark.quality.lab.choices import RULES, Reused, choices
 from benchmark.quality.lab.rows import KV, RowModel, softmax_attention
 from benchmark.quality.lab.storing import Stored
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import write_questions
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
-
-from sglang_chunk_cache.forward.selection.drift import PRIOR
 
 TRAINED = "benchmark/quality/models/qa-1m-seed0"
 
@@ -209,15 +206,16 @@ def test_storing_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Cap
     data = tmp_path / "questions.jsonl"
     write_questions(data, make_questions("carry", num=6, seed=HELD_OUT_SEEDS[0]))
     args = [TRAINED, "--data", str(data), "--held-out", "2", "--foreign", "1", "2", "--out", str(tmp_path)]
-    args += ["--name", "tiny", "--rules", *RULES]
+    args += ["--name", "tiny", "--rules", *RULES, "--pair", "filler x1", "epic 0.15", "alone", "epic 0.15"]
     assert storing.main([*args, "--num", "2", "--part", "2/2"]) == 0
     assert not (tmp_path / "tiny.md").exists()
     assert storing.main([*args, "--num", "4"]) == 0
     assert capsys.readouterr().out.count("minutes left") == 4
     page = (tmp_path / "tiny.md").read_text()
     assert "4 questions of questions.jsonl" in page
-    assert page.count("| stored | recomputed | questions.jsonl (2) |") == 2, "the last lines and the others"
-    assert "Minus *alone, epic 0.15*, question by question" in page
+    assert page.count("| stored | recomputed | KL along own answer |") == 3, "all, the last lines and the others"
+    assert page.count("| filler x1 | epic 0.15 | alone | epic 0.15 |") == 1
+    assert page.count("| stored | recomputed | questions.jsonl (4) |") == 1
     assert "| filler x1 | question-drift, a quarter of the layers 0.15 |" in page
     assert storing.main([*args, "--data", str(tmp_path / "none.jsonl")]) == 1
 
@@ -225,12 +223,8 @@ def test_storing_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Cap
 def test_conditions_side_by_side_are_those_one_by_one(case: Case) -> None:
     reused = Reused(case, tails=[case.ids[:3]])
     picks = [rule(reused, ratio) for rule in RULES.values() for ratio in (0.1, 0.3)]
-    for pick, found in zip(picks, judge_many(reused, picks), strict=True):
+    for pick, found in zip(picks, reused.judge(picks), strict=True):
         assert asdict(found) == pytest.approx(asdict(case.judge(**reused.arguments(pick))), abs=2e-4)
-
-
-def test_the_prior_of_the_drift_is_the_servers() -> None:
-    assert DRIFT_PRIOR == PRIOR
 
 
 def test_words_of_the_question_weigh_by_their_rarity_and_reach_their_neighbours(model: RowModel) -> None:

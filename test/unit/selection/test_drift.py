@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from sgl_kernel_ext.add_drift import PRIOR
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq, rotate, rotation_table
-from sglang_chunk_cache.forward.selection.drift import PRIOR, DriftCorrection
+from sglang_chunk_cache.forward.selection.drift import DriftCorrection
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.add_drift import Drift, add_drift
+from sgl_kernel_ext.add_drift import PRIOR, Drift, add_drift
 from sgl_kernel_ext.rotary import Turn
 from sglang_chunk_cache.forward.row_choice import keep_where
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
-
-PRIOR = 8.0
-"""Rows that the mean over all chunks counts for in a chunk's own, so that a chunk with few rows, or none, follows the
-others. Not tuned: a few trial questions told 2, 8 and one mean for all chunks hardly apart."""
 
 
 class DriftCorrection:
