@@ -47,6 +47,8 @@ GROUPING = {"group_size": 4, "group_threshold": 1}
 RECIPES = [
     recipe("full-reuse", 0.3),
     recipe("epic", 0.2),
+    recipe("near", 0.2),
+    recipe("near", 0.4, drift=1),
     recipe("epic", 0.3, shift=0),
     recipe("epic", 0.34, **GROUPING),
     recipe("epic", 0.34, group_size=8, group_threshold=5),

@@ -372,7 +372,7 @@ class _Execution:
 
     def _by_block(self, scores: Scores) -> Scores:
         """Ours: a token counts as much as those of its block that have a score, on average."""
-        if not self._option("block_size") or self.method.name in ("epic", "lego-link"):
+        if not self._option("block_size") or self.method.name in ("epic", "near", "lego-link"):
             return scores
         members: dict[tuple[int, int], list[float]] = {}
         for p, score in scores.items():
@@ -405,7 +405,9 @@ class _Execution:
         if self.options_given.get("ends"):
             return min(1.0, 2 * self.options_given["ends"] / len(hit.positions))
         if not self.options_given.get("alpha"):
-            return self.ratio
+            spans = [(one.dst_start, one.dst_end) for one in self.hits]
+            counts = self.method.row_counts(spans, min(self.spans[-1][1], len(self.ids) - 1), self.ratio)
+            return self.ratio if counts is None else counts[self.hits.index(hit)] / len(hit.positions)
         self._stored(hit)
         return min(1.0, self.result.cfo[hit.start])
 

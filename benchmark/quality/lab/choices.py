@@ -18,6 +18,7 @@ from benchmark.quality.lab.case import Case, Judged
 from benchmark.quality.lab.many import padded, run_many
 from benchmark.quality.lab.rows import KV, Change
 
+from chunk_cache.methods import METHODS
 from sgl_kernel_ext.add_drift import PRIOR
 
 BLOCK = 16
@@ -110,6 +111,12 @@ class Reused:
     def first_tokens(self, ratio: float) -> torch.Tensor:
         """EPIC's: the first tokens of each chunk."""
         return torch.cat([torch.arange(a, a + max(1, math.ceil(ratio * (b - a)))) for a, b in self.spans])
+
+    def near_tokens(self, ratio: float) -> torch.Tensor:
+        """The server's `near`: the first tokens of each chunk, more of those near the question."""
+        counts = METHODS["near"].row_counts(self.spans, self.end, ratio)
+        assert counts is not None
+        return torch.cat([torch.arange(a, a + count) for (a, _), count in zip(self.spans, counts, strict=True)])
 
     def best_tokens(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
         order = torch.sort(scores[self.start : self.end], descending=True, stable=True).indices
@@ -233,6 +240,8 @@ RULES: Mapping[str, Rule] = {
     "nothing": lambda reused, _: Pick(torch.arange(0)),
     "epic": lambda reused, ratio: Pick(reused.first_tokens(ratio)),
     "epic-drift": lambda reused, ratio: Pick(reused.first_tokens(ratio), 0.5),
+    "near": lambda reused, ratio: Pick(reused.near_tokens(ratio)),
+    "near-drift": lambda reused, ratio: Pick(reused.near_tokens(ratio), 0.5),
     "random": _by(lambda reused: torch.rand(reused.case.prompt_len, generator=_draw(reused.case))),
     "cacheblend": lambda reused, ratio: Pick(reused.best_tokens(reused.early_change, ratio), early=True),
     "fusionrag": _by(lambda reused: reused.question_mass[-1]),

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from chunk_cache.errors import request_error, show
 from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
-from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Random
+from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Near, Random
 from chunk_cache.methods.method_options import Options, OptionValue
 from chunk_cache.methods.ranked import H2O, CacheCraft
 from chunk_cache.methods.scored import A3, CacheBlend, InfoFlow, QuestionDrift, QuestionMethod
@@ -34,6 +34,7 @@ _ALL: tuple[Method, ...] = (
     FullReuse(),
     Random(),
     Epic(),
+    Near(),
     LegoLink(),
     H2O(),
     CacheCraft(),

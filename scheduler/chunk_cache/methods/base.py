@@ -12,7 +12,7 @@ every tensor-parallel rank and every retry agrees.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -31,6 +31,7 @@ from chunk_cache.methods.method_options import (
     OptionValue,
     check_options,
 )
+from chunk_cache.types import Span
 
 ValueT = TypeVar("ValueT")
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -117,6 +118,15 @@ class Method:
     def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
         raise NotImplementedError(f"{self.name} does not choose before the forward")
+
+    def row_counts(self, reused: Sequence[Span], question_start: int, ratio: float) -> Sequence[int] | None:
+        """How many rows each reused chunk gets (`Stage.BEFORE`); None = of each the same ratio.
+
+        Args:
+            reused: positions of the reused part of each chunk, ascending, at least one.
+            question_start: position of the question's first token.
+        """
+        return None
 
     def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
         """How many of `num_tokens` reused rows run at each layer (`Stage.LAYER` and `Stage.QUESTION`).

@@ -1,14 +1,18 @@
-"""Methods that look at nothing: all, none, the first tokens, or tokens drawn by lot."""
+"""Methods that look at nothing but places: all, none, the first tokens, or tokens drawn by lot."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.methods.base import Basis, Method, Rows
+from chunk_cache.methods.base import Basis, Method, Rows, num_rows_at
 from chunk_cache.methods.method_options import ALPHA, ENDS, IntOption, Options
+from chunk_cache.types import Span
 
 
 class FullReuse(Method):
@@ -37,6 +41,31 @@ class Epic(Method):
 
     def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         return np.arange(num_rows, dtype=np.int64)
+
+
+class Near(Epic):
+    """The first tokens of each chunk: many of a chunk in front of the question, few of one far away (*ours*).
+
+    Whatever passages say, a question attends to a token about as 1 / (its distance + `_REACH`); a chunk's share of the
+    rows is the sum of that over its reused tokens, and what is too much for one goes to the next.
+    """
+
+    name = "near"
+
+    def row_counts(self, reused: Sequence[Span], question_start: int, ratio: float) -> tuple[int, ...]:
+        distances = [(question_start - start + _REACH, question_start - end + _REACH) for start, end in reused]
+        weights = [math.log(first / last) for first, last in distances]
+        left = num_rows_at(ratio, sum(end - start for start, end in reused))
+        counts = []
+        # From the nearest on, whose share of its own tokens is the largest: if it is not full, none behind it is.
+        for (start, end), weight, rest in reversed([*zip(reused, weights, accumulate(weights), strict=True)]):
+            counts.append(min(end - start, math.ceil(left * (weight / rest))))
+            left -= counts[-1]
+        return tuple(reversed(counts))
+
+
+_REACH = 16
+"""Tokens right in front of the question that count alike (docs/quality.md)."""
 
 
 class LegoLink(Method):

@@ -67,7 +67,7 @@ def choose_rows(
     if method.stage is not Stage.BEFORE:
         return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, question)
     is_row = is_missing.copy()
-    budgets = [ratio] * len(chunks) if budgets is None else budgets
+    budgets = _budgets(chunks, method, ratio, question[0]) if budgets is None else budgets
     how = _Choice.of(method, opts)
     hits = [hit for hit in zip(chunks, keys, rankings, budgets, strict=True) if hit[0].num_reused]
     chosen = how.best_of_all(hits, ratio) if how.is_global else [how.best_of(*hit) for hit in hits]
@@ -81,6 +81,16 @@ def choose_rows(
     is_dropping = is_partial and is_selecting(method, opts.options)
     selection = Selection(method.name, opts.options, ratio, (), question) if is_dropping else None
     return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
+
+
+def _budgets(chunks: Sequence[ChunkPlan], method: Method, ratio: float, question_start: int) -> list[float]:
+    """Per chunk the share of its reused tokens that is recomputed, as the method spreads the ratio."""
+    reused = [(chunk.dst_start, chunk.dst_end) for chunk in chunks if chunk.num_reused]
+    counts = method.row_counts(reused, question_start, ratio) if reused else None
+    if counts is None:
+        return [ratio] * len(chunks)
+    shares = iter(counts)
+    return [next(shares) / chunk.num_reused if chunk.num_reused else 0.0 for chunk in chunks]
 
 
 def _choose_in_forward(

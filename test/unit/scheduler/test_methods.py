@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_unknown_methods_are_refused_alike(name: object) -> None:
 
 def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() == contract | {"full", "lego-link", "infoflow", "question-drift"}
+    assert METHODS.keys() == contract | {"full", "near", "lego-link", "infoflow", "question-drift"}
 
 
 def test_methods_are_found_by_their_name() -> None:
@@ -95,6 +96,42 @@ class TestEpic(MethodSuite):
 
     def test_it_takes_the_first_tokens(self) -> None:
         np.testing.assert_array_equal(self.method.rows_for_chunk(3, 10, 0.25), [0, 1, 2])
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 200)), min_size=1, max_size=8).map(
+    lambda parts: [
+        (sum(map(sum, parts[:i])) + gap, sum(map(sum, parts[:i])) + gap + length) for i, (gap, length) in enumerate(parts)
+    ]
+)
+"""Spans with gaps between them."""
+
+
+class TestNear(MethodSuite):
+    method = METHODS["near"]
+
+    def test_rows_of_a_chunk_are_its_first(self) -> None:
+        np.testing.assert_array_equal(self.method.rows_for_chunk(3, 10, 0.25), [0, 1, 2])
+
+    def test_passages_in_front_of_the_question_get_most(self) -> None:
+        spans = [(100, 250), (250, 400), (400, 550), (550, 700), (700, 1000)]
+        assert self.method.row_counts(spans, 1000, 0.15) == (5, 7, 10, 13, 100)
+        assert self.method.row_counts(spans[:2], 5000, 0.15) == (22, 23)  # far away all are alike
+
+    def test_what_is_too_much_for_one_goes_to_the_next(self) -> None:
+        assert self.method.row_counts([(0, 500), (500, 520)], 520, 0.5) == (240, 20)
+
+    @shared
+    @given(reused=SPANS, behind=st.integers(0, 400), ratio=RATIOS)
+    def test_counts_are_the_ratio_of_all_and_more_where_it_is_nearer(
+        self, reused: list[tuple[int, int]], behind: int, ratio: float
+    ) -> None:
+        lens = [end - start for start, end in reused]
+        counts = self.method.row_counts(reused, reused[-1][1] + behind, ratio)
+        assert counts is not None
+        assert sum(counts) == num_rows_at(ratio, sum(lens))
+        assert all(0 <= count <= length for count, length in zip(counts, lens, strict=True))
+        for (far, near), (far_len, near_len) in zip(pairwise(counts), pairwise(lens), strict=True):
+            assert far / far_len <= near / near_len + 1 / far_len + 1 / near_len  # but for whole rows
 
 
 class TestLegoLink(MethodSuite):

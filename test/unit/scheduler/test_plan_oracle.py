@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -227,10 +228,18 @@ class RowsOracle:
     def missing(self) -> set[int]:
         return set(range(self.case.prefix_len, self.load_end)) - set(self.brought_in)
 
+    def row_counts(self) -> Sequence[int] | None:
+        """Rows of each chunk that is brought in, where the method spreads them otherwise than by the ratio."""
+        spans = [(positions[0], positions[-1] + 1) for positions in map(self.positions, self.hits)]
+        question_start = min(self.case.opts.spans[-1][1], self.case.prompt_len - 1)
+        return self.case.method.row_counts(spans, question_start, self.case.ratio)
+
     def chosen_before(self, i: int) -> list[int]:
         """The rows of chunk i, one token at a time."""
         case, positions = self.case, self.positions(i)
         budget = case.budget(i, len(positions))
+        if case.own_alpha is None and (counts := self.row_counts()):
+            budget = counts[self.hits.index(i)] / len(positions)
         num_rows = num_rows_at(budget, len(positions))
         if case.method.asks_selector and case.option("top_k") == "global":
             order = sorted(self.brought_in, key=lambda p: (-self.block_worth(self.brought_in[p], p), p))
