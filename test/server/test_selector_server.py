@@ -91,7 +91,7 @@ def test_scores_choose_and_the_question_matters(clip: Server, passages: Passages
     rows = [chunk["recomputed_positions"] for chunk in reply["chunks"]]
     starts = [chunk["start"] for chunk in reply["chunks"]]
     first = [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]
-    assert rows != first, "these are the first tokens, which epic would choose"
+    assert rows != first, "these are the first tokens, which epic and near would choose"
     grouped = scored(clip, [chunks[i] for i in (1, 0, 2)])
     assert grouped["recomputed_tokens"] <= -(-grouped["reused_tokens"] // 2)
     assert counted(clip, 'answers_total{reason="none"}') >= 2
@@ -110,7 +110,7 @@ def test_the_same_by_token_ids_in_a_chat_and_in_a_stream(clip: Server, passages:
         chunk["recomputed_positions"] for chunk in wanted["chunks"]
     ]
     several = clip.generate([prompt.text, prompt.text], chunk_cache={**CLIP}, sampling={"n": 2})
-    assert {out["meta_info"]["chunk_cache"]["method"] for out in several} <= {"cacheclip", "epic"}
+    assert {out["meta_info"]["chunk_cache"]["method"] for out in several} <= {"cacheclip", "near"}
     body = {"messages": prompt.text, "custom_params": {"chunk_cache": CLIP}}
     chat = clip.chat(body.pop("messages"), **body)["sglext"]["chunk_cache"]
     assert chat["fallback_reason"] in REASONS
@@ -157,7 +157,7 @@ def test_faults_under_load_lose_nothing(
         order = [chunks[(i + k) % 4] for k in (2, 0, 3)]
         out, reply = ask(clip, order)
         assert len(out["output_ids"]) == 8
-        assert (reply["method"] == "epic") == (reply["fallback_reason"] is not None), reply
+        assert (reply["method"] == "near") == (reply["fallback_reason"] is not None), reply
         return reply["fallback_reason"]
 
     with ThreadPoolExecutor(4) as pool:

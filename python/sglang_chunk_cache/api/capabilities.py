@@ -71,7 +71,7 @@ def check_rows(opts: RequestOptions, args: ChunkCacheArgs, path: str) -> None:
     is_partial = 0.0 < method.effective_ratio(opts.ratio, args.ratio) < 1.0
     if method.stage is Stage.LAYER and is_partial and num_rows > most:
         problem = f"{opts.method!r} begins with all {num_rows} tokens of the chunks, and a step has room for {most}"
-        remedy = "choose epic, or start the server with a larger --max-prefill-tokens where memory allows"
+        remedy = "choose near, or start the server with a larger --max-prefill-tokens where memory allows"
         raise request_error(f"{path}.method", problem, remedy)
 
 
@@ -164,4 +164,4 @@ def _check(
         raise request_error(f"{path}.method", problem, remedy)
     if rows_are_fixed is not None and is_selecting(method, options):
         problem = f"{method_name!r} with these options works between layers, which {rows_are_fixed}"
-        raise request_error(f"{path}.method", problem, "choose epic, without focus_window and drift")
+        raise request_error(f"{path}.method", problem, "choose near, without focus_window and drift")

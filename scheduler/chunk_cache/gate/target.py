@@ -1,6 +1,6 @@
 """Target: how far an answer may be from the exact one, and the steps that lead there.
 
-    {"kl": 0.1, "percentile": 95, "steps": [["epic", 0.15], ["epic", 0.3], ["cacheblend", 0.5]]}
+    {"kl": 0.1, "percentile": 95, "steps": [["near", 0.15], ["near", 0.3], ["cacheblend", 0.5]]}
 
 `parse_target` checks it and is the only place that does.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheConfigError, config_error, known_names, show
 from chunk_cache.methods import METHODS, find_method
+from chunk_cache.options.defaults import DEFAULT_METHOD
 
 FLAG = "--chunk-cache-target"
 KEYS = ("kl", "percentile", "steps")
@@ -72,14 +73,14 @@ def parse_target(value: object, *, method: str, ratio: float) -> Target:
 def default_steps(method: str, ratio: float) -> tuple[Step, ...]:
     """The server's own method and ratio, and then its ratio twice, four times, ... as long as that saves something.
 
-    A method that recomputes all or nothing whatever the ratio says is followed by nothing, or by `epic`.
+    A method that recomputes all or nothing whatever the ratio says is followed by nothing, or by the default method.
     """
     ratios = [METHODS[method].effective_ratio(None, ratio)]
     while ratios[-1] and ratios[-1] * 2 < 0.9:
         ratios.append(ratios[-1] * 2)
     if ratios[0]:
         return tuple(Step(method, ratio) for ratio in ratios)
-    follower = "epic" if METHODS[method].effective_ratio(1.0, 1.0) == 0.0 else method
+    follower = DEFAULT_METHOD if METHODS[method].effective_ratio(1.0, 1.0) == 0.0 else method
     return Step(method, 0.0), *default_steps(follower, _FIRST_RATIO)
 
 
@@ -91,7 +92,7 @@ def _parse_steps(value: object) -> tuple[Step, ...]:
     for i, item in enumerate(value):
         where = f"{path}[{i}]"
         if not isinstance(item, (list, tuple)) or len(item) != 2:
-            raise config_error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["epic", 0.3]')
+            raise config_error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["near", 0.3]')
         try:
             method = find_method(item[0], f"{where}[0]")
         except ValueError as error:

@@ -27,5 +27,5 @@ class CacheClip(RankedMethod):
         return tuple(grouping if option is GROUP_SIZE else option for option in super().options_schema)
 
 
-STAND_IN = "epic"
-"""The method that serves a request whose selector gave no scores."""
+STAND_IN = "near"
+"""The method that serves a request where its own cannot choose: no scores, or rows that do not fit its step."""

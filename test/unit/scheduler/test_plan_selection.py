@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.methods import METHODS, Stage
+from chunk_cache.methods import METHODS, STAND_IN, Stage
 from chunk_cache.options.request_options import parse_request
 from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
 from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
@@ -48,10 +48,10 @@ def test_a_method_that_asks_first_begins_with_what_is_missing() -> None:
 
 # The rows of the load, and what must be computed with them: a page, or the question.
 @pytest.mark.parametrize(("method", "num_rows"), [("cacheblend", 68 + 1), ("a3", 68 + 32), ("fusionrag", 32 + 32)])
-def test_a_method_that_begins_with_too_many_rows_leaves_them_to_epic(method: str, num_rows: int) -> None:
+def test_a_method_that_begins_with_too_many_rows_leaves_them_to_the_stand_in(method: str, num_rows: int) -> None:
     assert scored(method, 0.25, max_unknown_rows=num_rows).method == method
     plan = scored(method, 0.25, max_unknown_rows=num_rows - 1)
-    assert (plan.method, plan.fallback_reason) == ("epic", "too_many_rows")
+    assert (plan.method, plan.fallback_reason) == (STAND_IN, "too_many_rows")
     assert (plan.selection, plan.num_late_rows) == (None, 0)
     assert 0 < plan.num_recomputed < plan.num_reused == 48
 
@@ -60,14 +60,14 @@ def test_a_method_that_begins_with_too_many_rows_leaves_them_to_epic(method: str
 def test_what_stands_in_works_between_no_layers(method: str) -> None:
     options = (("drift", 0.5), ("focus_window", 3))
     plan = scored(method, 0.25, max_unknown_rows=1, options=options)
-    assert (plan.method, plan.fallback_reason, plan.selection) == ("epic", "too_many_rows", None)
+    assert (plan.method, plan.fallback_reason, plan.selection) == (STAND_IN, "too_many_rows", None)
 
 
 @pytest.mark.parametrize("method", ["a3", "fusionrag", "infoflow", "question-drift"])
 def test_a_question_that_comes_in_a_later_step_is_not_waited_for(method: str) -> None:
     assert scored(method, 0.25, step_len=32).method == method
     plan = scored(method, 0.25, step_len=31)
-    assert (plan.method, plan.fallback_reason, plan.selection) == ("epic", "question_in_parts", None)
+    assert (plan.method, plan.fallback_reason, plan.selection) == (STAND_IN, "question_in_parts", None)
     assert plan.num_recomputed > 0
 
 

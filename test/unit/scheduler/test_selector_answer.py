@@ -10,6 +10,7 @@ import pytest
 
 from chunk_cache.errors import ChunkCacheConfigError
 from chunk_cache.manager import ChunkManager
+from chunk_cache.methods import METHODS, STAND_IN
 from chunk_cache.options.config import Config, parse_config
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
@@ -63,11 +64,13 @@ def test_only_the_reused_part_is_ranked() -> None:
 
 
 @pytest.mark.parametrize("reason", ["selector_timeout", "selector_unavailable", "selector_failed", "selector_too_long"])
-def test_epic_stands_in_and_the_reply_says_so(reason: str) -> None:
+def test_the_stand_in_chooses_and_the_reply_says_so(reason: str) -> None:
     given = {"ratio": 0.25, "options": (("shift", 0), ("top_k", "chunk"))}
     plan = clip_plan(selector_reason=reason, **given)
-    assert (plan.method, plan.ratio, plan.fallback_reason) == ("epic", 0.25, reason)
-    assert recomputed(plan) == [10, 11, 12, 13, 30, 31, 32, 33]
+    assert (plan.method, plan.ratio, plan.fallback_reason) == (STAND_IN, 0.25, reason)
+    counts = METHODS[STAND_IN].row_counts(SPANS, SPANS[-1][1], 0.25)
+    assert counts is not None
+    assert recomputed(plan) == [start + i for (start, _), count in zip(SPANS, counts, strict=True) for i in range(count)]
     assert {chunk.shift for chunk in plan.chunks} == {0}  # an option that both have
 
 
@@ -115,7 +118,7 @@ def test_the_manager_plans_anew_when_the_answer_comes() -> None:
         manager.complete(prompt, keep, home)
     where = {"prompt_len": len(tokens) + 3, "prefix_len": 0, "max_prefix_len": len(tokens) + 2}
     before = manager.plan(prompt, **where)
-    assert (before.method, before.fallback_reason) == ("epic", NO_ANSWER)
+    assert (before.method, before.fallback_reason) == (STAND_IN, NO_ANSWER)
     rankings = tuple(np.arange(end - start, dtype=np.float32) for start, end in prompt.options.spans)
     prompt = dataclasses.replace(prompt, answer=SelectorAnswer(rankings, None, 0.1))
     after = manager.plan(prompt, **where)
