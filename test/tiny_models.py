@@ -81,6 +81,11 @@ _ROPE: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0 + pair / 10 for pair in range(8)],
+        "long_factor": [2.0 + pair for pair in range(8)],
+    },
 }
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -111,7 +116,7 @@ def make_model(
     Args:
         hidden, heads, kv_heads: `hidden` must be a multiple of `heads`, `heads` of `kv_heads`.
         vocab: at least 262 (256 bytes and the special tokens) when a tokenizer is made.
-        rope: None, "linear", "llama3" or "yarn"; the original context is `max_position // 4`.
+        rope: None or a key of `_ROPE`; the original context is `max_position // 4`.
         tokenizer: False leaves the folder without any tokenizer file (`--skip-tokenizer-init`).
 
     A folder that already holds exactly this model is left as it is.
@@ -278,7 +283,7 @@ def _rope_parameters(name: str | None, max_position: int, own: dict[str, Any]) -
     if name is None:
         return base
     extra = _ROPE[name]
-    original = {} if name == "linear" else {"original_max_position_embeddings": max_position // 4}
+    original = {} if name in ("linear", "dynamic") else {"original_max_position_embeddings": max_position // 4}
     return {**base, "rope_type": name, **extra, **original}
 
 

@@ -37,6 +37,7 @@ OTHERS = [
 MODELS = [
     Config(rope="llama3"),
     Config(rope="yarn", page_size=16),
+    Config(rope="dynamic", chunked=True),
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
     Config(kind="granite", chunked=True),
@@ -47,6 +48,9 @@ MODELS = [
 ]
 MORE_MODELS = [
     Config(rope="linear", options=(("verify_share", 1.0),)),
+    Config(rope="dynamic", page_size=16, tp_size=2, options=RUNS),
+    Config(kind="phi3", rope="longrope", server=(("context_length", 2048),)),
+    Config(kind="phi3", rope="longrope", page_size=16, tp_size=2, chunked=True, server=(("context_length", 2048),)),
     Config(kind="mistral", chunked=True),
     Config(kind="glm4", page_size=16, options=RUNS),
     Config(kind="mixtral", tp_size=2),
