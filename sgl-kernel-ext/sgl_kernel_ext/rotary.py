@@ -304,14 +304,15 @@ _READERS: dict[str, Callable[[Any], RotarySpec]] = {
     "Llama3RotaryEmbedding": _from_llama3,
     "YaRNScalingRotaryEmbedding": _from_yarn,
     "DeepseekScalingRotaryEmbedding": _from_yarn,
+    # Of a text all three coordinates are its position.
+    "MRotaryEmbedding": _from_default,
+    "YaRNScalingMRotaryEmbedding": _from_yarn,
     "DynamicNTKScalingRotaryEmbedding": _from_ntk,
     "DynamicNTKAlphaRotaryEmbedding": _from_ntk_alpha,
     "Phi3LongRoPEScaledRotaryEmbedding": _from_longrope,
 }
 
 _REFUSED: dict[str, str] = {
-    "MRotaryEmbedding": "multimodal positions have three coordinates",
-    "YaRNScalingMRotaryEmbedding": "multimodal positions have three coordinates",
     "BailingMRotaryEmbedding": "multimodal positions have three coordinates",
     "Ernie4_5_VLRotaryEmbedding": "multimodal positions have three coordinates",
     "DualChunkRotaryEmbedding": "dual-chunk attention keeps positions modulo a chunk size",

@@ -127,6 +127,8 @@ def cut_residual(batch: ForwardBatch, index: torch.Tensor) -> bool:
 def cut_rows(value: Any, index: torch.Tensor, num_rows: int) -> Any:
     """What a layer is given, or returns, with tensors of `num_rows` rows cut to the rows `index`; others stay."""
     if isinstance(value, torch.Tensor):
+        if value.ndim == 2 and value.shape[1] == num_rows and not value.is_floating_point():
+            return value[:, index]  # positions of multimodal rope
         if value.shape[:1] == (num_rows,):
             return value[index]
         return value[:, index] if value.ndim > 2 and value.shape[:2] == (1, num_rows) else value

@@ -15,9 +15,12 @@ ARCHITECTURES = (
     *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
     *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
+    *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
 )
 """Those that the exactness matrix runs; all that is served where `models` is "listed"."""
+SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -58,9 +61,13 @@ def model_reason(model_config: Any) -> str | None:
 def _kind_reason(model_config: Any) -> str | None:
     if model_config.is_encoder_decoder:
         return "it is an encoder-decoder model"
-    is_wrapped = getattr(model_config.hf_config, "vision_config", None) is not None
-    if model_config.is_multimodal or model_config.is_audio_model or is_wrapped:
-        return "it is a multimodal model"
+    if model_config.is_audio_model:
+        return "it is a speech model"
+    if model_config.is_multimodal and set(model_config.hf_config.architectures) & SEES_IMAGES_BOTH_WAYS:
+        return (
+            "tokens of an image see those behind them, which fused batches do not show; drop --enable-multimodal, and "
+            "texts are served"
+        )
     if not model_config.is_generation:
         return "it is an embedding, reward or classification model"
     return None
@@ -92,8 +99,6 @@ def _rope_reason(model_config: Any) -> str | None:
     """Keys can be moved only where each rotary dimension turns by a fixed angle per position."""
     text_config = model_config.hf_text_config
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if model_config.model_is_mrope or "mrope_section" in rope:
-        return "it uses multimodal rope (mrope_section in its config.json)"
     if getattr(text_config, "dual_chunk_attention_config", None) is not None:
         return "it uses dual-chunk attention (dual_chunk_attention_config in its config.json)"
     of_kinds = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer

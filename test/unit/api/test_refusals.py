@@ -389,11 +389,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "state-space",
     ),
     "long rope beyond its original context": (*LLAMA, LONG_ROPE, "add --context-length 1024"),
-    "multimodal rope": (
-        *LLAMA,
-        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        "multimodal rope",
-    ),
     "embedding": ("llama", "LlamaModel", {}, "embedding"),
     "reward": ("llama", "LlamaForSequenceClassificationWithNormal_Weights", {}, "reward"),
     "encoder-decoder": (
@@ -421,14 +416,24 @@ def test_only_listed_models_are_served_where_that_is_asked_for(tmp_path):
         model_refusals.check_model(model_config(tmp_path, "stablelm", "PersimmonForCausalLM"), "listed")
 
 
-def test_multimodal_model_is_refused(tmp_path):
-    from transformers import LlavaConfig
-
-    config = LlavaConfig(architectures=["LlavaForConditionalGeneration"])
-    config.save_pretrained(tmp_path)
+@pytest.mark.parametrize("prefix", ["Llava", "Qwen2_5_VL", "Gemma3"])
+def test_texts_of_a_model_that_sees_images_are_served(tmp_path, prefix):
+    import transformers
     from sglang.srt.configs.model_config import ModelConfig
 
-    with pytest.raises(StartRefused, match="multimodal model"):
+    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    model_config = ModelConfig(model_path=str(tmp_path))
+    model_config.is_hybrid_swa = False
+    model_refusals.check_model(model_config)
+
+
+def test_images_of_gemma_are_refused(tmp_path):
+    from sglang.srt.configs.model_config import ModelConfig
+    from transformers import Gemma3Config
+
+    Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(StartRefused, match="drop --enable-multimodal"):
         model_refusals.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
 
 

@@ -29,6 +29,8 @@ SCALINGS = {
     "yarn": YARN,
     "yarn-magnitude": YARN | {"attn_factor": 1.5, "beta_fast": 16, "beta_slow": 2},
     "yarn-mscale": YARN | {"mscale": 1.2, "mscale_all_dim": 0.5, "truncate": False},
+    "multimodal": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    "multimodal-yarn": YARN | {"mrope_section": [2, 3, 3]},
     "ntk": {"rope_type": "dynamic", "factor": 2.0},
     "ntk-alpha": {"rope_type": "dynamic", "alpha": 3.0},
 }
@@ -171,8 +173,6 @@ def test_a_wrong_magnitude_or_nan_or_width_is_found_out():
 @pytest.mark.parametrize(
     ("scaling", "name"),
     [
-        ({"rope_type": "default", "mrope_section": [8, 12, 12]}, "MRotaryEmbedding"),
-        (YARN | {"mrope_section": [8, 12, 12]}, "YaRNScalingMRotaryEmbedding"),
         ({"rope_type": "proportional"}, "Gemma4RotaryEmbedding"),
     ],
 )
