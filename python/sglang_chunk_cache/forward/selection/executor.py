@@ -354,7 +354,8 @@ class _Given:
             raise AttentionNotServed(f"its decoder is given {', '.join(others)} of every token")
         embeddings = [(name, arguments[name]) for name in _EMBEDDINGS if arguments.get(name) is not None]
         embed = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else decoder.embed_tokens
-        return cls(*(arguments[name] for name in _GIVEN), next(iter(embeddings), None), embed)
+        ids, positions, batch = (arguments[name] for name in _GIVEN)
+        return cls(ids, positions, batch, next(iter(embeddings), None), embed)
 
     def of_rows(self, batch: ForwardBatch, positions: torch.Tensor) -> dict[str, Any]:
         """The same of other rows, all of texts: those of `batch`, at these positions."""
