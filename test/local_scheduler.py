@@ -43,6 +43,7 @@ class Request:
     num_top: int = 5
     stop_ids: Sequence[int] = ()
     stream: bool = False
+    mm_inputs: Any = None  # what SGLang's tokenizer process makes of images
 
 
 @dataclass
@@ -163,7 +164,7 @@ class LocalScheduler:
             input_text=None,
             input_ids=array("q", request.ids),
             input_embeds=None,
-            mm_inputs=None,
+            mm_inputs=request.mm_inputs,
             token_type_ids=None,
             sampling_params=sampling,
             return_logprob=request.logprobs,

@@ -11,6 +11,7 @@ whole units between contexts. A test that compares them would pass on near-unifo
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ _LATENT = {
     "v_head_dim": 16,
     "moe_layer_freq": 1,
 }
+_DEEPSEEK_V3 = {**_ROUTED, **_LATENT, "q_lora_rank": 24, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _WINDOW = {"sliding_window": 24}
+_GEMMA3 = {
+    **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+    "layer_types": ("sliding_attention", "full_attention"),
+}  # fmt: skip
 # Prefix of the classes' names in transformers, and what its configuration has beside what all have.
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -58,21 +64,40 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {**_ROUTED, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"},
     ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {**_ROUTED, **_LATENT, "q_lora_rank": 24, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    ),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK_V3),
     "gemma2": (
         "Gemma2",
         {**_WINDOW, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     ),
-    "gemma3": (
-        "Gemma3",
-        {**_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
-         "layer_types": ("sliding_attention", "full_attention")},
-    ),
+    "gemma3": ("Gemma3", _GEMMA3),
+    "gemma3_mm": ("Gemma3", _GEMMA3),
     "mistral_window": ("Mistral", _WINDOW),
+    "mistral3": ("Mistral3", {"sliding_window": None}),
+    "kimi_k25": ("DeepseekV3", _DEEPSEEK_V3),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"mrope_section": (2, 3, 3)}),
+    "qwen3_vl": ("Qwen3VL", {"mrope_section": (4, 2, 2)}),
     "llama_fp8_kv": ("Llama", {}),
+}  # fmt: skip
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
+_BLOCKS = {
+    "hidden_size": 32, "intermediate_size": 64, "patch_size": 4, "depth": 2, "num_heads": 2, "spatial_merge_size": 2,
+    "temporal_patch_size": 1, "out_hidden_size": 64,
+}  # fmt: skip
+# Of a kind that sees images: configuration of its text in transformers, of its tower, and what else it has.
+_TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3_mm": (
+        "Gemma3TextConfig", {**_TOWER, "image_size": 16, "vision_use_head": False},
+        {"mm_tokens_per_image": 4, "image_token_index": 511},
+    ),
+    "mistral3": ("MistralConfig", {**_TOWER, "image_size": 16}, {"image_token_index": 511, "spatial_merge_size": 2}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLTextConfig", {**_BLOCKS, "window_size": 16, "fullatt_block_indexes": [1]}, {"image_token_id": 511}
+    ),
+    "qwen3_vl": (
+        "Qwen3VLTextConfig",
+        {**_BLOCKS, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        {"image_token_id": 511},
+    ),
 }  # fmt: skip
 KINDS: tuple[str, ...] = tuple(_CLASSES)
 
@@ -81,6 +106,11 @@ _ROPE: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0 + pair / 10 for pair in range(8)],
+        "long_factor": [2.0 + pair for pair in range(8)],
+    },
 }
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -111,7 +141,7 @@ def make_model(
     Args:
         hidden, heads, kv_heads: `hidden` must be a multiple of `heads`, `heads` of `kv_heads`.
         vocab: at least 262 (256 bytes and the special tokens) when a tokenizer is made.
-        rope: None, "linear", "llama3" or "yarn"; the original context is `max_position // 4`.
+        rope: None or a key of `_ROPE`; the original context is `max_position // 4`.
         tokenizer: False leaves the folder without any tokenizer file (`--skip-tokenizer-init`).
 
     A folder that already holds exactly this model is left as it is.
@@ -121,14 +151,15 @@ def make_model(
     if "layer_types" in own:
         own = {**own, "layer_types": [own["layer_types"][layer % 2] for layer in range(layers)]}
     recipe = json.dumps(
-        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 2]
+        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 3]
     )
     mark = out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == recipe:
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
-    config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
-    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    text, tower, around = _TOWERS.get(kind, ("", {}, {}))
+    names = (text, f"{prefix}TextConfig", f"{prefix}Config")
+    config_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -143,17 +174,49 @@ def make_model(
         rope_parameters=_rope_parameters(rope, max_position, own),
         **{"num_key_value_heads": kv_heads, "tie_word_embeddings": False, **own},
     )
+    if tower:
+        around = {**around, "tie_word_embeddings": config.tie_word_embeddings}
+        config = getattr(transformers, f"{prefix}Config")(text_config=config.to_dict(), vision_config=tower, **around)
+    model_class = getattr(transformers, f"{prefix}{'ForConditionalGeneration' if tower else 'ForCausalLM'}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
         _widen(model)
-    model.to(dtype).save_pretrained(out_dir, safe_serialization=True)
-    if kind == "llama_fp8_kv":
-        _scale_kv_cache(out_dir, layers)
-    if tokenizer:
-        make_tokenizer(vocab, add_bos=kind in ("llama", "mistral")).save_pretrained(out_dir)
+    with tempfile.TemporaryDirectory(dir=out_dir) as name:  # two processes may write the same model
+        folder = Path(name)
+        model.to(dtype).save_pretrained(folder, safe_serialization=True)
+        if kind == "llama_fp8_kv":
+            _scale_kv_cache(folder, layers)
+        if kind == "gemma3_mm":
+            _rename_weights(folder, "vision_tower.", "vision_tower.vision_model.")
+        if kind == "kimi_k25":
+            _wrap_kimi(folder)
+        if tokenizer:
+            make_tokenizer(vocab, add_bos=kind in ("llama", "mistral")).save_pretrained(folder)
+        for file in folder.iterdir():
+            file.replace(out_dir / file.name)
     mark.write_text(recipe)
     return out_dir
+
+
+def _rename_weights(out_dir: Path, old: str, new: str) -> None:
+    """Gives weights whose names begin with `old` the names of published checkpoints, which begin with `new`."""
+    file = out_dir / "model.safetensors"
+    tensors = {(new + name[len(old) :] if name.startswith(old) else name): t for name, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _wrap_kimi(out_dir: Path) -> None:
+    """Makes the text of a Kimi K2.5 of a DeepSeek V3; its tower has no weights, as transformers has no such class."""
+    _rename_weights(out_dir, "", "language_model.")
+    config = out_dir / "config.json"
+    text = json.loads(config.read_text())
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    wrapped = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    wrapped |= {
+        "vision_config": {**tower, "patch_size": 4, "text_hidden_size": text["hidden_size"], "vt_hidden_size": 32}
+    }
+    config.write_text(json.dumps({**wrapped, "dtype": text["dtype"], "media_placeholder_token_id": 511}))
 
 
 def _scale_kv_cache(out_dir: Path, layers: int) -> None:
@@ -275,10 +338,12 @@ def _rope_parameters(name: str | None, max_position: int, own: dict[str, Any]) -
     if "layer_types" in own:
         local = {"rope_type": "default", "rope_theta": 1000.0}
         return {"sliding_attention": local, "full_attention": base}
+    if "mrope_section" in own:
+        base |= {"mrope_section": list(own["mrope_section"]), "mrope_interleaved": own["mrope_section"][0] > 2}
     if name is None:
         return base
     extra = _ROPE[name]
-    original = {} if name == "linear" else {"original_max_position_embeddings": max_position // 4}
+    original = {} if name in ("linear", "dynamic") else {"original_max_position_embeddings": max_position // 4}
     return {**base, "rope_type": name, **extra, **original}
 
 

@@ -1,11 +1,12 @@
 """Rotary embeddings as a value: one inverse frequency per pair of dimensions.
 
 A key stored at position s and needed at position t is the stored key rotated by (t - s), whatever scaling the model
-uses, as long as every pair of dimensions turns at a fixed speed. `RotarySpec` holds these speeds, with linear, Llama-3
-or YaRN scaling already in them.
+uses, as long as every pair of dimensions turns at a fixed speed. `RotarySpec` holds these speeds, with all scaling
+already in them.
 
     spec_from_sglang_rope(module)   read the spec from a rotary module, or refuse by name
-    verify_spec(spec, cache)        compare the spec with the cos/sin table the model really uses, or raise
+    table_of(module)                the cos/sin table that the module really uses
+    verify_spec(spec, table)        compare the spec with it, or raise
     rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
     Turn(delta)                     the same, kept for several layers
     rotate(keys, new, cos, sin, spec)    keys turned by them, in torch; `turned_by` says what that is
@@ -40,8 +41,8 @@ class RotarySpec:
         rotary_dim: leading dimensions of a head that are rotated; even; the rest passes through.
         is_neox: pairs are (i, i + rotary_dim/2) when true, (2i, 2i + 1) when false.
         inv_freq: [rotary_dim/2] fp32, radians per position, final (all scaling applied).
-        magnitude: factor on cos and sin in the model's table (YaRN's attention factor). A stored key already
-            carries it, so a shift never applies it; only `verify_spec` reads it.
+        magnitude: factor on cos and sin in the model's table (attention factor of YaRN and LongRoPE). A stored key
+            already carries it, so a shift never applies it; only `verify_spec` reads it.
     """
 
     rotary_dim: int
@@ -213,9 +214,21 @@ def yarn_inv_freq(
     return inv_freq / factor * (1 - kept) + inv_freq * kept
 
 
+def table_of(rope: Any) -> torch.Tensor | None:
+    """`[num_positions, rotary_dim]` cos then sin, as a rotary module looks them up; None: it is none.
+
+    LongRoPE has two tables in one. The second begins anew behind the original context, where rows are no longer those
+    of a spec; it is looked up only where a forward has a position beyond.
+    """
+    found = (getattr(rope, name, None) for name in ("cos_sin_cache", "long_short_cos_sin_cache"))
+    return next((table for table in found if table is not None), None) if hasattr(rope, "rotary_dim") else None
+
+
 def _device_of(rope: Any) -> torch.device | str:
     """Where a module computed its frequencies: where its table is, but under `--rl-on-policy-target` on the CPU."""
-    return "cpu" if getattr(rope, "_force_native", False) else rope.cos_sin_cache.device
+    table = table_of(rope)
+    assert table is not None, "a module that is read has a table"
+    return "cpu" if getattr(rope, "_force_native", False) else table.device
 
 
 def _from_default(rope: Any) -> RotarySpec:
@@ -262,22 +275,46 @@ def _from_yarn(rope: Any) -> RotarySpec:
     return RotarySpec(rope.rotary_dim, rope.is_neox_style, inv_freq, magnitude=float(rope.mscale))
 
 
+def _from_ntk(rope: Any) -> RotarySpec:
+    """Dynamic NTK by `factor`: SGLang makes its table once, for the longest prompt, so no frequency depends on one."""
+    factor = rope.scaling_factor
+    return _with_larger_base(rope, factor * factor - (factor - 1))
+
+
+def _from_ntk_alpha(rope: Any) -> RotarySpec:
+    return _with_larger_base(rope, rope.scaling_alpha)
+
+
+def _with_larger_base(rope: Any, by: float) -> RotarySpec:
+    base = rope.base * by ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return RotarySpec(rope.rotary_dim, rope.is_neox_style, default_inv_freq(base, rope.rotary_dim, _device_of(rope)))
+
+
+def _from_longrope(rope: Any) -> RotarySpec:
+    """LongRoPE within the original context, where every forward uses the short factors (see `table_of`)."""
+    device = _device_of(rope)
+    factors = torch.tensor(rope.short_factor, dtype=torch.float32, device=device)
+    inv_freq = default_inv_freq(rope.base, rope.rotary_dim, device) / factors
+    return RotarySpec(rope.rotary_dim, True, inv_freq, magnitude=float(rope.short_mscale))
+
+
 _READERS: dict[str, Callable[[Any], RotarySpec]] = {
     "RotaryEmbedding": _from_default,
     "LinearScalingRotaryEmbedding": _from_linear,
     "Llama3RotaryEmbedding": _from_llama3,
     "YaRNScalingRotaryEmbedding": _from_yarn,
     "DeepseekScalingRotaryEmbedding": _from_yarn,
+    # Of a text all three coordinates are its position.
+    "MRotaryEmbedding": _from_default,
+    "YaRNScalingMRotaryEmbedding": _from_yarn,
+    "DynamicNTKScalingRotaryEmbedding": _from_ntk,
+    "DynamicNTKAlphaRotaryEmbedding": _from_ntk_alpha,
+    "Phi3LongRoPEScaledRotaryEmbedding": _from_longrope,
 }
 
 _REFUSED: dict[str, str] = {
-    "DynamicNTKScalingRotaryEmbedding": "dynamic NTK frequencies depend on the length of the prompt",
-    "DynamicNTKAlphaRotaryEmbedding": "dynamic NTK frequencies depend on the length of the prompt",
-    "MRotaryEmbedding": "multimodal positions have three coordinates",
-    "YaRNScalingMRotaryEmbedding": "multimodal positions have three coordinates",
     "BailingMRotaryEmbedding": "multimodal positions have three coordinates",
     "Ernie4_5_VLRotaryEmbedding": "multimodal positions have three coordinates",
-    "Phi3LongRoPEScaledRotaryEmbedding": "LongRoPE switches its factors with the length of the prompt",
     "DualChunkRotaryEmbedding": "dual-chunk attention keeps positions modulo a chunk size",
     "FourierRotaryEmbedding": "Fourier embeddings mix several frequencies in one dimension",
     "Gemma4RotaryEmbedding": "its rotated dimensions are not the leading ones of a head",

@@ -94,15 +94,86 @@ def sinks(model: Any) -> None:
     attention.forward = functools.partial(attention.forward, sinks=torch.zeros(attention.tp_q_head_num))
 
 
-def early_embeddings(model: Any) -> None:
-    """The decoder is given the embeddings of all rows, before it has found which rows these are."""
+def early_embeddings(model: Any, factor: float = 1.0) -> None:
+    """Not broken, if they are those of the decoder: it is given the embeddings of all rows."""
     stock = model.forward
 
     def forward(input_ids: Any, positions: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        embeddings = model.model.embed_tokens(input_ids)
+        embeddings = model.model.embed_tokens(input_ids) * factor
         return stock(input_ids, positions, batch, *args, **{**kwargs, "input_embeds": embeddings})
 
     model.forward = forward
+
+
+def other_early_embeddings(model: Any) -> None:
+    """The embeddings that are made in front of the decoder are not those that it makes."""
+    early_embeddings(model, 1.5)
+
+
+def rows_of_the_decoder(model: Any) -> None:
+    """The decoder is given something of every row that is not known here, as that of Gemma 3n is."""
+    from sglang_chunk_cache.forward.selection import executor
+
+    executor._IMAGE_FEATURES = ""
+
+    def give(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        embeddings = kwargs["input_embeds"]
+        return args, {**kwargs, "input_deepstack_embeds": torch.zeros_like(embeddings).repeat(1, 2)}
+
+    model.model.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def positions_of_the_batch(model: Any) -> None:
+    """Not broken: the model is given the tensor that the batch has, and no copy of it in a buffer of SGLang's."""
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    EagerRunner.load_batch = lambda self, batch, *args: batch
+
+
+def positions_that_are_shared(model: Any) -> None:
+    """Ours is broken: a model that adds to its positions adds to those by which rows are masked."""
+    from sglang_chunk_cache.start import model_check
+
+    positions_of_the_batch(model)
+    model_check.stand_at = lambda batch, positions: setattr(batch, "positions", positions)
+
+
+def columns_of_the_lengths(model: Any) -> None:
+    """Ours is broken: the coordinates of multimodal rope are those that SGLang counts from lengths."""
+    from sglang_chunk_cache.start import model_check
+
+    stock = model_check.stand_at
+
+    def stand_at(batch: Any, positions: Any) -> None:
+        columns = batch.mrope_positions
+        stock(batch, positions)
+        batch.mrope_positions = columns
+
+    model_check.stand_at = stand_at
+
+
+def columns_that_stay(model: Any) -> None:
+    """Ours is broken: where rows leave, the coordinates of multimodal rope are still those of all rows."""
+    from sglang_chunk_cache.forward.selection import executor
+
+    stock = executor.cut_rows
+    executor.cut_rows = lambda value, index, num_rows: (
+        value if getattr(value, "ndim", 0) == 2 and len(value) == 3 else stock(value, index, num_rows)
+    )
+
+
+def embeddings_of_placeholders(model: Any) -> None:
+    """Ours is broken: rows that the question has found keep the embeddings of others."""
+    from sglang_chunk_cache.forward.selection import executor
+
+    stock = executor._Given.place
+
+    def place(self: Any, *args: Any) -> None:
+        before = self.embeddings[1].clone()
+        stock(self, *args)
+        self.embeddings[1].copy_(before.flip(0))
+
+    executor._Given.place = place
 
 
 def as_it_is(model: Any) -> None:

@@ -66,10 +66,38 @@ def test_a_decoder_may_be_called_by_keyword(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_embeddings_that_are_made_in_front_of_the_decoder_are_named() -> None:
-    assert "the embeddings of its tokens are made in front" in str(
-        start(tiny(), broken_models.early_embeddings, **SMALL)
-    )
+def test_embeddings_may_be_made_in_front_of_the_decoder() -> None:
+    assert isinstance(start(tiny(), broken_models.early_embeddings, **SMALL), float)
+    sentence = start(tiny(), broken_models.other_early_embeddings, dtype="float32", **SMALL)
+    assert "rows found by a pass of the question differ" in str(sentence)
+
+
+WITHOUT = {
+    "positions_that_are_shared": ("gemma3_mm", "row_positions: those of request 0 must ascend within"),
+    "columns_of_the_lengths": ("qwen3_vl", "keys of layer 0, moved by"),
+    "columns_that_stay": ("qwen2_5_vl", ""),
+    "embeddings_of_placeholders": ("qwen2_5_vl", "rows found by a pass of the question differ"),
+    "rows_of_the_decoder": ("qwen3_vl", "its decoder is given input_deepstack_embeds of every token"),
+}
+
+
+@pytest.mark.slow
+def test_a_model_may_add_to_the_positions_that_it_is_given() -> None:
+    found = start(tiny("gemma3_mm"), broken_models.positions_of_the_batch, dtype="float32", **SMALL)
+    assert isinstance(found, float)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WITHOUT)
+def test_what_the_check_would_find_if_ours_were_broken(how: str) -> None:
+    kind, found = WITHOUT[how]
+    assert found in str(start(tiny(kind), getattr(broken_models, how), dtype="float32", **SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3_mm", "mistral3", "qwen2_5_vl", "kimi_k25"])
+def test_a_text_of_a_model_that_sees_images_is_no_difference(kind: str) -> None:
+    assert isinstance(start(tiny(kind), config={"attention": "runs"}, dtype="float32", **SMALL), float)
 
 
 @pytest.mark.slow

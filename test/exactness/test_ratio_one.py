@@ -37,6 +37,7 @@ OTHERS = [
 MODELS = [
     Config(rope="llama3"),
     Config(rope="yarn", page_size=16),
+    Config(rope="dynamic", chunked=True),
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
     Config(kind="granite", chunked=True),
@@ -44,9 +45,14 @@ MODELS = [
     Config(kind="qwen3_moe", tp_size=2, server=(("ep_size", 2),)),
     Config(kind="deepseek_v2", page_size=16, chunked=True),
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
+    Config(kind="gemma3_mm", layers=4, chunked=True),
+    Config(kind="qwen3_vl", page_size=16, tp_size=2),
 ]
 MORE_MODELS = [
     Config(rope="linear", options=(("verify_share", 1.0),)),
+    Config(rope="dynamic", page_size=16, tp_size=2, options=RUNS),
+    Config(kind="phi3", rope="longrope", server=(("context_length", 2048),)),
+    Config(kind="phi3", rope="longrope", page_size=16, tp_size=2, chunked=True, server=(("context_length", 2048),)),
     Config(kind="mistral", chunked=True),
     Config(kind="glm4", page_size=16, options=RUNS),
     Config(kind="mixtral", tp_size=2),
@@ -64,6 +70,15 @@ MORE_MODELS = [
     Config(kind="gemma3", layers=4, chunked=True, options=RUNS),
     Config(kind="qwen3_moe", chunked=True),
     Config(kind="mistral_window"),
+    Config(kind="gemma3_mm", layers=4, page_size=16, tp_size=2, options=RUNS),
+    Config(kind="mistral3", page_size=16, chunked=True),
+    Config(kind="mistral3", tp_size=2, options=RUNS),
+    Config(kind="qwen2_5_vl", chunked=True),
+    Config(kind="qwen2_5_vl", tp_size=2, page_size=16, options=RUNS),
+    Config(kind="qwen3_vl", chunked=True, options=RUNS),
+    Config(kind="qwen3_vl", server=(("json_model_override_args", '{"language_model_only": true}'),)),
+    Config(kind="kimi_k25", chunked=True, page_size=16),
+    Config(kind="kimi_k25", tp_size=2, options=RUNS),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS, server=(("ep_size", 2),)),
 ]
 MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]

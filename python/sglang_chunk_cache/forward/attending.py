@@ -83,12 +83,14 @@ def attending(
     attention: Attention | None,
     observers: Sequence[Observer] = (),
     loads: LayerLoads | None = None,
+    stock_positions: torch.Tensor | None = None,
 ) -> Iterator[None]:
     """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
 
     Args:
         backend: the one that the forwards call.
         loads: KV that must be in place before a layer attends.
+        stock_positions: `[num_tokens]` for observers, where `attention` is None.
     """
     assert "forward" not in vars(backend), "forwards do not nest"
     stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
@@ -105,8 +107,7 @@ def attending(
         if loads is not None:
             loads.arrive(layer.layer_id)
         if attention is None:
-            positions, row_lens = forward_batch.positions[: len(q)], forward_batch.extend_seq_lens_cpu
-            is_final = True
+            positions, row_lens, is_final = stock_positions, forward_batch.extend_seq_lens_cpu, True
             out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         else:
             positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_scoring_pass

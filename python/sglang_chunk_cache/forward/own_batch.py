@@ -104,6 +104,7 @@ class OwnPrompt:
             top_logprobs_nums=[1] if with_logprobs else None,
             token_ids_logprobs=[None] if with_logprobs else None,
             extend_input_logprob_token_ids=torch.tensor(behind, dtype=torch.int64) if with_logprobs else None,
+            multimodal_inputs=[None],
             spec_algorithm=scheduler.spec_algorithm,
         )
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)

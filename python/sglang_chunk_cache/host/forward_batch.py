@@ -26,6 +26,7 @@ from sglang_chunk_cache.forward.attending import Observer
 from sglang_chunk_cache.forward.batch.fused_batch import FusedBatch
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.kept_chooser import KeptChooser
+from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.request.chunk_request import state_of
@@ -143,7 +144,7 @@ def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -
     num_dropped = [0 if (state := state_of(req)) is None else state.packing.num_dropped for req in batch.reqs]
     if any(num_dropped):
         (moved,) = upload([np.array(num_dropped, dtype=np.int64)], forward_batch.positions.device)
-        forward_batch.positions = forward_batch.positions + moved
+        stand_at(forward_batch, forward_batch.positions + moved)
 
 
 def _observers(

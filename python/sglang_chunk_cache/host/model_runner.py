@@ -87,12 +87,13 @@ def _compute_part(
     attention = part.attention
     if attention is None and not part.observers:
         return stock(part.batch)
+    positions = part.batch.positions.clone() if part.observers else part.batch.positions  # some models add to them
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run()
     with (
         _graphs_that_fit(model_runner, attention, loads),
-        attending(model_runner.attn_backend, attention, part.observers, loads),
+        attending(model_runner.attn_backend, attention, part.observers, loads, positions),
         layerwise,
     ):
         output = stock(part.batch)

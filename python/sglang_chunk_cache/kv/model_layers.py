@@ -18,6 +18,7 @@ from sgl_kernel_ext.rotary import (
     RotarySpec,
     UnsupportedRotaryError,
     spec_from_sglang_rope,
+    table_of,
     verify_spec,
 )
 from sglang_chunk_cache.flags.server_args import refuse
@@ -95,19 +96,19 @@ def _attention_of(layer: torch.nn.Module, i: int) -> RadixAttention:
 
 
 def _rotary_of(layer: torch.nn.Module, i: int, context_len: int, specs: dict[int, RotarySpec]) -> RotarySpec | None:
-    ropes = {id(m): m for m in layer.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "rotary_dim")}
-    if not ropes:
+    found = {id(module): (module, table) for module in layer.modules() if (table := table_of(module)) is not None}
+    if not found:
         return None
-    if len(ropes) != 1:
-        refuse(f"layer {i} of the model has {len(ropes)} different rotary embeddings; one is supported.")
-    ((key, rope),) = ropes.items()
+    if len(found) != 1:
+        refuse(f"layer {i} of the model has {len(found)} different rotary embeddings; one is supported.")
+    ((key, (rope, table)),) = found.items()
     if key not in specs:
         try:
             spec = spec_from_sglang_rope(rope)
-            verify_spec(spec, rope.cos_sin_cache, torch.arange(min(context_len, len(rope.cos_sin_cache))))
+            verify_spec(spec, table, torch.arange(min(context_len, len(table))))
         except (UnsupportedRotaryError, RotaryMismatchError) as error:
             refuse(f"the rotary embedding of layer {i} of the model is not supported: {error}")
-        specs[key] = spec.to(rope.cos_sin_cache.device)
+        specs[key] = spec.to(table.device)
     return specs[key]
 
 
@@ -126,6 +127,8 @@ def cut_residual(batch: ForwardBatch, index: torch.Tensor) -> bool:
 def cut_rows(value: Any, index: torch.Tensor, num_rows: int) -> Any:
     """What a layer is given, or returns, with tensors of `num_rows` rows cut to the rows `index`; others stay."""
     if isinstance(value, torch.Tensor):
+        if value.ndim == 2 and value.shape[1] == num_rows and not value.is_floating_point():
+            return value[:, index]  # positions of multimodal rope
         if value.shape[:1] == (num_rows,):
             return value[index]
         return value[:, index] if value.ndim > 2 and value.shape[:2] == (1, num_rows) else value

@@ -38,6 +38,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
+from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
 from sglang_chunk_cache.forward.selection.executor import FirstPass, LateRows, LayerwiseForward
@@ -235,8 +236,10 @@ class _Check:
         batch = ForwardBatch.init_new(
             self._prompt.batch(positions), self._runner, return_hidden_states_before_norm=False
         )
-        batch.positions = torch.from_numpy(positions + shift).to(batch.positions)
-        if attention is not None:
+        if attention is None:
+            stand_at(batch, torch.from_numpy(positions + shift).to(batch.positions.device))
+        else:
+            stand_at(batch, attention.row_positions)  # the same tensor by which rows are masked, as in serving
             announce(Forward((Part(batch, attention),)))
         output = self._runner.forward(batch).logits_output
         return _Pass(*self._kv(), output.next_token_logits[0].float().clone())

@@ -1,13 +1,11 @@
 """What the chunk cache does not work with, decided before any process is started.
 
 Verbs: `check_flags` (the flags as given), `check_places` (port and folders), `check_resolved` (the model, and the flags
-as SGLang resolved them), `check_model` (one resolved model configuration), `refuse_missing_model`, `prepare_flags`
-(flags that follow from the options). In a scheduler `pool_check` decides of its KV pool.
+as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that follow from the options). Of a model's
+configuration `model_refusals` decides, in a scheduler `pool_check` of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
-that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused. Of a model, what
-its configuration tells is refused here; whether reuse fits the model that was loaded is shown by forwards of it
-(`model_check`).
+that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused.
 """
 
 from __future__ import annotations
@@ -23,19 +21,11 @@ from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
 from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, refuse
+from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model
 
-ARCHITECTURES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
-    *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
-    *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-)
-"""Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _more_than_one(value: object) -> bool:
@@ -419,95 +409,3 @@ def _check_layers(config: Config, num_layers: int) -> None:
             f"--chunk-cache-config: statistics_layers: layer {max(layers)}, but the model has layers 0 to "
             f"{num_layers - 1}; name layers of the model."
         )
-
-
-def check_flashinfer(model_config: Any) -> None:
-    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot.
-
-    Raises:
-        StartRefused: it cannot; the sentence says why.
-    """
-    from sgl_kernel_ext.sparse_extend.flashinfer import unserved
-
-    dtype = model_config.dtype  # the pool's is known later
-    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
-    if problem is not None:
-        refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
-
-
-def check_model(model_config: Any, models: str = "checked") -> None:
-    """Checks a model by its resolved `ModelConfig`; `models` of `--chunk-cache-config`.
-
-    Raises:
-        StartRefused: the model does not work with the chunk cache.
-    """
-    reason = model_reason(model_config) or (_architecture_reason(model_config) if models == "listed" else None)
-    if reason is not None:
-        refuse(f"this model cannot be served with --chunk-cache because {reason}.")
-
-
-def model_reason(model_config: Any) -> str | None:
-    """Why a model cannot be served, as the end of a sentence, or None."""
-    for check in (_kind_reason, _attention_reason, _rope_reason):
-        reason = check(model_config)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _kind_reason(model_config: Any) -> str | None:
-    if model_config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    is_wrapped = getattr(model_config.hf_config, "vision_config", None) is not None
-    if model_config.is_multimodal or model_config.is_audio_model or is_wrapped:
-        return "it is a multimodal model"
-    if not model_config.is_generation:
-        return "it is an embedding, reward or classification model"
-    return None
-
-
-def _attention_reason(model_config: Any) -> str | None:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch
-
-    text_config = model_config.hf_text_config
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
-        return "it has state-space or linear-attention layers"
-    if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
-        return "it has state-space or linear-attention layers"
-    if model_config.has_attention_sinks:
-        return "it uses attention sinks"
-    if model_config.is_hybrid_swa:
-        return (
-            "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
-            "keeps all of them in one"
-        )
-    if model_config.attention_chunk_size or model_config.is_local_attention_model:
-        return "it uses local attention (attention_chunk_size in its config.json)"
-    return None
-
-
-def _rope_reason(model_config: Any) -> str | None:
-    """Keys can be moved only where each rotary dimension turns by a fixed angle per position."""
-    text_config = model_config.hf_text_config
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if model_config.model_is_mrope or "mrope_section" in rope:
-        return "it uses multimodal rope (mrope_section in its config.json)"
-    if getattr(text_config, "dual_chunk_attention_config", None) is not None:
-        return "it uses dual-chunk attention (dual_chunk_attention_config in its config.json)"
-    of_kinds = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
-    for one in of_kinds or [rope]:
-        rope_type = one.get("rope_type", one.get("type", "default"))
-        if rope_type == "dynamic":
-            return "it uses dynamic NTK rope (rope_type dynamic in its config.json)"
-        if rope_type not in ROPE_TYPES or one.get("use_fope"):
-            return f"its rope type is {'fope' if one.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
-    return None
-
-
-def _architecture_reason(model_config: Any) -> str | None:
-    architectures = model_config.hf_config.architectures or ["unknown"]
-    if architectures[0] not in ARCHITECTURES:
-        return f'its architecture {architectures[0]} is not listed, and "models" of --chunk-cache-config is "listed"'
-    return None

@@ -27,7 +27,7 @@ from chunk_cache_tools.warm.warm_command import main as warm
 from sglang_chunk_cache.api.chunk_cache_fields import ROUTE_KEYS
 from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
 from sglang_chunk_cache.selector_training import main as train
-from sglang_chunk_cache.start import refusals
+from sglang_chunk_cache.start import model_refusals, refusals
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
@@ -75,7 +75,7 @@ def test_what_is_refused_and_served_is_told() -> None:
     flags = (f"--{field.replace('_', '-')}" for field in fields)
     variables = (rule.name for rule in refusals.VARIABLE_RULES)
     values = (value for served in refusals.CHOICE_RULES.values() for value in served)
-    assert not told((*flags, *variables, *values, *refusals.ARCHITECTURES, *refusals.ROPE_TYPES))
+    assert not told((*flags, *variables, *values, *model_refusals.ARCHITECTURES, *model_refusals.ROPE_TYPES))
 
 
 def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from chunk_cache.options.config import parse_config
 from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
-from sglang_chunk_cache.start import pool_check, refusals
+from sglang_chunk_cache.start import model_refusals, pool_check, refusals
 from sglang_chunk_cache.start.runtime import create_runtime
 
 FLAGS: list[tuple[str, Any, str]] = [
@@ -324,6 +324,15 @@ MLA = {
     "num_key_value_heads": 4,
 }
 LLAMA = ("llama", "LlamaForCausalLM")
+LONG_ROPE = {
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 1024,
+    }
+}
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": (*LLAMA, {}),
     "llama linear rope": (*LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
@@ -343,6 +352,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         *LLAMA,
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
     ),
+    "llama dynamic rope": (*LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral without a window": ("mistral", "MistralForCausalLM", {"sliding_window": None}),
     "qwen2 with its window off": (
         "qwen2",
@@ -360,7 +370,13 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_model_is_served(tmp_path, name):
     model_type, architecture, extra = SERVED[name]
-    refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
+    model_refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
+
+
+def test_long_rope_is_served_within_its_original_context(tmp_path):
+    config = model_config(tmp_path, *LLAMA, **LONG_ROPE)
+    config.context_len = 1024
+    model_refusals.check_model(config)
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -372,25 +388,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
         "state-space",
     ),
-    "dynamic ntk": (*LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic NTK"),
-    "long rope": (
-        *LLAMA,
-        {
-            "rope_scaling": {
-                "rope_type": "longrope",
-                "factor": 4.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "original_max_position_embeddings": 1024,
-            }
-        },
-        "longrope",
-    ),
-    "multimodal rope": (
-        *LLAMA,
-        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        "multimodal rope",
-    ),
+    "long rope beyond its original context": (*LLAMA, LONG_ROPE, "add --context-length 1024"),
     "embedding": ("llama", "LlamaModel", {}, "embedding"),
     "reward": ("llama", "LlamaForSequenceClassificationWithNormal_Weights", {}, "reward"),
     "encoder-decoder": (
@@ -406,27 +404,37 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 def test_model_is_refused_with_one_sentence(tmp_path, name):
     model_type, architecture, extra, word = REFUSED[name]
     with pytest.raises(StartRefused) as refused:
-        refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
+        model_refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
     assert word in str(refused.value.code)
     assert "\n" not in str(refused.value.code)
 
 
 def test_only_listed_models_are_served_where_that_is_asked_for(tmp_path):
     (tmp_path / "llama").mkdir()
-    refusals.check_model(model_config(tmp_path / "llama", *LLAMA), "listed")
+    model_refusals.check_model(model_config(tmp_path / "llama", *LLAMA), "listed")
     with pytest.raises(StartRefused, match=r'architecture PersimmonForCausalLM is not listed, and "models"'):
-        refusals.check_model(model_config(tmp_path, "stablelm", "PersimmonForCausalLM"), "listed")
+        model_refusals.check_model(model_config(tmp_path, "stablelm", "PersimmonForCausalLM"), "listed")
 
 
-def test_multimodal_model_is_refused(tmp_path):
-    from transformers import LlavaConfig
-
-    config = LlavaConfig(architectures=["LlavaForConditionalGeneration"])
-    config.save_pretrained(tmp_path)
+@pytest.mark.parametrize("prefix", ["Llava", "Qwen2_5_VL", "Gemma3"])
+def test_texts_of_a_model_that_sees_images_are_served(tmp_path, prefix):
+    import transformers
     from sglang.srt.configs.model_config import ModelConfig
 
-    with pytest.raises(StartRefused, match="multimodal model"):
-        refusals.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
+    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    model_config = ModelConfig(model_path=str(tmp_path))
+    model_config.is_hybrid_swa = False
+    model_refusals.check_model(model_config)
+
+
+def test_images_of_gemma_are_refused(tmp_path):
+    from sglang.srt.configs.model_config import ModelConfig
+    from transformers import Gemma3Config
+
+    Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(StartRefused, match="drop --enable-multimodal"):
+        model_refusals.check_model(ModelConfig(model_path=str(tmp_path), enable_multimodal=True))
 
 
 # The KV pool.
@@ -523,10 +531,10 @@ def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word)
     config = model_config(tmp_path, *LLAMA, **extra)
     config.dtype = getattr(torch, dtype)
     if word is None:
-        refusals.check_flashinfer(config)
+        model_refusals.check_flashinfer(config)
         return
     with pytest.raises(StartRefused) as refused:
-        refusals.check_flashinfer(config)
+        model_refusals.check_flashinfer(config)
     assert 'kernel: "flashinfer"' in str(refused.value.code)
     assert word in str(refused.value.code)
 

@@ -97,14 +97,14 @@ def test_refused_model(environment, tmp_path):
 
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        num_key_value_heads=2, attention_chunk_size=64,
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     done = launch(environment, "--model-path", str(tmp_path), "--skip-tokenizer-init", "--chunk-cache")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "because it uses dynamic NTK rope" in done.stderr.strip().splitlines()[-1]
+    assert "because it uses local attention" in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope
 from torch.overrides import TorchFunctionMode
 
 from sgl_kernel_ext import RotarySpec, UnsupportedRotaryError, copy_rotate, spec_from_sglang_rope, verify_spec
-from sgl_kernel_ext.rotary import RotaryMismatchError, default_inv_freq
+from sgl_kernel_ext.rotary import RotaryMismatchError, default_inv_freq, table_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -29,6 +29,10 @@ SCALINGS = {
     "yarn": YARN,
     "yarn-magnitude": YARN | {"attn_factor": 1.5, "beta_fast": 16, "beta_slow": 2},
     "yarn-mscale": YARN | {"mscale": 1.2, "mscale_all_dim": 0.5, "truncate": False},
+    "multimodal": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    "multimodal-yarn": YARN | {"mrope_section": [2, 3, 3]},
+    "ntk": {"rope_type": "dynamic", "factor": 2.0},
+    "ntk-alpha": {"rope_type": "dynamic", "alpha": 3.0},
 }
 HEAD_DIM = 64
 NUM_POSITIONS = 4096
@@ -169,20 +173,7 @@ def test_a_wrong_magnitude_or_nan_or_width_is_found_out():
 @pytest.mark.parametrize(
     ("scaling", "name"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "DynamicNTKScalingRotaryEmbedding"),
-        ({"rope_type": "dynamic", "alpha": 2.0}, "DynamicNTKAlphaRotaryEmbedding"),
-        ({"rope_type": "default", "mrope_section": [8, 12, 12]}, "MRotaryEmbedding"),
-        (YARN | {"mrope_section": [8, 12, 12]}, "YaRNScalingMRotaryEmbedding"),
         ({"rope_type": "proportional"}, "Gemma4RotaryEmbedding"),
-        (
-            {
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 32,
-                "long_factor": [2.0] * 32,
-                "original_max_position_embeddings": 512,
-            },
-            "Phi3LongRoPEScaledRotaryEmbedding",
-        ),
     ],
 )
 def test_modules_that_are_no_fixed_rotation_are_refused_by_name(scaling, name):
@@ -190,6 +181,21 @@ def test_modules_that_are_no_fixed_rotation_are_refused_by_name(scaling, name):
     assert type(rope).__name__ == name
     with pytest.raises(UnsupportedRotaryError, match=name):
         spec_from_sglang_rope(rope)
+
+
+def test_long_rope_is_a_fixed_rotation_within_its_original_context():
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + i / 20 for i in range(HEAD_DIM // 2)],
+        "long_factor": [2.0 + i for i in range(HEAD_DIM // 2)],
+        "original_max_position_embeddings": 512,
+    }
+    rope = get_rope(HEAD_DIM, HEAD_DIM, 2048, 10_000, True, scaling, torch.float32)
+    spec = spec_from_sglang_rope(rope)
+    assert spec.magnitude > 1.0
+    verify_spec(spec, table_of(rope), torch.arange(512))
+    with pytest.raises(RotaryMismatchError, match="position 512"):
+        verify_spec(spec, table_of(rope), torch.arange(513))
 
 
 def test_an_unknown_class_is_refused_by_name():

@@ -22,6 +22,7 @@ from sglang_chunk_cache.forward.attending import Attention, Observer
 from sglang_chunk_cache.forward.batch.layerwise import layerwise_forward
 from sglang_chunk_cache.forward.batch.row_arrays import num_decoding, one_ahead, positions_of, with_rows
 from sglang_chunk_cache.forward.forward import Part
+from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
 from sglang_chunk_cache.kv.layer_kv import is_latent
@@ -102,7 +103,7 @@ class FusedBatch:
         if self.layers is None:
             fused_batch.input_ids = one_ahead(batch, fused_batch, positions)
         forward_batch = self.init(fused_batch)
-        forward_batch.positions = row_positions.to(forward_batch.positions.dtype)
+        stand_at(forward_batch, row_positions)
         kv_pool, row_lens = self.model_runner.token_to_kv_pool, fused_batch.extend_lens
         beside = None
         if runs is not None:

@@ -20,7 +20,7 @@ import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,7 @@ class LayerwiseForward:
         self._num_given = len(rows.row_positions)
         self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
         self._cut_later: _LateCut | None = None
+        self._image_features: torch.Tensor | None = None
 
     @property
     def row_positions(self) -> torch.Tensor:
@@ -136,8 +137,7 @@ class LayerwiseForward:
         for layer in self._layers.modules:
             handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._behind_layer))
-        if self._first is not None:
-            handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
+        handles.append(self._layers.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True))
         try:
             yield
         finally:
@@ -148,34 +148,37 @@ class LayerwiseForward:
 
     def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = inspect.signature(decoder.forward).bind(*args, **kwargs)
-        input_ids, positions, batch = _given_to_decoder(call.arguments)
-        first = self._first
-        assert first is not None
+        given = _Given.of(decoder, call.arguments, self._num_given)
+        self._image_features = call.arguments.get(_IMAGE_FEATURES)
+        first, batch = self._first, given.batch
+        if first is None:
+            return
+        # Where the model counts positions from; all that ask are texts.
+        begin = next(sum(self.row_lens[:i]) for i, one in enumerate(self._late) if one is not None)
+        origin = given.positions[..., begin : begin + 1] - self.row_positions[begin]
         asking = copy.copy(batch)
-        asking.input_ids, asking.positions = first.ids.to(input_ids.dtype), first.positions.to(positions.dtype)
+        asking.input_ids, asking.positions = first.ids.to(batch.input_ids), first.positions.to(batch.positions)
         asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
         main = self._rows
         self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
         self._rows, self.is_scoring_pass = main.with_rows(first.positions, first.row_lens), True
-        call.arguments.update(zip(_GIVEN, (asking.input_ids, asking.positions, asking), strict=True))
+        call.arguments.update(given.of_rows(asking, first.positions + origin))
         try:
             decoder.forward(*call.args, **call.kwargs)
         finally:
             self._rows, self.is_scoring_pass = main, False
         divide_adapters(self._lora_manager, batch)
-        self._place_late_rows(input_ids, positions, batch)
+        self._place_late_rows(given, origin)
 
-    def _place_late_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> None:
+    def _place_late_rows(self, given: _Given, origin: torch.Tensor) -> None:
         """Overwrites the placeholders; the tensors are those that the model was called with."""
         begin = 0
         for i, (request, late, length) in enumerate(zip(self._requests, self._late, self.row_lens, strict=True)):
             if late is not None:
                 found = request.begin_main()
-                load = slice(begin, begin + late.num_load_rows)
                 at = found[: late.num_load_rows]
-                input_ids[load] = late.prompt_ids[at].to(input_ids.dtype)
-                positions[load] = at.to(positions.dtype)
-                batch.out_cache_loc[load] = self._rows.slots_of(i)[at].to(batch.out_cache_loc.dtype)
+                slots = self._rows.slots_of(i)[at]
+                given.place(slice(begin, begin + late.num_load_rows), late.prompt_ids[at], at + origin, slots)
             begin += length
         self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
 
@@ -302,6 +305,8 @@ class LayerwiseForward:
         else:
             self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
+        if self._image_features is not None:  # the decoder goes on with the same tensor
+            self._image_features.data = self._image_features[index]
         self._left = index if self._left is None else self._left[index]
         self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
@@ -313,19 +318,67 @@ class LayerwiseForward:
 
 
 _GIVEN = ("input_ids", "positions", "forward_batch")
+_EMBEDDINGS = ("input_embeds", "inputs_embeds")
+_IMAGE_FEATURES = "input_deepstack_embeds"
+"""What Qwen3-VL adds to the rows of an image between its first layers, and nothing to those of a text."""
 
 
-def _given_to_decoder(arguments: Mapping[str, Any]) -> list[Any]:
+@dataclass(frozen=True)
+class _Given:
     """What SGLang's decoders are called with, in whatever order.
 
-    Raises:
-        AttentionNotServed: this one is not, or rows do not get their embeddings in it.
+    Attributes:
+        ids: `[num_rows]` token ids; None where the rows are given as embeddings.
+        positions: `[num_rows]`, or `[3, num_rows]` with multimodal rope, from the model's own origin.
+        embeddings: name and `[num_rows, hidden_size]`, where a model in front of the decoder has made them; else None.
+        embed: makes them of ids.
     """
-    if any(name not in arguments for name in _GIVEN):
-        raise AttentionNotServed(f"its decoder is not called with {', '.join(_GIVEN)}")
-    if any(arguments.get(name) is not None for name in ("input_embeds", "inputs_embeds")):
-        raise AttentionNotServed("the embeddings of its tokens are made in front of the decoder")
-    return [arguments[name] for name in _GIVEN]
+
+    ids: torch.Tensor | None
+    positions: torch.Tensor
+    batch: ForwardBatch
+    embeddings: tuple[str, torch.Tensor] | None
+    embed: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def of(cls, decoder: torch.nn.Module, arguments: Mapping[str, Any], num_rows: int) -> _Given:
+        """
+        Raises:
+            AttentionNotServed: the decoder is called otherwise, or with something of every row that is not known here.
+        """
+        if any(name not in arguments for name in _GIVEN):
+            raise AttentionNotServed(f"its decoder is not called with {', '.join(_GIVEN)}")
+        known = (*_GIVEN, *_EMBEDDINGS, _IMAGE_FEATURES)
+        others = [name for name, value in arguments.items() if name not in known and _has_rows(value, num_rows)]
+        if others:
+            raise AttentionNotServed(f"its decoder is given {', '.join(others)} of every token")
+        embeddings = [(name, arguments[name]) for name in _EMBEDDINGS if arguments.get(name) is not None]
+        embed = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else decoder.embed_tokens
+        ids, positions, batch = (arguments[name] for name in _GIVEN)
+        return cls(ids, positions, batch, next(iter(embeddings), None), embed)
+
+    def of_rows(self, batch: ForwardBatch, positions: torch.Tensor) -> dict[str, Any]:
+        """The same of other rows, all of texts: those of `batch`, at these positions."""
+        rows = {"positions": positions.to(self.positions.dtype), "forward_batch": batch, _IMAGE_FEATURES: None}
+        if self.ids is not None:
+            rows["input_ids"] = batch.input_ids
+        if self.embeddings is not None:
+            rows[self.embeddings[0]] = self.embed(batch.input_ids)
+        return rows
+
+    def place(self, rows: slice, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes other tokens of a text into these rows."""
+        self.batch.input_ids[rows] = ids.to(self.batch.input_ids.dtype)
+        self.batch.out_cache_loc[rows] = slots.to(self.batch.out_cache_loc.dtype)
+        self.positions[..., rows] = positions.to(self.positions.dtype)
+        if self.ids is not None:
+            self.ids[rows] = ids.to(self.ids.dtype)
+        if self.embeddings is not None:
+            self.embeddings[1][rows] = self.embed(ids)
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == num_rows
 
 
 def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> None:

@@ -1,0 +1,135 @@
+"""Which models are refused by what their configuration tells, before any process is started.
+
+Verbs: `check_model` (one resolved model configuration), `model_reason` (why not, as the end of a sentence),
+`check_flashinfer`. Whether reuse fits the model that was loaded is shown by forwards of it (`model_check`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_chunk_cache.flags.server_args import refuse
+
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+    *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
+    *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
+    *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+)
+"""Those that the exactness matrix runs; all that is served where `models` is "listed"."""
+SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+
+def check_flashinfer(model_config: Any) -> None:
+    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot.
+
+    Raises:
+        StartRefused: it cannot; the sentence says why.
+    """
+    from sgl_kernel_ext.sparse_extend.flashinfer import unserved
+
+    dtype = model_config.dtype  # the pool's is known later
+    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
+    if problem is not None:
+        refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
+
+
+def check_model(model_config: Any, models: str = "checked") -> None:
+    """Checks a model by its resolved `ModelConfig`; `models` of `--chunk-cache-config`.
+
+    Raises:
+        StartRefused: the model does not work with the chunk cache.
+    """
+    reason = model_reason(model_config) or (_architecture_reason(model_config) if models == "listed" else None)
+    if reason is not None:
+        refuse(f"this model cannot be served with --chunk-cache because {reason}.")
+
+
+def model_reason(model_config: Any) -> str | None:
+    """Why a model cannot be served, as the end of a sentence, or None."""
+    for check in (_kind_reason, _attention_reason, _rope_reason):
+        reason = check(model_config)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _kind_reason(model_config: Any) -> str | None:
+    if model_config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if model_config.is_audio_model:
+        return "it is a speech model"
+    if model_config.is_multimodal and set(model_config.hf_config.architectures) & SEES_IMAGES_BOTH_WAYS:
+        return (
+            "tokens of an image see those behind them, which fused batches do not show; drop --enable-multimodal, and "
+            "texts are served"
+        )
+    if not model_config.is_generation:
+        return "it is an embedding, reward or classification model"
+    return None
+
+
+def _attention_reason(model_config: Any) -> str | None:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text_config = model_config.hf_text_config
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
+        return "it has state-space or linear-attention layers"
+    if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
+        return "it has state-space or linear-attention layers"
+    if model_config.has_attention_sinks:
+        return "it uses attention sinks"
+    if model_config.is_hybrid_swa:
+        return (
+            "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
+            "keeps all of them in one"
+        )
+    if model_config.attention_chunk_size or model_config.is_local_attention_model:
+        return "it uses local attention (attention_chunk_size in its config.json)"
+    return None
+
+
+def _rope_reason(model_config: Any) -> str | None:
+    """Keys can be moved only where each rotary dimension turns by a fixed angle per position."""
+    text_config = model_config.hf_text_config
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if getattr(text_config, "dual_chunk_attention_config", None) is not None:
+        return "it uses dual-chunk attention (dual_chunk_attention_config in its config.json)"
+    of_kinds = [value for value in rope.values() if isinstance(value, dict)]  # one per kind of layer
+    for one in of_kinds or [rope]:
+        rope_type = one.get("rope_type", one.get("type", "default"))
+        if rope_type not in ROPE_TYPES or one.get("use_fope"):
+            return f"its rope type is {'fope' if one.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
+        if rope_type == "longrope":
+            reason = _longrope_reason(model_config, one)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _longrope_reason(model_config: Any, rope: dict[str, Any]) -> str | None:
+    text_config = model_config.hf_text_config
+    original_len = (
+        getattr(text_config, "original_max_position_embeddings", None)
+        or rope.get("original_max_position_embeddings")
+        or text_config.max_position_embeddings
+    )
+    if model_config.context_len <= original_len:
+        return None
+    return (
+        f"its long rope turns all keys by other angles where a prompt is longer than {original_len} tokens; add "
+        f"--context-length {original_len}"
+    )
+
+
+def _architecture_reason(model_config: Any) -> str | None:
+    architectures = model_config.hf_config.architectures or ["unknown"]
+    if architectures[0] not in ARCHITECTURES:
+        return f'its architecture {architectures[0]} is not listed, and "models" of --chunk-cache-config is "listed"'
+    return None
