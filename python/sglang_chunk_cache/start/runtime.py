@@ -40,7 +40,7 @@ from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.request.reply import whole_reason
-from sglang_chunk_cache.start.pool_check import check_pool, check_scales, warn_of_small_pool
+from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
@@ -176,7 +176,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     check_pool(allocator.get_kvcache(), backends)
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
     check_scales(allocator.get_kvcache(), layers.attentions, backends)
-    warn_of_small_pool(allocator.size, model_runner.model_config.context_len)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))
