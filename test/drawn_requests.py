@@ -32,6 +32,7 @@ NUMBERS = (
     *(0, 1, -1, 2, 7, 0.0, 0.15, 0.5, 1.0, 1.5, -0.1, 1e308, -1e308, 2**31, 2**63, 10**30),
     *(float("nan"), float("inf")),
 )
+MOST_CHOICES = 4
 OPTIONS = sorted({option.name for method in METHODS.values() for option in method.options_schema})
 KEYS = (
     *("spans", "mode", "method", "ratio", "options", "answer_tokens", "keep_tokens", "explain"),
@@ -281,7 +282,16 @@ def request_of(seed: int, number: int, routes: tuple[Callable[[Draw], Request], 
     method, path, body = draw.choice(routes)(draw)
     if body is not None and draw.random() < 0.1:
         body = draw.spoilt(body)
+    _bound(body)
     return method, path, body
+
+
+def _bound(body: Any) -> None:
+    """SGLang makes as many copies of a request as its `n` says, so a large one ends any server."""
+    holders = [body, body.get("sampling_params")] if isinstance(body, dict) else []
+    for holder in holders:
+        if isinstance(holder, dict) and isinstance(holder.get("n"), int) and holder["n"] > MOST_CHOICES:
+            holder["n"] = MOST_CHOICES
 
 
 def without_marks(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """ServerClient: a running server, as commands and benchmarks ask it.
 
-Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `look` (at a page that may not be there),
-`lines` (an answer line by line), `flush` (its caches). Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the
-remedy; what may pass, because the server is being restarted, is a `ServerGone`.
+Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `look` (at a page that may not be
+there), `lines` (an answer line by line), `flush` (its caches).
+Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the remedy; what may pass,
+because the server is being restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations

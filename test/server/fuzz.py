@@ -162,7 +162,13 @@ def server_of(kind: Kind, folder: Path, *, is_stock: bool = False) -> Iterator[S
         yield server
 
 
-def ask_kind(name: str, folder: Path, numbers: range, args: argparse.Namespace) -> dict[str, Any]:
+def shares(num: int) -> dict[str, range]:
+    """The numbers of the requests of each kind of server."""
+    edges = [num * i // len(KINDS) for i in range(len(KINDS) + 1)]
+    return {name: range(edges[i], edges[i + 1]) for i, name in enumerate(KINDS)}
+
+
+def ask_kind(name: str, folder: Path, numbers: range, seed: int, at_once: int) -> dict[str, Any]:
     """What one server made of its share of the requests."""
     counts: Counter[tuple[str, int]] = Counter()
     broken, memory_mb, left = dict[int, str](), [], dict[str, Any]()
@@ -170,7 +176,7 @@ def ask_kind(name: str, folder: Path, numbers: range, args: argparse.Namespace) 
     with server_of(KINDS[name], folder) as server:
         for first in range(numbers.start, numbers.stop, max(1, len(numbers) // 5)):
             part = range(first, min(first + max(1, len(numbers) // 5), numbers.stop))
-            found, wrong = run(server.url, args.seed, part, args.at_once)
+            found, wrong = run(server.url, seed, part, at_once)
             counts += found
             broken |= wrong
             memory_mb.append(round(memory(server.pid)))
@@ -180,7 +186,7 @@ def ask_kind(name: str, folder: Path, numbers: range, args: argparse.Namespace) 
     stocks: dict[int, str] = {}
     if broken:
         with server_of(KINDS[name], folder, is_stock=True) as server:
-            stocks = like_stock(server.url, args.seed, broken)
+            stocks = like_stock(server.url, seed, broken)
     ours = {number: wrong for number, wrong in broken.items() if number not in stocks}
     by_route: dict[str, dict[str, int]] = {}
     for (route, status), num in counts.items():
@@ -228,11 +234,11 @@ def main() -> int:
     args = parser.parse_args()
     report: dict[str, Any] = {**describe_run(), **{key: getattr(args, key) for key in ("num", "seed", "at_once")}}
     report["servers"] = {}
-    edges = [args.num * i // len(KINDS) for i in range(len(KINDS) + 1)]
     with tempfile.TemporaryDirectory() as folder:
-        for name, first, stop in zip(KINDS, edges, edges[1:], strict=False):
-            found = report["servers"][name] = ask_kind(name, Path(folder), range(first, stop), args)
-            print(f"{name}: {stop - first} asked, broken {found['broken']}, left {found['left']}", flush=True)
+        for name, numbers in shares(args.num).items():
+            found = ask_kind(name, Path(folder), numbers, args.seed, args.at_once)
+            report["servers"][name] = found
+            print(f"{name}: {len(numbers)} asked, broken {found['broken']}, left {found['left']}", flush=True)
     for path in write_result(args.out, "fuzz", report, to_markdown(report)):
         print(path)
     return any(one["broken"] or one["left"] for one in report["servers"].values())

@@ -288,7 +288,7 @@ def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
     check_length(len(adapted.input_ids), encoded.spans, paths, manager, "messages")
     params = adapted.sampling_params
     custom_params = params.get("custom_params") or {}
-    options = {**custom_params.get(KEY, {}), "spans": encoded.spans}
+    options = {**(custom_params.get(KEY) or {}), "spans": encoded.spans}
     adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}
 
 

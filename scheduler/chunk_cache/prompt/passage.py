@@ -29,7 +29,7 @@ class Passage:
 
 
 def write_passage(passage: Passage, template: str | None) -> str:
-    """A passage as it stands in the prompt; without a template its title, if any, on a line of its own, and its text."""
+    """A passage as it stands in the prompt; without a template: a line with its title, if it has one, and its text."""
     if template is None:
         template = _TITLED_TEMPLATE if passage.title else _TEMPLATE
     return PLACEHOLDER.sub(lambda name: str(getattr(passage, name[1])), template)

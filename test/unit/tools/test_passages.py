@@ -83,7 +83,7 @@ def test_where_they_are_written(asked: Any) -> None:
     assert found["messages"][0]["content"] == [{"type": "text", "text": "a\n\n"}, parts[0]]
     assert writer.put({"prompt": "Who?"}, ["a"]) == {"prompt": "a\n\nWho?"}
     assert writer.put(CHAT, [" "]) == CHAT
-    with pytest.raises(ChunkCacheRequestError, match="^messages: no message of the user"):
+    with pytest.raises(ChunkCacheRequestError, match=r"^messages: no message of the user"):
         writer.put({"messages": []}, ["a"])
 
 
