@@ -71,7 +71,7 @@ class PassageWriter:
         Where not, the server knows no chunks any more: `put` them into the body again, and send that.
 
         Args:
-            reply_headers: of the reply, whose names may be in any case where the mapping says so, as httpx's.
+            reply_headers: of a reply of status 200; their names in lower case, or a mapping as httpx's, that finds any.
         """
         if not (body.get("chunk_cache") or {}).get("chunks") or _HEADER in reply_headers:
             return True

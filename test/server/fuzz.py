@@ -103,7 +103,8 @@ def run(url: str, seed: int, numbers: range, at_once: int) -> tuple[Counter[tupl
     """Counts by route and status, and by its number what is wrong with each reply that broke what must hold."""
     counts: Counter[tuple[str, int]] = Counter()
     broken = {}
-    limits = httpx.Limits(max_connections=at_once)
+    # Connections are not used again that the server may be closing meanwhile.
+    limits = httpx.Limits(max_connections=at_once, keepalive_expiry=1)
     with (
         httpx.Client(base_url=url, timeout=120, limits=limits, trust_env=False) as http,
         ThreadPoolExecutor(at_once) as pool,
