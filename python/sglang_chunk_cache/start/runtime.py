@@ -111,9 +111,11 @@ class ChunkRuntime:
             return
         plan = state.reported.plan
         num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
-        saved_s = self.clock.cost.record().marginal(max(num_saved, 0), plan.prompt_len)
+        cost = self.clock.cost
+        saved_s = cost.record().marginal(max(num_saved, 0), plan.prompt_len) if cost.is_known else None
         self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
-        self.metrics.observe_saved(saved_s)
+        if saved_s is not None:
+            self.metrics.observe_saved(saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
             self.metrics.count_not_packed(reason)
 
