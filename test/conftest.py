@@ -48,6 +48,8 @@ def environment() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", default=None, metavar="FILE", help="write the matrix of the exactness tests")
+    parser.addoption("--fuzz-num", type=int, default=10_000, help="requests of test_fuzz_server.py")
+    parser.addoption("--fuzz-seed", type=int, default=1, help="which requests those are")
     parser.addoption("--all", action="store_true", default=False, help="also the full matrix of configurations")
 
 

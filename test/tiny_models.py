@@ -297,8 +297,14 @@ def make_adapter(model_dir: str | Path, out_dir: str | Path, *, rank: int = 4, s
     return out_dir
 
 
-def make_tokenizer(vocab_size: int = 512, *, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with special tokens, filler up to `vocab_size`, a chat template and, if wanted, BOS."""
+def make_tokenizer(
+    vocab_size: int = 512, *, add_bos: bool = True, add_prefix_space: bool = False
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with special tokens, filler up to `vocab_size`, a chat template and, if wanted, BOS.
+
+    Args:
+        add_prefix_space: it puts a space in front of a text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*SPECIAL_TOKENS, *alphabet]
     if vocab_size < len(tokens):
@@ -307,7 +313,7 @@ def make_tokenizer(vocab_size: int = 512, *, add_bos: bool = True) -> PreTrained
     vocab = {token: index for index, token in enumerate([*tokens, *fillers])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     core.decoder = decoders.ByteLevel()
     if add_bos:
         core.post_processor = processors.TemplateProcessing(

@@ -14,14 +14,19 @@ import httpx
 from fastapi import FastAPI
 from shared import search
 
+from chunk_cache_tools.passages import PassageWriter
+
 app = FastAPI()
-sglang = httpx.AsyncClient(base_url=os.environ.get("SGLANG_URL", "http://localhost:30000"), timeout=300)
+URL = os.environ.get("SGLANG_URL", "http://localhost:30000")
+sglang = httpx.AsyncClient(base_url=URL, timeout=300)
+writer = PassageWriter(URL)
 
 
 @app.get("/ask")
 async def ask(question: str) -> dict[str, Any]:
     passages = search(question)
-    body = {
+    chunks = [{"id": name, "text": text} for name, text in passages.items()]
+    asked = {
         "model": "default",
         "messages": [
             {"role": "system", "content": "Answer from the passages, in one sentence."},
@@ -29,16 +34,18 @@ async def ask(question: str) -> dict[str, Any]:
         ],
         "max_tokens": 48,
         "temperature": 0,
-        "chunk_cache": {"chunks": [{"id": name, "text": text} for name, text in passages.items()]},
     }
+    body = writer.put(asked, chunks)
     response = await sglang.post("/v1/chat/completions", json=body)
     response.raise_for_status()
+    if not writer.arrived(body, response.headers):  # a server that has lost its chunk cache meanwhile
+        response = await sglang.post("/v1/chat/completions", json=writer.put(asked, chunks))
     reply = response.json()
-    told = reply["sglext"]["chunk_cache"]
+    told = (reply.get("sglext") or {}).get("chunk_cache") or {}
     return {
         "answer": reply["choices"][0]["message"]["content"],
-        "passages": {chunk["id"]: chunk["status"] for chunk in told["chunks"]},
-        "reused": told["reused_tokens"],
-        "recomputed": told["recomputed_tokens"],
+        "passages": {chunk["id"]: chunk["status"] for chunk in told.get("chunks", ())},
+        "reused": told.get("reused_tokens", 0),
+        "recomputed": told.get("recomputed_tokens", 0),
         "prompt": reply["usage"]["prompt_tokens"],
     }

@@ -1,8 +1,9 @@
 """ServerClient: a running server, as commands and benchmarks ask it.
 
-Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `lines` (an answer line by line),
-`flush` (its caches). Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the
-remedy; what may pass, because the server is being restarted, is a `ServerGone`.
+Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `look` (at a page that may not be
+there), `lines` (an answer line by line), `flush` (its caches).
+Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the remedy; what may pass,
+because the server is being restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations
@@ -86,6 +87,18 @@ class ServerClient:
             problem = f"{path} was not answered with a JSON object"
             raise self.refused(problem, "name the address of an SGLang server")
         return reply
+
+    def look(self, path: str) -> httpx.Response:
+        """The answer to a GET, whatever it is, of a server that works.
+
+        Raises:
+            ServerGone: see the head of this file.
+        """
+        with self._told():
+            response = self.http.get(path)
+        if response.is_server_error:
+            self._check(response)
+        return response
 
     def lines(self, path: str, body: Any) -> Iterator[str]:
         """The lines of the answer to a POST as they arrive; raises as `send`."""

@@ -1,7 +1,7 @@
-"""Recorder: stands between a program and a server, and keeps what the server replied.
+"""Recorder: stands between a program and a server, and keeps what the program asked and the server replied.
 
-A context manager with a `url` of its own; what it is asked it asks the server. `replies` holds the JSON objects that
-came back from routes that generate, in the order in which they were complete.
+A context manager with a `url` of its own; what it is asked it asks the server. `asked` holds path and body of what was
+asked of routes that generate, `replies` the JSON objects that came back, in the order in which they were complete.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Recorder:
     """
 
     def __init__(self, url: str) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
         self.replies: list[dict[str, Any]] = []
         self._client = httpx.Client(base_url=url, timeout=300)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -62,8 +63,10 @@ class Recorder:
             headers = {name: value for name, value in handler.headers.items() if _passes(name)}
             response = self._client.request(handler.command, handler.path, content=body, headers=headers)
             if handler.path in _GENERATING:
-                found = json.loads(response.content)
-                self.replies += found if isinstance(found, list) else [found]
+                self.asked.append((handler.path, json.loads(body)))
+                if response.headers["content-type"].startswith("application/json"):
+                    found = json.loads(response.content)
+                    self.replies += found if isinstance(found, list) else [found]
             handler.send_response(response.status_code)
             for name, value in response.headers.items():
                 if _passes(name):

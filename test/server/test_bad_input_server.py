@@ -399,6 +399,8 @@ ODD_SAMPLING: tuple[dict[str, Any], ...] = (
     {"structural_tag": {"a": 1}},
     {"structural_tag": "{"},
     {"no_such_parameter": 1},
+    {"custom_params": [1]},
+    {"custom_params": {"a": {"b": {"c": 1}}}},
 )
 
 

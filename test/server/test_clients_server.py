@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 from benchmark.common.machine import ROOT
 
+from chunk_cache.prompt.passage import Passage, write_passage
+from chunk_cache_tools.passages import PassageWriter
+from drawn_requests import CHAT, COUNT, MESSAGES, without_marks
 from server.client_libraries import PACKAGES, interpreter
+from server.recorder import Recorder
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
@@ -29,6 +33,17 @@ CLIENTS = {
     "llama_index": ("with_chunks",),
     "haystack": ("with_parts", "with_chunks"),
 }
+DEGRADE = {
+    ("openai", "with_breakpoints"),
+    ("anthropic", "with_search_results"),
+    ("anthropic", "with_cache_control"),
+    ("anthropic", "in_a_stream"),
+    ("litellm", "with_cache_control"),
+    ("langchain", "with_parts"),
+    ("langchain", "with_a_tool"),
+    ("haystack", "with_parts"),
+}
+"""Those whose bodies say the same to stock SGLang, which knows no chunks."""
 CALLS = """
 import json, sys
 program, name, url, orders, question = json.loads(sys.argv[1])
@@ -38,12 +53,12 @@ print(json.dumps([ask(url, order, question) for order in orders]))
 """
 
 
-def run(server: Server, client: str, name: str, orders: Sequence[Sequence[str]]) -> list[dict[str, int]]:
+def run(url: str, client: str, name: str, orders: Sequence[Sequence[str]]) -> list[dict[str, int]]:
     """What a program says of prompts with passages in these orders."""
     python = interpreter(PACKAGES.get(client, client))
     if not python:
         pytest.skip(f"{client} is not installed: make clients")
-    call = json.dumps([[str(PROGRAMS), f"{client}_client"], name, server.url, orders, "Who is it?"])
+    call = json.dumps([[str(PROGRAMS), f"{client}_client"], name, url, orders, "Who is it?"])
     done = subprocess.run([python, "-c", CALLS, call],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -51,12 +66,69 @@ def run(server: Server, client: str, name: str, orders: Sequence[Sequence[str]])
 
 
 @pytest.mark.parametrize(("client", "name"), [(client, name) for client, names in CLIENTS.items() for name in names])
-def test_a_client_reuses_chunks_and_sees_it(server: Server, passages: Any, client: str, name: str) -> None:
+def test_a_client_reuses_chunks_and_sees_it(
+    server: Server, stock: Server, passages: Any, client: str, name: str
+) -> None:
     texts = [text.strip() for text in passages.several(3)]
-    first, second = run(server, client, name, [texts, texts[::-1]])
+    with Recorder(server.url) as recorder:
+        first, second = run(recorder.url, client, name, [texts, texts[::-1]])
     assert first == {"reused": 0, "recomputed": 0}
     assert second["reused"] > 0, second
     assert 0 < second["recomputed"] < second["reused"], second
+    assert len(recorder.asked) == 2
+    for path, body in recorder.asked:
+        marked = given_to_the_model(server, path, body)
+        assert given_to_the_model(server, path, unmarked(body)) == marked, "marks change nothing"
+        assert given_to_the_model(stock, path, unmarked(body)) == marked, "nor does the chunk cache"
+        assert (given_to_the_model(stock, path, body) == marked) == ((client, name) in DEGRADE), "docs/clients.md"
+
+
+def unmarked(body: dict[str, Any]) -> dict[str, Any]:
+    """What the client would send without the chunk cache: the same text, in forms that stock SGLang reads."""
+    chunks = (body.get("chunk_cache") or {}).get("chunks") or ()
+    given = [Passage(one["text"], title=one.get("title") or "") for one in (*body.get("documents", ()), *chunks)]
+    written = "".join(write_passage(one, None) for one in given)
+    plain = without_marks({key: value for key, value in body.items() if key != "documents"})
+    for message in plain.get("messages", ()):
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            if block["type"] == "document":
+                block |= {"type": "search_result", "content": [{"type": "text", "text": block.pop("source")["data"]}]}
+    return PassageWriter("", template="{text}", knows_chunks=False).put(plain, [written] if written else [])
+
+
+def given_to_the_model(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The ids and the number of tokens of a prompt, as far as a route tells them; empty where it refuses the body."""
+    body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    response = server.post(path, {**body, "temperature": 0, "return_token_ids": True}, check=False)
+    if not response.is_success:
+        return {}
+    reply = response.json()
+    if path == MESSAGES:
+        usage = reply["usage"]
+        used = usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0)
+        counted = server.post(COUNT, {key: value for key, value in body.items() if key != "max_tokens"}).json()
+        assert counted == {"input_tokens": used}
+        return {"tokens": used}
+    (choice,) = reply["choices"]
+    assert reply["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"])
+    return {"ids": choice["prompt_token_ids"]}
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_passages_arrive_whatever_the_server_is(server: Server, stock: Server, passages: Any, is_stock: bool) -> None:
+    """`PassageWriter` asks the server; the model reads the same."""
+    one = stock if is_stock else server
+    texts = passages.several(2)
+    ask = {"model": "default", "messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4}
+    writer = PassageWriter(one.url)
+    body = writer.put(ask, texts)
+    assert ("chunk_cache" in body) != is_stock
+    assert writer.arrived(body, one.post(CHAT, body).headers)
+    expected = PassageWriter("", knows_chunks=False).put(ask, texts)
+    assert given_to_the_model(one, CHAT, body) == given_to_the_model(one, CHAT, expected)
+    lost = PassageWriter(one.url, knows_chunks=True)
+    body = lost.put(ask, texts)
+    assert lost.arrived(body, one.post(CHAT, body).headers) != is_stock
 
 
 def test_curl(server: Server, passages: Any) -> None:

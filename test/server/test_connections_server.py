@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from drawn_requests import SEP
 from server.conftest import FLAGS, STRICT
-from server.fuzz import SEP, left_behind, memory
+from server.fuzz import left_behind, memory
 from server_fixture import Server
 
 pytestmark = [pytest.mark.all, pytest.mark.server]

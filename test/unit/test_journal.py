@@ -37,7 +37,7 @@ def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int]
     )
 
 
-def note(journal: Journal, rid: str, plan: RecomputePlan, saved_s: float) -> None:
+def note(journal: Journal, rid: str, plan: RecomputePlan, saved_s: float | None) -> None:
     options = RequestOptions(spans=tuple((chunk.start, chunk.end) for chunk in plan.chunks))
     reported = Reported(plan)
     state = ChunkRequest(ChunkPrompt(options, (KEY,)), reported=reported)
@@ -89,6 +89,9 @@ def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Cl
     assert counts(contents["totals"]) == [30, 3 * 38, 6, 150]
     assert contents["totals"]["saved_s"] == 1.5
     assert sum(counts(contents["totals"])) == 3 * 100
+    note(journal, "r", plan_of(), saved_s=None)
+    totals = journal.contents()["totals"]
+    assert (totals["requests"], totals["estimated"], totals["saved_s"]) == (4, 3, 1.5)
 
 
 def test_it_is_bounded_and_keeps_the_newest(journal: Journal, clock: Clock) -> None:

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from chunk_cache.advice import ADVICE
+from chunk_cache.tiers.cost import MIN_OBSERVATIONS
 from chunk_cache.token_kinds import COLOURS, WORDS, Kind
 from chunk_cache.types import REASONS
 from sglang_chunk_cache.admin.journal import KINDS, NUM_MINUTES
@@ -27,6 +28,7 @@ def page() -> tuple[str, str]:
     facts = {
         "kinds": [{"name": kind, "words": WORDS[Kind(kind)], "colour": COLOURS[Kind(kind)]} for kind in KINDS],
         "minutes": NUM_MINUTES,
+        "forwards": MIN_OBSERVATIONS,
         "reasons": {name: {"what": what, "remedy": ADVICE[name][1]} for name, what in REASONS.items()},
     }
     html = _FILE.read_text(encoding="utf-8").replace("FACTS", json.dumps(facts).replace("<", "\\u003c"))

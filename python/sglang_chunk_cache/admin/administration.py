@@ -29,7 +29,7 @@ from chunk_cache.prompt.marked_ids import encode_chunk
 from sglang_chunk_cache.admin import admin_messages as messages
 from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection
 from sglang_chunk_cache.admin.journal import merge
-from sglang_chunk_cache.api.prepare import check_vocabulary
+from sglang_chunk_cache.api.stock_checks import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
 
 ASK_AGAIN_S = 0.01

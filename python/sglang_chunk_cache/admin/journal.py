@@ -42,13 +42,13 @@ class Journal:
         self._minutes: deque[tuple[int, _Sums]] = deque(maxlen=NUM_MINUTES)
         self._requests: deque[Contents] = deque(maxlen=NUM_REQUESTS)
 
-    def note(self, rid: str, partition: str, state: ChunkRequest, reported: Reported, saved_s: float) -> None:
+    def note(self, rid: str, partition: str, state: ChunkRequest, reported: Reported, saved_s: float | None) -> None:
         """One request that was admitted, and has ended.
 
         Args:
             reported: the state's.
             partition: its name, which tells nothing of a client's salt.
-            saved_s: seconds of prefill that reuse was estimated to spare it.
+            saved_s: seconds of prefill that reuse was estimated to spare it; None = too few forwards were timed.
         """
         plan, reply = reported.plan, reply_of(state, reported)
         at = self._now()
@@ -74,20 +74,23 @@ class Journal:
 
 
 class _Sums:
-    """Sums over requests: their number, their tokens by kind, and the seconds of prefill that were spared."""
+    """Sums over requests: their number, their tokens by kind, the seconds of prefill that were spared, of how many."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.prefix = self.reused = self.recomputed = self.computed = 0
+        self.estimated = 0
         self.saved_s = 0.0
 
-    def add(self, plan: RecomputePlan, saved_s: float) -> None:
+    def add(self, plan: RecomputePlan, saved_s: float | None) -> None:
         self.requests += 1
         self.prefix += plan.prefix_len
         self.reused += plan.num_reused - plan.num_recomputed
         self.recomputed += plan.num_recomputed
         self.computed += plan.num_computed
-        self.saved_s += saved_s
+        if saved_s is not None:
+            self.estimated += 1
+            self.saved_s += saved_s
 
 
 def picture_of(plan: RecomputePlan) -> list[list[int]]:

@@ -35,7 +35,7 @@ from chunk_cache.types import Span
 from sglang_chunk_cache.admin.admin_bodies import Warm
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
-from sglang_chunk_cache.api.prepare import check_vocabulary
+from sglang_chunk_cache.api.stock_checks import check_vocabulary
 
 NO_ROOM = "computed, but there was no room to keep it"
 

@@ -2,40 +2,21 @@
 
 Verb: `read_asked`. Beside the options of every request (`chunk_cache.options.request_options`) it may hold
 what only these routes read: `chunks` and the `template` that writes them into the prompt, `marks` and `parts`.
-`write_passage` writes one.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import given, is_unicode, known_names, request_error, show
 from chunk_cache.options.request_options import KEYS, MAX_CHUNKS
+from chunk_cache.prompt.passage import PLACEHOLDER, Passage
 
 KEY = "chunk_cache"
 ROUTE_KEYS = ("chunks", "template", "marks", "parts")
 _CHUNK_KEYS = ("id", "text")
-_TEMPLATE, _TITLED_TEMPLATE = "{text}\n\n", "{title}\n{text}\n\n"
-_PLACEHOLDER = re.compile(r"\{(id|title|text)\}")
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A passage that stands beside the messages, or the prompt, of a request.
-
-    Attributes:
-        text: what it says.
-        path: where the client gave it.
-        id, title: empty = none.
-    """
-
-    text: str
-    path: str
-    id: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,13 +117,6 @@ def as_passages(documents: Mapping[str, Mapping[str, Any]]) -> tuple[Passage, ..
     )
 
 
-def write_passage(passage: Passage, template: str | None) -> str:
-    """A passage as it stands in the prompt."""
-    if template is None:
-        template = _TITLED_TEMPLATE if passage.title else _TEMPLATE
-    return _PLACEHOLDER.sub(lambda name: str(getattr(passage, name[1])), template)
-
-
 def check_text(text: object, path: str, separator: str) -> str:
     """Checks the text of a passage that a client marked as a whole.
 
@@ -205,7 +179,7 @@ def _read_template(value: object, path: str, separator: str) -> str | None:
     if value is None:
         return None
     template = check_text(value, path, separator)
-    if [name[1] for name in _PLACEHOLDER.finditer(template)].count("text") != 1:
+    if [name[1] for name in PLACEHOLDER.finditer(template)].count("text") != 1:
         problem = "{text} does not stand in it once"
         raise request_error(path, problem, 'give one such as "[{id}] {text}\\n"; {id} and {title} may stand in it')
     return template

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunk_cache.prompt.marks import Mark, Marks
-from sglang_chunk_cache.api.chunk_cache_fields import KEY, ChunkCacheFields, Passage, write_passage
+from chunk_cache.prompt.passage import Passage, write_passage
+from sglang_chunk_cache.api.chunk_cache_fields import KEY, ChunkCacheFields
 from sglang_chunk_cache.api.replies import Replies
 
 HEADER, UNUSED_HEADER = "x-chunk-cache", "x-chunk-cache-unused"

@@ -11,14 +11,9 @@ leaves this process is `custom_params["chunk_cache"]` = one JSON string of
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
-import numpy as np
-from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
 from chunk_cache.options.request_options import (
@@ -34,35 +29,13 @@ from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.capabilities import check_read_once, check_rows, check_served, keeps_all_error
 from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from sglang_chunk_cache.api.stock_checks import GENERATE_NAMES, Names, check_parameters, check_vocabulary, each
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
 _PREPARED = "_chunk_cache_prepared"
 _OWN = "_chunk_cache_own"
 _BEGIN_LEN = 16
 """Characters at the beginning of a text, of which nearly always there are tokens."""
-
-
-@dataclass(frozen=True)
-class Names:
-    """How the fields of a request are called on a route, for messages.
-
-    Attributes:
-        text, ids: the fields of text and of token ids.
-        sampling_params: the object with `custom_params`; empty where `custom_params` is at the top.
-        num_top: the number of best tokens whose log-probabilities are returned.
-        options: the object of the options, where it is not in `custom_params`; empty = it is.
-    """
-
-    text: str
-    ids: str
-    sampling_params: str
-    num_top: str
-    options: str = ""
-
-
-GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
-COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
-CHAT_NAMES = Names("messages", "messages", "", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -229,9 +202,7 @@ def prepare(
         elif item.text is not None and item.marked is None:
             _check_has_tokens(item.text, obj, manager, item.path)
         _check_trust(item, obj, args)
-    _check_logprobs(obj, manager, names)
-    _check_stop_ids(obj.sampling_params, manager, names)
-    _check_sampling(obj.sampling_params, manager, names)
+    check_parameters(obj, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     setattr(obj, _PREPARED, True)
@@ -359,90 +330,6 @@ def _is_turn(obj: Any) -> bool:
     return isinstance(params, Mapping) and params.get("id") is not None
 
 
-def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
-    """Checks token ids that a client gave, also of plain requests: one too large ends stock SGLang.
-
-    Raises:
-        ChunkCacheRequestError: one is not of the model's vocabulary.
-    """
-    vocab_size = manager.model_config.vocab_size
-    if not _are_below(ids, vocab_size):
-        problem = f"a token id is not in the vocabulary, 0 to {vocab_size - 1}"
-        raise request_error(path, problem, "remove it")
-
-
-def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
-    """Checks numbers that end stock SGLang, also of plain requests: too many best tokens, a start below -1."""
-    vocab_size = manager.model_config.vocab_size
-    for num_top in _numbers(obj.top_logprobs_num):
-        if num_top > vocab_size:
-            raise request_error(
-                names.num_top, f"{num_top}, and the vocabulary has {vocab_size} tokens", "ask for fewer"
-            )
-    for start in _numbers(obj.logprob_start_len):
-        if start < -1:
-            remedy = "give -1 for the answer alone, or a position of the prompt"
-            raise request_error("logprob_start_len", f"{start} is not a position", remedy)
-
-
-def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None:
-    """Checks the ids that a minimal length holds back, also of plain requests: others end stock SGLang."""
-    vocab_size = manager.model_config.vocab_size
-    for params in _each(sampling_params):
-        ids = _numbers(params.get("stop_token_ids")) if isinstance(params, Mapping) else []
-        if any(not 0 <= one < vocab_size for one in ids) and params.get("min_new_tokens"):
-            problem = f"with a minimal length all must be token ids of the vocabulary, 0 to {vocab_size - 1}"
-            raise request_error(f"{names.sampling_params}.stop_token_ids".lstrip("."), problem, "remove what is not")
-
-
-def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None:
-    """Checks what stock SGLang answers with a 500, also of plain requests, such as a pattern that is none."""
-    is_list = isinstance(sampling_params, (list, tuple))
-    for index, params in enumerate(_each(sampling_params)):
-        path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
-        if params is None or _sampling_problem(params, manager) is None:
-            continue
-        if not isinstance(params, Mapping):
-            raise request_error(path, f"{show(params)} is not an object", 'give an object such as {"temperature": 0}')
-        for name, value in params.items():
-            problem = _sampling_problem({name: value}, manager)
-            if problem is not None and str(name) not in problem:
-                where = f"{path}.{name}".lstrip(".")
-                raise request_error(where, f"{show(value)} cannot be used: {problem}", "correct it, or leave it out")
-
-
-def _sampling_problem(params: Any, manager: Any) -> str | None:
-    """Why a scheduler could not be given these parameters, in SGLang's words; None = nothing."""
-    try:
-        # Ours were checked by themselves, and those of others are anything.
-        built = manager.sampling_params_class(**{**params, "custom_params": None})
-        built.normalize(manager.tokenizer)
-        built.verify(manager.model_config.vocab_size)
-        sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
-        msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
-    except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)
-        return " ".join(str(error).split()).rstrip(".")
-    return None
-
-
-def _numbers(given: object) -> list[int]:
-    """The integers among what was given, for all prompts or one for each."""
-    return [one for one in _each(given) if isinstance(one, int)]
-
-
-def _each(given: object) -> Sequence[Any]:
-    """What was given for each prompt, or for all."""
-    return given if isinstance(given, (list, tuple)) else [given]
-
-
-def _are_below(ids: Sequence[int], bound: int) -> bool:
-    """Whether all are whole numbers from 0 to `bound - 1`; a sixth of the time that `min` and `max` take."""
-    try:
-        return bool(np.frombuffer(array("I", ids), dtype="I").max(initial=0) < bound)
-    except (OverflowError, TypeError):
-        return False
-
-
 class PromptTooLong(ChunkCacheRequestError):
     """A marked prompt does not fit into the context."""
 
@@ -496,5 +383,5 @@ def may_get_reply(obj: Any, args: ChunkCacheArgs | None) -> bool:
     """
     if args is not None and args.discover:
         return True
-    has_options = any(KEY in _custom_params(one) for one in _each(getattr(obj, "sampling_params", None)))
+    has_options = any(KEY in _custom_params(one) for one in each(getattr(obj, "sampling_params", None)))
     return has_options or getattr(obj, "session_params", None) is not None

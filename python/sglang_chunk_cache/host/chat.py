@@ -27,10 +27,12 @@ from chunk_cache.errors import request_error
 from chunk_cache.options.request_options import MAX_CHUNKS
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked, texts_of
+from chunk_cache.prompt.passage import Passage
 from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
-from sglang_chunk_cache.api.chunk_cache_fields import KEY, Passage, as_passages
+from sglang_chunk_cache.api.chunk_cache_fields import KEY, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.prepare import CHAT_NAMES, check_length, may_get_reply, prepare
+from sglang_chunk_cache.api.prepare import check_length, may_get_reply, prepare
+from sglang_chunk_cache.api.stock_checks import CHAT_NAMES
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, get_args
 from sglang_chunk_cache.host import sglext
 
@@ -286,7 +288,7 @@ def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
     check_length(len(adapted.input_ids), encoded.spans, paths, manager, "messages")
     params = adapted.sampling_params
     custom_params = params.get("custom_params") or {}
-    options = {**custom_params.get(KEY, {}), "spans": encoded.spans}
+    options = {**(custom_params.get(KEY) or {}), "spans": encoded.spans}
     adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}
 
 

@@ -11,7 +11,8 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from chunk_cache.errors import request_error
 from chunk_cache.prompt.marks import split_marked
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.prepare import COMPLETION_NAMES, may_get_reply, prepare
+from sglang_chunk_cache.api.prepare import may_get_reply, prepare
+from sglang_chunk_cache.api.stock_checks import COMPLETION_NAMES
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached
 from sglang_chunk_cache.host import sglext
 

@@ -1,12 +1,10 @@
 """What a scheduler's KV pool must be, whoever asked for it: a checkpoint may ask for another than the flags.
 
-Verbs: `check_pool` (layout and numbers), `check_pool_dtype` (the numbers alone), `check_scales` (of a pool of FP8),
-`warn_of_small_pool`.
+Verbs: `check_pool` (layout and numbers), `check_pool_dtype` (the numbers alone), `check_scales` (of a pool of FP8).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +14,6 @@ from sglang_chunk_cache.kv.layer_kv import is_latent, kv_scales
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-
-logger = logging.getLogger(__name__)
 
 POOL_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 NOT_READ = {
@@ -67,17 +63,6 @@ def check_pool_dtype(dtype: str, backends: Collection[str] = ()) -> None:
                 f"the KV cache holds {dtype}, which SGLang's attention backend {backend} does not read, so it cannot "
                 "serve --chunk-cache; name another with --attention-backend, or add --kv-cache-dtype bf16."
             )
-
-
-def warn_of_small_pool(num_tokens: int, context_len: int) -> None:
-    """Tells in the log that a pool holds fewer tokens than a prompt may have."""
-    if num_tokens < context_len:
-        logger.warning(
-            "Chunk cache: the KV pool holds %d tokens, fewer than the %d of one context: chunks are soon evicted, and "
-            "longer prompts are not served; raise --mem-fraction-static or --max-total-tokens",
-            num_tokens,
-            context_len,
-        )
 
 
 def check_scales(kv_pool: Any, layers: Iterable[RadixAttention], backends: Collection[str]) -> None:

@@ -40,7 +40,7 @@ from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.request.reply import whole_reason
-from sglang_chunk_cache.start.pool_check import check_pool, check_scales, warn_of_small_pool
+from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
@@ -111,9 +111,11 @@ class ChunkRuntime:
             return
         plan = state.reported.plan
         num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
-        saved_s = self.clock.cost.record().marginal(max(num_saved, 0), plan.prompt_len)
+        cost = self.clock.cost
+        saved_s = cost.record().marginal(max(num_saved, 0), plan.prompt_len) if cost.is_known else None
         self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
-        self.metrics.observe_saved(saved_s)
+        if saved_s is not None:
+            self.metrics.observe_saved(saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
             self.metrics.count_not_packed(reason)
 
@@ -176,7 +178,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     check_pool(allocator.get_kvcache(), backends)
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
     check_scales(allocator.get_kvcache(), layers.attentions, backends)
-    warn_of_small_pool(allocator.size, model_runner.model_config.context_len)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))

@@ -130,9 +130,14 @@ class PrefillCost:
     def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
         """A pass over `num_rows` rows that see up to `num_keys` keys each took `seconds`."""
         assert num_rows > 0 <= num_keys, f"{num_rows} rows, {num_keys} keys"
-        is_known = self._fit.num + 1 >= MIN_OBSERVATIONS
-        subsets = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)) if is_known else ((1,),)
+        will_know = self._fit.num + 1 >= MIN_OBSERVATIONS
+        subsets = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)) if will_know else ((1,),)
         self._fit.observe((1.0, num_rows, num_rows * num_keys), seconds, subsets)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether so many passes were seen that a saving may be stated."""
+        return self._fit.num >= MIN_OBSERVATIONS
 
     def record(self) -> PrefillRecord:
         s_per_pass, s_per_row, s_per_pair = self._fit.coefficients.tolist()

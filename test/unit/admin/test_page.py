@@ -21,6 +21,7 @@ from sglang_chunk_cache.host.admin_routes import decide_request_auth
 class Facts:
     kinds: list[dict[str, str]]
     minutes: int
+    forwards: int
     reasons: dict[str, dict[str, str]]
 
 
@@ -114,7 +115,12 @@ def shown(stats: dict[str, Any], journal: dict[str, Any]) -> dict[str, str]:
 def test_what_is_shown() -> None:
     pool = {"variants": 1, "tokens": 30, "capacity_tokens": 2000, "bytes": 1}
     rank = {"tp_rank": 0, "dp_rank": 0, "tiers": {"pool": pool}, "index": {"num_gone": 0}}
-    gate = {"requests": {"verified": 3}}
+    rank["partitions"] = {"variants": {"default": 2, "a1": 1}, "path_tokens": {"default": 50}}
+    steps = {"a1": {"serves": "epic@0.3", "above": 1, "replies": 9, "reason": "it fits", "step": 1, "is_exact": False}}
+    gate = {
+        "requests": {"chosen": 4, "waiting": 1, "verified": 3, "given_up": 0, "dropped": {}},
+        "target": {"kl": 0.1, "partitions": steps},
+    }
     config = {"method": "epic", "ratio": 0.15, "target": {"kl": 0.1}}
     chunks = [{"status": "miss", "reason": reason, "start": 0, "end": 9} for reason in ("not_stored", "not_stored")]
     request = {
@@ -128,7 +134,7 @@ def test_what_is_shown() -> None:
         "chunks": chunks,
         "fallback_reason": None,
     }
-    totals = {"requests": 1, "prefix": 10, "reused": 31, "recomputed": 9, "computed": 50, "saved_s": 0}
+    totals = {"requests": 1, "prefix": 10, "reused": 31, "recomputed": 9, "computed": 50, "saved_s": 0, "estimated": 0}
     journal = {"since": 0, "totals": totals, "minutes": [], "requests": [request]}
     texts = shown({"config": config, "ranks": [{**rank, "gate": gate}]}, journal)
     assert texts["server"] == "method epic, ratio 0.15, target kl 0.1, 3 replies verified"
@@ -136,6 +142,11 @@ def test_what_is_shown() -> None:
     assert "Exact prefix|10 %" in texts["tiles"]
     assert "Computed|50 %" in texts["tiles"], "the three are all tokens"
     assert texts["requests"].endswith("0 of 2|not_stored")
+    assert "Prefill saved|-|" in texts["tiles"], "too few forwards were timed"
+    assert texts["tenants"] == "default|0|2|50|||||a1|0|1|||epic@0.3|1 of 9|it fits"
+    assert texts["gate"].endswith("the gate: 4 chosen, 1 waiting, 3 verified, 0 given up")
+    totals |= {"saved_s": 1.25, "estimated": 1}
+    assert "Prefill saved|1.3 s|estimated, for 1 of 1 requests" in shown({"config": config, "ranks": [rank]}, journal)["tiles"]
     request["fallback_reason"] = "off"
     texts = shown({"config": {**config, "target": None}, "ranks": [rank]}, journal)
     assert texts["server"] == "method epic, ratio 0.15"

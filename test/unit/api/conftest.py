@@ -109,7 +109,8 @@ class Service:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(app=self._app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-                return await client.post(path, json=body)
+                headers = {"content-type": "application/json"}
+                return await client.post(path, content=json.dumps(body), headers=headers)
 
         return self.run(call())
 

@@ -742,3 +742,10 @@ def test_a_body_that_is_no_object_is_a_400(service, route, body):
     reply = service.post(route, body)
     assert reply.status_code == 400, reply.text
     assert "object" in reply.text
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_null_beside_marks_is_not_given(service, seen, route):
+    body = {**chat(("user", f"Read.\n{SEP}the rose\n{SEP}Who?")), "prompt": f"Read.\n{SEP}the rose\n{SEP}Who?"}
+    sent(service, seen, route, {**body, "custom_params": {"chunk_cache": None}})
+    assert chunks_of(service, seen[0]) == ["the rose"]

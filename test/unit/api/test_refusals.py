@@ -279,15 +279,6 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path):
         plugin.resolve_once(original, there)
 
 
-def test_a_pool_smaller_than_a_context_is_told(caplog):
-    pool_check.warn_of_small_pool(8192, 8192)
-    assert not caplog.messages
-    pool_check.warn_of_small_pool(2180, 8192)
-    (told,) = caplog.messages
-    assert "2180 tokens, fewer than the 8192 of one context" in told
-    assert "raise --mem-fraction-static" in told
-
-
 # Models.
 
 SMALL = {

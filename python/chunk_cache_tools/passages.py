@@ -1,0 +1,118 @@
+"""PassageWriter: passages in requests to a server that may, or may not, know chunks.
+
+A server without `--chunk-cache` (one that was rolled back, or some of a fleet) drops the passages of `chunk_cache`, and
+answers without them, with status 200. So the server is asked once; where it knows no chunks, passages go into the text.
+
+Verbs: `put` (passages into a body), `arrived` (whether the model has read them, by the headers of the reply).
+Promises: the model reads the same text in either way, and the log says so where it is the second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from chunk_cache.errors import request_error
+from chunk_cache.prompt.passage import Passage, write_passage
+from chunk_cache_tools.server_client import ServerClient
+
+logger = logging.getLogger(__name__)
+
+_PAGE, _TITLE = "/chunk_cache", "<title>Chunk cache</title>"
+_HEADER = "x-chunk-cache"
+
+
+class PassageWriter:
+    """See the head of this file; threads may share it.
+
+    Args:
+        url: of the server, without a path.
+        template: how passages are written, as of `chunk_cache.template`; None = as by default.
+        knows_chunks: whether the server does, for one that cannot be asked, such as a gateway; None = it is asked.
+
+    Example:
+        >>> writer = PassageWriter("http://localhost:30000", knows_chunks=False)
+        >>> body = {"messages": [{"role": "user", "content": "Where is Rome?"}]}
+        >>> writer.put(body, ["Rome is in Italy."])["messages"]
+        [{'role': 'user', 'content': 'Rome is in Italy.\\n\\nWhere is Rome?'}]
+    """
+
+    def __init__(self, url: str, *, template: str | None = None, knows_chunks: bool | None = None) -> None:
+        self._url = url
+        self._template = template
+        self._knows_chunks = knows_chunks
+
+    def put(self, body: Mapping[str, Any], passages: Sequence[str | Mapping[str, str]]) -> dict[str, Any]:
+        """A copy of a body of `/v1/chat/completions`, `/v1/completions` or `/v1/messages` that has the passages.
+
+        Args:
+            passages: texts, or objects with a `text` and an `id`, as of `chunk_cache.chunks`.
+
+        Raises:
+            ChunkCacheRequestError: the body has no text of the user; the server is asked, and refuses.
+            ServerGone: the server is asked, and does not answer.
+        """
+        given = [{"text": one} if isinstance(one, str) else dict(one) for one in passages]
+        given = [one for one in given if one["text"].strip()]
+        if not given:
+            return dict(body)
+        if self._knows():
+            asked = {**(body.get("chunk_cache") or {}), "chunks": given}
+            return {**body, "chunk_cache": asked if self._template is None else {**asked, "template": self._template}}
+        written = (write_passage(Passage(one["text"], id=one.get("id") or ""), self._template) for one in given)
+        plain = {key: value for key, value in body.items() if key != "chunk_cache"}
+        return _with_text("".join(written), plain)
+
+    def arrived(self, body: Mapping[str, Any], reply_headers: Mapping[str, str]) -> bool:
+        """Whether the model has read the passages that `put` gave to this body.
+
+        Where not, the server knows no chunks any more: `put` them into the body again, and send that.
+
+        Args:
+            reply_headers: of a reply of status 200; their names in lower case, or a mapping as httpx's, that finds any.
+        """
+        if not (body.get("chunk_cache") or {}).get("chunks") or _HEADER in reply_headers:
+            return True
+        self._note(False)
+        return False
+
+    def _knows(self) -> bool:
+        if self._knows_chunks is None:
+            with ServerClient(self._url) as client:
+                reply = client.look(_PAGE)
+            self._note(reply.status_code == HTTPStatus.OK and _TITLE in reply.text)
+        return bool(self._knows_chunks)
+
+    def _note(self, knows_chunks: bool) -> None:
+        if not knows_chunks:
+            logger.warning(
+                "%s does not know chunks: passages are written into the text, and not reused; start it with "
+                "--chunk-cache",
+                self._url,
+            )
+        self._knows_chunks = knows_chunks
+
+
+def _with_text(text: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a text in front of the prompt, or of the last message of the user."""
+    if isinstance(body.get("prompt"), str):
+        return {**body, "prompt": text + body["prompt"]}
+    messages = list(body.get("messages") or ())
+    of_user = [index for index, one in enumerate(messages) if one.get("role") == "user"]
+    if not of_user:
+        raise request_error("messages", "no message of the user, to stand in front of", "give one")
+    last = of_user[-1]
+    messages[last] = {**messages[last], "content": _in_front(text, messages[last]["content"])}
+    return {**body, "messages": messages}
+
+
+def _in_front(text: str, content: Any) -> Any:
+    if isinstance(content, str):
+        return text + content
+    first = next((index for index, part in enumerate(content) if part.get("type") == "text"), None)
+    if first is None:
+        return [{"type": "text", "text": text}, *content]
+    part = content[first]
+    return [*content[:first], {**part, "text": text + part["text"]}, *content[first + 1 :]]
