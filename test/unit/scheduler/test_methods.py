@@ -100,7 +100,8 @@ class TestEpic(MethodSuite):
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 200)), min_size=1, max_size=8).map(
     lambda parts: [
-        (sum(map(sum, parts[:i])) + gap, sum(map(sum, parts[:i])) + gap + length) for i, (gap, length) in enumerate(parts)
+        (sum(map(sum, parts[:i])) + gap, sum(map(sum, parts[:i])) + gap + length)
+        for i, (gap, length) in enumerate(parts)
     ]
 )
 """Spans with gaps between them."""

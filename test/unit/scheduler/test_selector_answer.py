@@ -70,7 +70,9 @@ def test_the_stand_in_chooses_and_the_reply_says_so(reason: str) -> None:
     assert (plan.method, plan.ratio, plan.fallback_reason) == (STAND_IN, 0.25, reason)
     counts = METHODS[STAND_IN].row_counts(SPANS, SPANS[-1][1], 0.25)
     assert counts is not None
-    assert recomputed(plan) == [start + i for (start, _), count in zip(SPANS, counts, strict=True) for i in range(count)]
+    assert recomputed(plan) == [
+        start + i for (start, _), count in zip(SPANS, counts, strict=True) for i in range(count)
+    ]
     assert {chunk.shift for chunk in plan.chunks} == {0}  # an option that both have
 
 
