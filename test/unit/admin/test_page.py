@@ -146,7 +146,10 @@ def test_what_is_shown() -> None:
     assert texts["tenants"] == "default|0|2|50|||||a1|0|1|||epic@0.3|1 of 9|it fits"
     assert texts["gate"].endswith("the gate: 4 chosen, 1 waiting, 3 verified, 0 given up")
     totals |= {"saved_s": 1.25, "estimated": 1}
-    assert "Prefill saved|1.3 s|estimated, for 1 of 1 requests" in shown({"config": config, "ranks": [rank]}, journal)["tiles"]
+    assert (
+        "Prefill saved|1.3 s|estimated, for 1 of 1 requests"
+        in shown({"config": config, "ranks": [rank]}, journal)["tiles"]
+    )
     request["fallback_reason"] = "off"
     texts = shown({"config": {**config, "target": None}, "ranks": [rank]}, journal)
     assert texts["server"] == "method epic, ratio 0.15"
