@@ -16,6 +16,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from drawn_requests import COUNT, FOLLOWED, MESSAGES, MODEL, request_of
 from server_fixture import Server
 from tiny_models import make_model, make_tokenizer
 
+ONE_BY_ONE, _one = ("/update_weights_from_disk", *FOLLOWED), threading.Lock()
+"""Two updates of the weights at once, while generation is paused, end stock SGLang."""
 OURS = ("--chunk-cache", "--chunk-cache-marks", "--chunk-cache-parts")
 
 
@@ -74,9 +77,10 @@ def send(http: httpx.Client, model: str, request: tuple[str, str, Any]) -> tuple
     method, path, body = request
     route = path.partition("?")[0]
     try:
-        response = _ask(http, method, path, body, model)
-        if path in FOLLOWED:
-            _ask(http, method, FOLLOWED[path], {}, model)
+        with _one if path in ONE_BY_ONE else contextlib.nullcontext():
+            response = _ask(http, method, path, body, model)
+            if path in FOLLOWED:
+                _ask(http, method, FOLLOWED[path], {}, model)
         counted = _ask(http, method, COUNT, body, model) if path == MESSAGES and response.status_code == 200 else None
     except httpx.HTTPError as error:
         return route, 0, f"no reply: {error!r}"
@@ -180,10 +184,15 @@ def ask_kind(name: str, folder: Path, numbers: range, seed: int, at_once: int) -
             found, wrong = run(server.url, seed, part, at_once)
             counts += found
             broken |= wrong
+            if not server.alive():
+                print(server.log[-5000:])
+                left = {"server": "lost"}
+                break
             memory_mb.append(round(memory(server.pid)))
+        else:
+            server.generate("Still there?", max_new_tokens=2)
+            left = left_behind(server)
         seconds = time.monotonic() - began
-        server.generate("Still there?", max_new_tokens=2)
-        left = left_behind(server)
     stocks: dict[int, str] = {}
     if broken:
         with server_of(KINDS[name], folder, is_stock=True) as server:

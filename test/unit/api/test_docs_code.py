@@ -138,7 +138,10 @@ class _Reader(ast.NodeVisitor):
                 return self.known.get(name)
             case ast.Attribute(value=owner, attr=name):
                 found = self.meaning(owner)
-                return None if found is None else getattr(found.cls if isinstance(found, _Instance) else found, name)
+                if isinstance(found, _Instance):
+                    is_set = not hasattr(found.cls, name) and f"self.{name} = " in inspect.getsource(found.cls.__init__)
+                    return None if is_set else getattr(found.cls, name)
+                return None if found is None else getattr(found, name)
             case ast.Call(func=function):
                 return self._result(self.meaning(function))
         return None
