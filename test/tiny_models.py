@@ -83,6 +83,10 @@ _BLOCKS = {
     "hidden_size": 32, "intermediate_size": 64, "patch_size": 4, "depth": 2, "num_heads": 2, "spatial_merge_size": 2,
     "temporal_patch_size": 1, "out_hidden_size": 64,
 }  # fmt: skip
+# SGLang knows patches of this class by their number of values, 3 x 2 x 14 x 14.
+_QWEN2_5_BLOCKS = {
+    **_BLOCKS, "patch_size": 14, "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1]
+}  # fmt: skip
 # Of a kind that sees images: configuration of its text in transformers, of its tower, and what else it has.
 _TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_mm": (
@@ -91,7 +95,7 @@ _TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": ("MistralConfig", {**_TOWER, "image_size": 16}, {"image_token_index": 511, "spatial_merge_size": 2}),
     "qwen2_5_vl": (
-        "Qwen2_5_VLTextConfig", {**_BLOCKS, "window_size": 16, "fullatt_block_indexes": [1]}, {"image_token_id": 511}
+        "Qwen2_5_VLTextConfig", _QWEN2_5_BLOCKS, {"image_token_id": 511}
     ),
     "qwen3_vl": (
         "Qwen3VLTextConfig",
@@ -150,14 +154,14 @@ def make_model(
     prefix, own = _CLASSES[kind]
     if "layer_types" in own:
         own = {**own, "layer_types": [own["layer_types"][layer % 2] for layer in range(layers)]}
+    text, tower, around = _TOWERS.get(kind, ("", {}, {}))
     recipe = json.dumps(
-        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, 3]
+        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, tower, 2]
     )
     mark = out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == recipe:
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
-    text, tower, around = _TOWERS.get(kind, ("", {}, {}))
     names = (text, f"{prefix}TextConfig", f"{prefix}Config")
     config_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     config = config_class(

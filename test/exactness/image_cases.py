@@ -17,7 +17,6 @@ from local_scheduler import Reply, Request
 IMAGE_ID = 511
 SIDE = 4  # patches; two by two are a token
 NUM_TOKENS = (SIDE // 2) ** 2
-PATCH_LEN = 3 * 4 * 4
 
 
 def image_request(s: Session, before: list[int], behind: list[int], seed: int, **fields: Any) -> Request:
@@ -31,10 +30,12 @@ def image_request(s: Session, before: list[int], behind: list[int], seed: int, *
     rest = start + SIDE // 2 + torch.arange(len(behind))
     positions = torch.cat([torch.arange(start).repeat(3, 1), image, rest.repeat(3, 1)], dim=1)
     ids = [*before, *[IMAGE_ID] * NUM_TOKENS, *behind]
+    tower = s.local.scheduler.model_config.hf_config.vision_config
+    patch_len = 3 * tower.temporal_patch_size * tower.patch_size**2
     item = MultimodalDataItem(
         modality=Modality.IMAGE,
         offsets=[(start, start + NUM_TOKENS - 1)],
-        feature=torch.randn(SIDE * SIDE, PATCH_LEN, generator=torch.Generator().manual_seed(seed)),
+        feature=torch.randn(SIDE * SIDE, patch_len, generator=torch.Generator().manual_seed(seed)),
         model_specific_data={"image_grid_thw": torch.tensor([[1, SIDE, SIDE]])},
     )
     output = MultimodalProcessorOutput(
