@@ -117,12 +117,14 @@ class ChunkServingChat(OpenAIServingChat):
         converting = copy.copy(self)
         converting.rendering = rendering
         adapted, request = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
+        if adapted.input_ids is None:  # the processor of images makes other ids than those that were encoded
+            rendering.encoded = None
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
             exchange.ids = tuple(mark.id for mark in rendering.encoded.marks)
             _give_spans(adapted, rendering.encoded, manager)
         elif exchange.marks.own:
-            problem = "the tokenizer of this model renders chats in a way in which chunks cannot be marked"
+            problem = "the tokenizer or the image processor of this model reads chats in its own way"
             raise request_error(rendering.path, problem, _SPANS_REMEDY)
         ids = CHAT_NAMES.ids if request.input_ids is None else "input_ids"
         names = dataclasses.replace(CHAT_NAMES, ids=ids, options=exchange.asked.path)
