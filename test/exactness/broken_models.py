@@ -155,11 +155,15 @@ def columns_of_the_lengths(model: Any) -> None:
 def columns_that_stay(model: Any) -> None:
     """Ours is broken: where rows leave, the coordinates of multimodal rope are still those of all rows."""
     from sglang_chunk_cache.forward.selection import executor
+    from sglang_chunk_cache.kv import model_layers
 
-    stock = executor.cut_rows
-    executor.cut_rows = lambda value, index, num_rows: (
-        value if getattr(value, "ndim", 0) == 2 and len(value) == 3 else stock(value, index, num_rows)
-    )
+    stock = model_layers.cut_rows
+
+    def cut_rows(value: Any, index: Any, num_rows: int) -> Any:
+        stays = getattr(value, "ndim", 0) == 2 and len(value) == 3
+        return value if stays else stock(value, index, num_rows)
+
+    model_layers.cut_rows = executor.cut_rows = cut_rows  # it calls itself by the name in its module
 
 
 def embeddings_of_placeholders(model: Any) -> None:
