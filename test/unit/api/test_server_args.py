@@ -136,7 +136,7 @@ def test_a_child_inherits_the_options(monkeypatch):
 
 def test_a_process_started_by_hand_ignores_and_drops_the_variable(monkeypatch):
     monkeypatch.setenv(options.ENV_NAME, ChunkCacheArgs().dumps())
-    options.set_args(None)
+    monkeypatch.setattr(options, "_current", None)
     assert options.inherit() is None
     assert options.get_args() is None
     assert options.ENV_NAME not in os.environ
