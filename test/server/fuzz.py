@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 import psutil
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown, write_result
+from benchmark.common.server import leave_on_sigterm
 
 from drawn_requests import COUNT, FOLLOWED, MESSAGES, MODEL, request_of
 from server_fixture import Server
@@ -242,6 +243,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "fuzz", help="folder of the result files")
     args = parser.parse_args()
+    leave_on_sigterm()
     report: dict[str, Any] = {**describe_run(), **{key: getattr(args, key) for key in ("num", "seed", "at_once")}}
     report["servers"] = {}
     with tempfile.TemporaryDirectory() as folder:
