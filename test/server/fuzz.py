@@ -99,6 +99,11 @@ def send(http: httpx.Client, model: str, request: tuple[str, str, Any]) -> tuple
     return route, response.status_code, wrong
 
 
+def _client(url: str) -> httpx.Client:
+    """Behind a 500 a server closes the connection, and the next request on it would have no reply: each has its own."""
+    return httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+
+
 def _ask(http: httpx.Client, method: str, path: str, body: Any, model: str) -> httpx.Response:
     raw = None if body is None else json.dumps(body).replace(MODEL, model)
     return http.request(method, path, content=raw, headers={"Content-Type": "application/json"})
@@ -108,10 +113,8 @@ def run(url: str, seed: int, numbers: range, at_once: int) -> tuple[Counter[tupl
     """Counts by route and status, and by its number what is wrong with each reply that broke what must hold."""
     counts: Counter[tuple[str, int]] = Counter()
     broken = {}
-    # Connections are not used again that the server may be closing meanwhile.
-    limits = httpx.Limits(max_connections=at_once, keepalive_expiry=1)
     with (
-        httpx.Client(base_url=url, timeout=120, limits=limits, trust_env=False) as http,
+        _client(url) as http,
         ThreadPoolExecutor(at_once) as pool,
     ):
         model = http.get("/model_info").json()["model_path"]
@@ -126,7 +129,7 @@ def run(url: str, seed: int, numbers: range, at_once: int) -> tuple[Counter[tupl
 def like_stock(url: str, seed: int, broken: dict[int, str]) -> dict[int, str]:
     """Those that a stock server at `url` answers with 500 or more too, or not at all."""
     found = {}
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+    with _client(url) as http:
         model = http.get("/model_info").json()["model_path"]
         for number, wrong in broken.items():
             _, status, theirs = send(http, model, request_of(seed, number))
