@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from chunk_cache.options.defaults import DEFAULT_METHOD
+
 TEST_DIR = Path(__file__).resolve().parent.parent
 MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
 
@@ -49,6 +51,7 @@ class Config:
     conservativeness: float = 1.0  # below 1 SGLang admits more than fits, and retracts
     options: tuple[tuple[str, Any], ...] = ()  # of --chunk-cache-config
     target: tuple[tuple[str, Any], ...] = ()  # --chunk-cache-target; empty = none
+    method: str = DEFAULT_METHOD  # --chunk-cache-method
     discover: bool = False  # --chunk-cache-discover, with ratio 1.0 for all
     num_adapters: int = 0  # of LoRA
     draft: str | None = None  # kind of the model that drafts; "self" = the model itself
@@ -161,7 +164,11 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
             make_model(config.draft, config.draft_dir, layers=1, seed=1)
         chunk_cache = None
         if is_ours:
-            chunk_cache = {"config": dict(config.options), "target": dict(config.target) or None}
+            chunk_cache = {
+                "config": dict(config.options),
+                "target": dict(config.target) or None,
+                "method": config.method,
+            }
             chunk_cache |= {"discover": True, "ratio": 1.0} if config.discover else {}
         local = LocalScheduler(model, chunk_cache=chunk_cache, tp_rank=rank, nccl_port=port, **config.flags)
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")

@@ -183,7 +183,8 @@ def served(settings: Settings, case: str) -> list[Step]:
     names = [field.name for field in fields(settings.config) if hasattr(settings, field.name)]
     options = {name: getattr(settings.config, name) for name in names}
     options |= {"eviction": settings.config.eviction, "keep_share": 0.0, "statistics_layers": "none"}
-    config = Config(options=tuple(options.items()), max_total_tokens=settings.pool_tokens)
+    # Without statistics; as many rows of each chunk as by the simulator's method.
+    config = Config(method="epic", options=tuple(options.items()), max_total_tokens=settings.pool_tokens)
     steps = run_cases(config, is_ours=True, names=[case], module="exactness.test_simulator_agrees")[case]
     assert not isinstance(steps, str), steps
     return steps
