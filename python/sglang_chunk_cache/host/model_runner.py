@@ -87,13 +87,14 @@ def _compute_part(
     attention = part.attention
     if attention is None and not part.observers:
         return stock(part.batch)
-    positions = part.batch.positions.clone() if part.observers else part.batch.positions  # some models add to them
+    # For observers where stock attention serves; a copy, because some models add to what they are given.
+    stock_positions = part.batch.positions.clone() if attention is None else None
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward):
         layerwise = attention.run()
     with (
         _graphs_that_fit(model_runner, attention, loads),
-        attending(model_runner.attn_backend, attention, part.observers, loads, positions),
+        attending(model_runner.attn_backend, attention, part.observers, loads, stock_positions),
         layerwise,
     ):
         output = stock(part.batch)

@@ -98,13 +98,12 @@ class TestEpic(MethodSuite):
         np.testing.assert_array_equal(self.method.rows_for_chunk(3, 10, 0.25), [0, 1, 2])
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 200)), min_size=1, max_size=8).map(
-    lambda parts: [
-        (sum(map(sum, parts[:i])) + gap, sum(map(sum, parts[:i])) + gap + length)
-        for i, (gap, length) in enumerate(parts)
-    ]
-)
-"""Spans with gaps between them."""
+def spans_of(edges: list[int]) -> list[tuple[int, int]]:
+    """Spans between these, two by two, with gaps between them."""
+    return list(zip(edges[::2], edges[1::2], strict=False))
+
+
+SPANS = st.lists(st.integers(0, 1500), min_size=2, max_size=16, unique=True).map(sorted).map(spans_of)
 
 
 class TestNear(MethodSuite):

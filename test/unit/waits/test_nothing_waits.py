@@ -22,9 +22,8 @@ ON_PURPOSE = {
 }
 # Launches of one batch, for prompts of six chunks, with bringing them in: of one request, of eight.
 MOST_LAUNCHES = {"epic": (20, 40), "full-reuse": (20, 40), "cache-craft": (20, 40), "h2o": (20, 40), "random": (35, 55)}
-# These choose in the forward, of four layers here, each request for itself; two launches find out from where a model
-# that sees images counts positions.
-MOST_LAUNCHES |= {"a3": (70, 290), "cacheblend": (85, 340), "fusionrag": (72, 275), "question-drift": (142, 825)}
+# These choose in the forward, of four layers here, each request for itself.
+MOST_LAUNCHES |= {"a3": (70, 290), "cacheblend": (85, 340), "fusionrag": (70, 260), "question-drift": (140, 810)}
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,24 +153,25 @@ class LayerwiseForward:
         first, batch = self._first, given.batch
         if first is None:
             return
-        # Where the model counts positions from; all that ask are texts.
-        begin = next(sum(self.row_lens[:i]) for i, one in enumerate(self._late) if one is not None)
-        origin = given.positions[..., begin : begin + 1] - self.row_positions[begin]
+        if given.embeddings is not None:
+            # A model in front of the decoder may count from elsewhere; all that ask are texts, which do so alike.
+            begin = next(sum(self.row_lens[:i]) for i, one in enumerate(self._late) if one is not None)
+            given = replace(given, origin=given.positions[..., begin : begin + 1] - self.row_positions[begin])
         asking = copy.copy(batch)
         asking.input_ids, asking.positions = first.ids.to(batch.input_ids), first.positions.to(batch.positions)
         asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
         main = self._rows
         self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
         self._rows, self.is_scoring_pass = main.with_rows(first.positions, first.row_lens), True
-        call.arguments.update(given.of_rows(asking, first.positions + origin))
+        call.arguments.update(given.of_rows(asking, first.positions))
         try:
             decoder.forward(*call.args, **call.kwargs)
         finally:
             self._rows, self.is_scoring_pass = main, False
         divide_adapters(self._lora_manager, batch)
-        self._place_late_rows(given, origin)
+        self._place_late_rows(given)
 
-    def _place_late_rows(self, given: _Given, origin: torch.Tensor) -> None:
+    def _place_late_rows(self, given: _Given) -> None:
         """Overwrites the placeholders; the tensors are those that the model was called with."""
         begin = 0
         for i, (request, late, length) in enumerate(zip(self._requests, self._late, self.row_lens, strict=True)):
@@ -178,7 +179,7 @@ class LayerwiseForward:
                 found = request.begin_main()
                 at = found[: late.num_load_rows]
                 slots = self._rows.slots_of(i)[at]
-                given.place(slice(begin, begin + late.num_load_rows), late.prompt_ids[at], at + origin, slots)
+                given.place(slice(begin, begin + late.num_load_rows), late.prompt_ids[at], at, slots)
             begin += length
         self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
 
@@ -329,9 +330,10 @@ class _Given:
 
     Attributes:
         ids: `[num_rows]` token ids; None where the rows are given as embeddings.
-        positions: `[num_rows]`, or `[3, num_rows]` with multimodal rope, from the model's own origin.
+        positions: `[num_rows]`, or `[3, num_rows]` with multimodal rope, from `origin` on.
         embeddings: name and `[num_rows, hidden_size]`, where a model in front of the decoder has made them; else None.
         embed: makes them of ids.
+        origin: `[1]` or `[3, 1]`, what the model calls position 0 of a text; None = 0.
     """
 
     ids: torch.Tensor | None
@@ -339,10 +341,12 @@ class _Given:
     batch: ForwardBatch
     embeddings: tuple[str, torch.Tensor] | None
     embed: Callable[[torch.Tensor], torch.Tensor]
+    origin: torch.Tensor | None = None
 
     @classmethod
     def of(cls, decoder: torch.nn.Module, arguments: Mapping[str, Any], num_rows: int) -> _Given:
-        """
+        """What a decoder is called with for `num_rows` rows.
+
         Raises:
             AttentionNotServed: the decoder is called otherwise, or with something of every row that is not known here.
         """
@@ -359,7 +363,7 @@ class _Given:
 
     def of_rows(self, batch: ForwardBatch, positions: torch.Tensor) -> dict[str, Any]:
         """The same of other rows, all of texts: those of `batch`, at these positions."""
-        rows = {"positions": positions.to(self.positions.dtype), "forward_batch": batch, _IMAGE_FEATURES: None}
+        rows = {"positions": self._counted(positions), "forward_batch": batch, _IMAGE_FEATURES: None}
         if self.ids is not None:
             rows["input_ids"] = batch.input_ids
         if self.embeddings is not None:
@@ -368,13 +372,16 @@ class _Given:
 
     def place(self, rows: slice, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes other tokens of a text into these rows."""
-        self.batch.input_ids[rows] = ids.to(self.batch.input_ids.dtype)
+        tokens = self.batch.input_ids if self.ids is None else self.ids
+        tokens[rows] = ids.to(tokens.dtype)
         self.batch.out_cache_loc[rows] = slots.to(self.batch.out_cache_loc.dtype)
-        self.positions[..., rows] = positions.to(self.positions.dtype)
-        if self.ids is not None:
-            self.ids[rows] = ids.to(self.ids.dtype)
+        self.positions[..., rows] = self._counted(positions)
         if self.embeddings is not None:
             self.embeddings[1][rows] = self.embed(ids)
+
+    def _counted(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions of a text as the model counts them."""
+        return (positions if self.origin is None else positions + self.origin).to(self.positions.dtype)
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:
