@@ -109,7 +109,7 @@ class InfoFlow(QuestionMethod):
 
 
 class QuestionDrift(QuestionMethod):
-    """Ours: what the question attends to at any layer is computed, and half of what that changes is added to the rest.
+    """What the question attends to at any layer is computed (ProphetKV), half of the change added to the rest (drift).
 
     Half, because all of it harms some answers. docs/quality.md has the experiments.
     """

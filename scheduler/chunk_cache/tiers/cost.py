@@ -80,7 +80,8 @@ class _Fit:
         self._moment = np.zeros(len(prior))
 
     def observe(self, features: Sequence[float], seconds: float, subsets: Sequence[Sequence[int]]) -> None:
-        """`subsets`: the coefficients that may be above 0 together; some single one must be among them."""
+        """`subsets`: the coefficients that may be above 0 together, all of them first where they may; some single one
+        must be among them."""
         assert 0.0 <= seconds < math.inf, f"it took {seconds} s"
         x = np.array(features)
         unit = float(x @ self._prior)
@@ -100,6 +101,8 @@ class _Fit:
                 best = loss
                 self.coefficients = np.zeros(len(x))
                 self.coefficients[subset] = solution / scale[subset]
+                if len(subset) == len(x):  # fewer coefficients cannot fit better
+                    break
 
 
 class Throughput:
@@ -111,7 +114,7 @@ class Throughput:
     def observe(self, num_bytes: int, seconds: float) -> None:
         """A load of `num_bytes` took `seconds` from its start, waiting in the queue not included."""
         assert num_bytes > 0, f"a load of {num_bytes} bytes"
-        self._fit.observe((1.0, num_bytes), seconds, ((0,), (1,), (0, 1)))
+        self._fit.observe((1.0, num_bytes), seconds, ((0, 1), (0,), (1,)))
 
     def record(self) -> ThroughputRecord:
         latency_s, s_per_byte = self._fit.coefficients.tolist()
@@ -131,7 +134,7 @@ class PrefillCost:
         """A pass over `num_rows` rows that see up to `num_keys` keys each took `seconds`."""
         assert num_rows > 0 <= num_keys, f"{num_rows} rows, {num_keys} keys"
         will_know = self._fit.num + 1 >= MIN_OBSERVATIONS
-        subsets = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)) if will_know else ((1,),)
+        subsets = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)) if will_know else ((1,),)
         self._fit.observe((1.0, num_rows, num_rows * num_keys), seconds, subsets)
 
     @property

@@ -1,4 +1,6 @@
-"""DriftCorrection: what recomputing changed on average, added to the reused tokens that are not recomputed. *Ours*.
+"""DriftCorrection: what recomputing changed on average, added to the reused tokens that are not recomputed.
+
+The correction is AgentKVShift's (arXiv 2607.21604); what differs stands in docs/related-work.md.
 
 K and V of a reused token differ from those of a full prefill by something of its own and by something that it shares
 with its neighbours, because all of them lack the same context. The tokens that are recomputed show what is shared

@@ -1,4 +1,4 @@
-"""Scores of `question-drift`: how much the question attends to a token over the reused cache. *Ours*."""
+"""Scores of `question-drift`: how much the question attends to a token over the reused cache (ProphetKV)."""
 
 from __future__ import annotations
 
