@@ -6,7 +6,8 @@
     d_c = (sum of d_r over the R_c rows of chunk c + prior x mean of d_r over all rows) / (R_c + prior)
     K(u) += strength x d_c, turned to the position of u;  V(u) += strength x d_c               for every token u of c
 
-After AgentKVShift; the prior is ours. Sums are fp32 in one order, so equal calls give equal bits. Old K and V are read before any is changed.
+After AgentKVShift; the prior is ours. Sums are fp32 in one order, so equal calls give equal bits. Old K and V are read
+before any is changed.
 """
 
 from __future__ import annotations
