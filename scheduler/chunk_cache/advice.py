@@ -38,7 +38,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
         "other_system": (_MEND, "send the same text around the passages, or start the server with system_prompts any"),
         "untrusted": (_MEND, "warm the chunk behind this system prompt, or start the server with trust any"),
-        "high_cfo": (_MEND, "raise max_cfo of the server, or have clients name a method or a ratio"),
+        "high_cfo": (_MEND, "raise max_cfo of the server"),
         "preparing": (_ASKED, 'the clients ask for it by "mode": "prepare" or "warm"'),
         "target": (_MEND, "loosen --chunk-cache-target, or choose another method; stats of the gate say what it sees"),
         "logprobs": (_ASKED, "the clients ask for log-probabilities of the prompt; raise logprob_start_len"),

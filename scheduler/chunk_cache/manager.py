@@ -181,7 +181,7 @@ class ChunkManager:
     def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
         """Where a prompt needs a chunk, and which variants it may be given."""
         max_unit_cfo, alpha = math.inf, self.config.alpha or 1.0
-        if self.config.max_cfo is not None and not prompt.options.names_method:
+        if self.config.max_cfo is not None:
             max_unit_cfo = self.config.max_cfo / alpha
         return self._need(prompt, chunk, self.max_generation(prompt), max_unit_cfo)
 

@@ -214,10 +214,12 @@ def note_own(obj: Any) -> None:
 
 
 def _check_trust(item: Item, obj: Any, args: ChunkCacheArgs) -> None:
-    mode = None if item.opts is None else item.opts.mode
-    if mode in PREPARING and args.parsed_config.trust == "warmed" and not getattr(obj, _OWN, False):
-        problem = f"{show(mode)} keeps the chunk for other requests, and this server trusts what was warmed only"
-        raise request_error(f"{item.opts_path}.mode", problem, "have the administrator warm it")
+    mode, config = None if item.opts is None else item.opts.mode, args.parsed_config
+    if mode in PREPARING and not getattr(obj, _OWN, False):
+        for key, value in (("trust", "warmed"), ("system_prompts", "same")):
+            if getattr(config, key) == value:
+                problem = f"{show(mode)} would store it for others, whatever stands in front, against {key} {value}"
+                raise request_error(f"{item.opts_path}.mode", problem, "have the administrator warm it")
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:

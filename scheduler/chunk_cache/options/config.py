@@ -74,7 +74,7 @@ class Config:
     """Whose KV a request is given: one of `TRUST`. `any`: also what was computed behind another request's passages;
     `warmed`: only what the administrator warmed, or what was computed alone, behind the request's own system prompt."""
     max_cfo: float | None = None
-    """A chunk with a higher CFO is computed instead, unless the request names a method or a ratio; None = never."""
+    """A chunk with a higher CFO is computed instead, whatever the request names; None = never."""
     models: str = "checked"
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
     starts; `listed`: only architectures that the tests run, which are checked too; `any`: also those that fail the

@@ -214,8 +214,8 @@ def make_plan(
             computed, whatever it says.
         page_size: the load is whole pages, its end rounded down.
         lookups: one per span; None for spans inside the prefix, and for all in mode off.
-        min_reuse_len: a chunk that would bring in fewer tokens is skipped; like `max_cfo` not where the request names
-            a method or a ratio, which is then what it gets.
+        min_reuse_len: a chunk that would bring in fewer tokens is skipped; not where the request names a method or a
+            ratio, which is then what it gets.
         chunk_keys: one per span.
         rankings: one per span, what the method ranks by, `[chunk length]`: its statistic of the variant that was
             found, or the selector's scores; None = there are none.
@@ -244,7 +244,7 @@ def make_plan(
     budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
     scale = budget_alpha or alpha or 1.0
     if opts.names_method:
-        min_reuse_len, max_cfo = 1, None
+        min_reuse_len = 1
     rankings = rankings or [None] * num_chunks
     rules = _Rules(
         mode=opts.mode,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attach, attached
 
 SEP = "<|chunk|>"
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
@@ -207,6 +208,21 @@ def test_prompts_without_tokens(service, seen, without_bos, route, body, path, s
 def test_prompts_of_white_space_are_served(service, seen, without_bos, route, body):
     assert service.post(route, {"model": "m", **body}).status_code == 200
     assert all(len(request.input_ids) for request in seen)
+
+
+@pytest.mark.parametrize(("key", "value"), [("trust", "warmed"), ("system_prompts", "same")])
+@pytest.mark.parametrize("mode", ["prepare", "warm"])
+def test_a_client_stores_nothing_for_others_against_a_setting(service, seen, key, value, mode):
+    options = {"custom_params": {"chunk_cache": {"mode": mode}}}
+    body = {"text": "Head. <|chunk|>A passage.<|chunk|>", "sampling_params": options}
+    assert service.post("/generate", body).status_code == 200
+    before = attached(service.manager.server_args)
+    attach(service.manager.server_args, ChunkCacheArgs(config={key: value}))
+    response = service.post("/generate", body)
+    attach(service.manager.server_args, before)
+    assert response.status_code == 400
+    assert "custom_params.chunk_cache.mode" in response.text
+    assert f"{key} {value}" in response.text
 
 
 def test_empty_text_behind_a_bos_is_served(service, seen):

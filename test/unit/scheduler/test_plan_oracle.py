@@ -177,7 +177,7 @@ class Oracle:
 
     def is_costly(self, i: int) -> bool:
         cfo, limit = self.case.cfo(i), self.case.max_cfo
-        return cfo is not None and limit is not None and cfo > limit and not self.case.is_explicit
+        return cfo is not None and limit is not None and cfo > limit
 
     def tokens(self, i: int) -> list[int]:
         """The positions chunk i could bring in if there were no pages."""
