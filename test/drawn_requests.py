@@ -36,7 +36,7 @@ MOST_CHOICES = 4
 OPTIONS = sorted({option.name for method in METHODS.values() for option in method.options_schema})
 KEYS = (
     *("spans", "mode", "method", "ratio", "options", "answer_tokens", "keep_tokens", "explain"),
-    *("chunks", "template", "marks", "parts"),
+    *("chunk_ids", "chunks", "template", "marks", "parts"),
 )
 ADMIN = ("stats", "variants", "pin", "unpin", "evict", "flush", "warm", "nothing")
 
@@ -94,6 +94,7 @@ class Draw(Random):
         """A `chunk_cache` object, most of it right."""
         right: dict[str, Callable[[], Any]] = {
             "spans": self.spans,
+            "chunk_ids": lambda: [self.choice(("a", "b", None)) for _ in range(self.randrange(4))],
             "mode": lambda: self.choice(("auto", "exact", "off", "prepare")),
             "method": lambda: self.choice(sorted(METHODS)),
             "ratio": lambda: self.choice((0, 0.05, 0.15, 1, 1.0)),

@@ -12,7 +12,16 @@ from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.types import Status
-from sglang_chunk_cache.admin.journal import KINDS, NUM_COLUMNS, NUM_MINUTES, NUM_REQUESTS, Journal, merge, picture_of
+from sglang_chunk_cache.admin.journal import (
+    KINDS,
+    MAX_ID_LEN,
+    NUM_COLUMNS,
+    NUM_MINUTES,
+    NUM_REQUESTS,
+    Journal,
+    merge,
+    picture_of,
+)
 from sglang_chunk_cache.request.chunk_request import ChunkRequest, Reported
 
 KEY = bytes(range(16))
@@ -38,7 +47,8 @@ def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int]
 
 
 def note(journal: Journal, rid: str, plan: RecomputePlan, saved_s: float | None) -> None:
-    options = RequestOptions(spans=tuple((chunk.start, chunk.end) for chunk in plan.chunks))
+    spans = tuple((chunk.start, chunk.end) for chunk in plan.chunks)
+    options = RequestOptions(spans=spans, chunk_ids=("a" * 2 * MAX_ID_LEN,))
     reported = Reported(plan)
     state = ChunkRequest(ChunkPrompt(options, (KEY,)), reported=reported)
     journal.note(rid, "default", state, reported, saved_s)
@@ -77,6 +87,7 @@ def test_a_request_is_told_with_its_reply_and_its_keys(journal: Journal) -> None
         50,
     )
     assert one["chunks"][0]["key"] == KEY.hex()
+    assert one["chunks"][0]["id"] == "a" * MAX_ID_LEN
 
 
 def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Clock) -> None:

@@ -106,7 +106,10 @@ class Admin:
     async def requests(self) -> dict[str, Any]:
         """What became of the latest requests of all replicas, and sums of each minute; see `Journal.contents`."""
         replies = await self._ask(messages.ChunkCacheRequestsReq())
-        return merge(reply.ranks[0] for reply in replies)
+        merged = merge(reply.ranks[0] for reply in replies)
+        for request in merged["requests"]:
+            self._add_words(request["chunks"])
+        return merged
 
     async def variants(self, listing: Listing) -> dict[str, Any]:
         """One page of the variants of each replica.
@@ -126,7 +129,14 @@ class Admin:
         variants = [{**one, "dp_rank": reply.dp_rank} for reply in replies for one in reply.ranks[0]["variants"]]
         if listing.order == "uses":
             variants.sort(key=lambda one: -one["num_uses"])
+        self._add_words(variants)
         return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset}
+
+    def _add_words(self, chunks: Iterable[dict[str, Any]]) -> None:
+        """Puts words in the place of first tokens, where the server has a tokenizer."""
+        for chunk in chunks:
+            if "first_ids" in chunk and self.manager.tokenizer is not None:
+                chunk["words"] = self.manager.tokenizer.decode(chunk.pop("first_ids"))
 
     async def stored_as(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
         """Stored tokens of each chunk whose variant of this name (`variant_name`) is stored on all replicas."""

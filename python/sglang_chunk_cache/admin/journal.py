@@ -3,7 +3,7 @@
 Verbs: `note` (a request has ended), `contents` (all that is known), `merge` (of several replicas).
 
 Promises: bounded, and looked at by people only: nothing is decided by it, so ranks may differ. It holds numbers, ids of
-requests, keys of chunks and reasons of the fixed list, never a text or a token.
+requests and chunks, keys of chunks and reasons of the fixed list, never a text or a token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang_chunk_cache.request.reply import reply_of
 NUM_REQUESTS = 50
 NUM_MINUTES = 120
 NUM_COLUMNS = 160
+MAX_ID_LEN = 80
 KINDS = ("prefix", "reused", "recomputed", "computed")
 """What becomes of a token; `recomputed` is not in `reused` here."""
 
@@ -59,6 +60,8 @@ class Journal:
             sums.add(plan, saved_s)
         for chunk, key in zip(reply["chunks"], state.prompt.keys, strict=True):
             chunk["key"] = key.hex()
+            if "id" in chunk:
+                chunk["id"] = chunk["id"][:MAX_ID_LEN]
         self._requests.append(
             {"at": at, "id": rid, "partition": partition, "saved_s": saved_s, **reply, "picture": picture_of(plan)}
         )

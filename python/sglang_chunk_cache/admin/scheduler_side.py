@@ -63,6 +63,7 @@ class ChunkAdmin:
         self.discoverer = discoverer
         self.journal = journal or Journal()
         self.kernel = kernel
+        self._num_shown = manager.config.shown_tokens
         self.num_flushes = 0
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
@@ -114,7 +115,22 @@ class ChunkAdmin:
         return pool | self.index.quota.largest()
 
     def _requests(self, _request: messages.ChunkCacheRequestsReq) -> Result:
-        return self.journal.contents()
+        contents = self.journal.contents()
+        if self._num_shown:
+            contents["requests"] = [
+                {**one, "chunks": [self._with_beginning(chunk) for chunk in one["chunks"]]}
+                for one in contents["requests"]
+            ]
+        return contents
+
+    def _with_beginning(self, chunk: Result) -> Result:
+        """A chunk of a reply, with its first tokens where it is still stored."""
+        variants = self.index.variants_of(bytes.fromhex(chunk["key"]))
+        return {**chunk, **self._beginning(variants[0])} if variants else chunk
+
+    def _beginning(self, variant: Variant) -> Result:
+        """The tokens that the operator lets people see."""
+        return {"first_ids": variant.token_ids[: self._num_shown].tolist()} if self._num_shown else {}
 
     def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
         found = list(self.index) if request.key is None else self.index.variants_of(request.key)
@@ -133,6 +149,7 @@ class ChunkAdmin:
             "id": variant.variant_id,
             "key": variant.key.hex(),
             "length": variant.length,
+            **self._beginning(variant),
             "start": variant.start,
             "generation": variant.generation,
             "kind": variant.kind,

@@ -29,7 +29,6 @@ class Exchange:
         asked: the `chunk_cache` object of the request.
         documents: the `documents` of a chat, by path.
         marks: the chunks that were marked otherwise than by spans, in tags where they stand.
-        ids: what the client calls the chunks, in the order of the prompt; empty = nothing.
         replies: of its choices.
         awaits_reply: whether the scheduler will send replies, so that the headers wait for the first output.
     """
@@ -37,7 +36,6 @@ class Exchange:
     asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
-    ids: tuple[str | None, ...] = ()
     replies: Replies = field(default_factory=Replies)
     awaits_reply: bool = False
 
@@ -55,18 +53,11 @@ class Exchange:
             request.custom_params = {**(request.custom_params or {}), KEY: self.asked.options}
 
     async def noting(self, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The outputs of a request, their replies noted, and with the ids that the client gave."""
+        """The outputs of a request, their replies noted."""
         async for out in outputs:
             for index, one in enumerate(out if isinstance(out, list) else [out]):
-                self._note(one.get("index", index), one["meta_info"])
+                self.replies.note(one.get("index", index), one["meta_info"])
             yield out
-
-    def _note(self, index: int, meta_info: dict[str, Any]) -> None:
-        reply = meta_info.get(KEY)
-        for chunk, name in zip(reply["chunks"] if reply else (), self.ids, strict=False):
-            if name is not None:
-                chunk["id"] = name
-        self.replies.note(index, meta_info)
 
     def tag_passages(self, passages: Iterable[Passage]) -> str:
         """Passages as they stand in the prompt, each in tags."""

@@ -21,6 +21,7 @@ from chunk_cache.options.request_options import (
     PREPARING,
     RequestOptions,
     check_fit,
+    check_num_chunk_ids,
     dumps,
     parse_request,
 )
@@ -270,7 +271,10 @@ def _tokenize(item: Item, manager: Any) -> Item:
     if item.marked is not None:
         assert item.opts is not None
         encoded = encode_marked(manager.tokenizer, item.marked)
-        opts = dataclasses.replace(item.opts, spans=encoded.spans)
+        chunk_ids = encoded.chunk_ids or item.opts.chunk_ids
+        opts = dataclasses.replace(item.opts, spans=encoded.spans, chunk_ids=chunk_ids)
+        if chunk_ids:
+            check_num_chunk_ids(chunk_ids, len(opts.spans), f"{item.opts_path}.chunk_ids")
         if len(encoded.spans) > MAX_CHUNKS:
             problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
             raise request_error(item.path, problem, "mark longer chunks")

@@ -121,7 +121,6 @@ class ChunkServingChat(OpenAIServingChat):
             rendering.encoded = None
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
-            exchange.ids = tuple(mark.id for mark in rendering.encoded.marks)
             _give_spans(adapted, rendering.encoded, manager)
         elif exchange.marks.own:
             problem = "the tokenizer or the image processor of this model reads chats in its own way"
@@ -282,7 +281,7 @@ def _check_one_way(exchange: Exchange) -> None:
 
 
 def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
-    """Writes the spans of the chunks into the options of a request, where a client would give them."""
+    """Writes spans and ids of the chunks into the options of a request, where a client would give them."""
     if len(encoded.spans) > MAX_CHUNKS:
         problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
         raise request_error("messages", problem, "mark longer chunks")
@@ -291,6 +290,8 @@ def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
     params = adapted.sampling_params
     custom_params = params.get("custom_params") or {}
     options = {**(custom_params.get(KEY) or {}), "spans": encoded.spans}
+    if encoded.chunk_ids:
+        options["chunk_ids"] = encoded.chunk_ids
     adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}
 
 

@@ -50,7 +50,6 @@ def _place(request: Any, exchange: Exchange) -> None:
             raise request_error(f"{asked.path}.chunks", "the prompt is not one text", "send one prompt, as text")
         if asked.options and asked.options.get("spans"):
             raise request_error(f"{asked.path}.chunks", "spans are given too", "mark chunks in one of the two ways")
-        exchange.ids = tuple(passage.id or None for passage in asked.passages)
         request.prompt = exchange.tag_passages(asked.passages) + request.prompt
 
 

@@ -30,6 +30,9 @@ def reply_of(state: ChunkRequest, reported: Reported, *, has_ended: bool = True)
     """
     prompt, plan, kept, decision = state.prompt, reported.plan, state.packing.kept, state.verification.decision
     reply: dict[str, Any] = plan.reply(explain=prompt.options.explain)
+    for chunk, name in zip(reply["chunks"], prompt.options.chunk_ids, strict=False):
+        if name is not None:
+            chunk["id"] = name
     if prompt.is_discovered:
         reply["discovered"] = True
     if prompt.options.keep_tokens or kept is not None:

@@ -75,6 +75,8 @@ class Config:
     `warmed`: only what the administrator warmed, or what was computed alone, behind the request's own system prompt."""
     max_cfo: float | None = None
     """A chunk with a higher CFO is computed instead, whatever the request names; None = never."""
+    shown_tokens: int = 0
+    """First tokens of a passage that the administration and its page show beside its key; 0 = none."""
     models: str = "checked"
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
     starts; `listed`: only architectures that the tests run, which are checked too; `any`: also those that fail the
@@ -132,6 +134,7 @@ _MINIMUM = {
     "promote_uses": 0,
     "refresh_uses": 0,
     "keep_tokens": 0,
+    "shown_tokens": 0,
 }
 _MAXIMUM = {
     "ageing": ALPHA.maximum,

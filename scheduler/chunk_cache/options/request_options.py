@@ -7,7 +7,7 @@ checked value between processes as one JSON string. A `RequestOptions` never cha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunk_cache.errors import given, known_names, request_error, show
@@ -25,7 +25,7 @@ EXACT_MODES = ("exact", "warm")
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""
-KEYS = ("spans", "mode", "method", "ratio", "options", "explain", "answer_tokens", "keep_tokens")
+KEYS = ("spans", "chunk_ids", "mode", "method", "ratio", "options", "explain", "answer_tokens", "keep_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class RequestOptions:
 
     spans: tuple[Span, ...] = ()
     """Half-open ranges of prompt positions, ascending, disjoint, not empty."""
+    chunk_ids: tuple[str | None, ...] = ()
+    """What the client calls each of its chunks, in their order; the reply and the administration say so too."""
     mode: str = "auto"
     """One of `MODES`. `exact`: only exact prefixes are reused; `off`: chunks are neither looked up nor remembered;
     `prepare`: the last chunk is computed behind the others, which are reused, and kept for any prompt; `warm`: the
@@ -102,8 +104,10 @@ def parse_request(
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
     options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method, default_options)
     _check_budget(options, f"{path}.options", has_ratio="ratio" in value)
+    spans = _parse_spans(value.get("spans", []), f"{path}.spans")
     opts = RequestOptions(
-        spans=_parse_spans(value.get("spans", []), f"{path}.spans"),
+        spans=spans,
+        chunk_ids=_parse_chunk_ids(value.get("chunk_ids", []), f"{path}.chunk_ids", len(spans)),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
         method=method or (default_method if options else None),
         ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
@@ -137,6 +141,8 @@ def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -
 def dumps(opts: RequestOptions) -> str:
     """One JSON string; `loads` gives back an equal value."""
     fields: dict[str, object] = {"spans": opts.spans, "mode": opts.mode, "explain": opts.explain}
+    if opts.chunk_ids:
+        fields["chunk_ids"] = opts.chunk_ids
     if opts.options:
         fields["options"] = dict(opts.options)
     for name in ("method", "ratio", "keep_tokens"):
@@ -160,6 +166,7 @@ def loads(text: str) -> RequestOptions:
         options = fields.pop("options", {}).items()
         return RequestOptions(
             spans=tuple((start, end) for start, end in fields.pop("spans")),
+            chunk_ids=tuple(fields.pop("chunk_ids", ())),
             options=tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options),
             **fields,
         )
@@ -167,6 +174,27 @@ def loads(text: str) -> RequestOptions:
         raise request_error(
             DEFAULT_PATH, f"not an option string ({error})", "pass the string that dumps() wrote"
         ) from error
+
+
+def _parse_chunk_ids(value: object, path: str, num_spans: int) -> tuple[str | None, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise request_error(path, f"{show(value)} is not a list", "give one string or null for each chunk")
+    for i, one in enumerate(value):
+        if one is not None and not (isinstance(one, str) and one):
+            raise request_error(f"{path}[{i}]", f"{show(one)} is not a text", "name the chunk, or give null")
+    if num_spans and value:
+        check_num_chunk_ids(value, num_spans, path)
+    return tuple(value) if any(value) else ()
+
+
+def check_num_chunk_ids(ids: Sequence[str | None], num_chunks: int, path: str) -> None:
+    """Checks that there is one for each chunk.
+
+    Raises:
+        ChunkCacheRequestError: there is not.
+    """
+    if len(ids) != num_chunks:
+        raise request_error(path, f"{len(ids)} for {num_chunks} chunks", "give one string or null for each chunk")
 
 
 def _parse_spans(value: object, path: str) -> tuple[Span, ...]:

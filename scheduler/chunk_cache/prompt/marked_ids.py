@@ -49,6 +49,12 @@ class MarkedIds:
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
 
+    @property
+    def chunk_ids(self) -> tuple[str | None, ...]:
+        """What the client calls the chunks; empty = nothing."""
+        ids = tuple(mark.id for mark in self.marks)
+        return ids if any(ids) else ()
+
 
 def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any] | None = None) -> MarkedIds:
     """Tokenizes a marked text.

@@ -122,7 +122,7 @@ def test_what_is_shown() -> None:
         "target": {"kl": 0.1, "partitions": steps},
     }
     config = {"method": "epic", "ratio": 0.15, "target": {"kl": 0.1}}
-    chunks = [{"status": "miss", "reason": reason, "start": 0, "end": 9} for reason in ("not_stored", "not_stored")]
+    chunks = [{"status": "miss", "reason": "not_stored", "start": 0, "end": 9} for _ in range(2)]
     request = {
         "at": 60,
         "id": "r",

@@ -249,6 +249,15 @@ def test_variants_of_all_replicas_are_listed(admin, schedulers):
     assert ask("GET", f"variants?key={KEY}").json()["error"]["evicted"] is True
 
 
+def test_first_tokens_are_told_as_words(admin, schedulers):
+    one = {"id": 0, "num_uses": 1, "first_ids": IDS[0][:2]}
+    admin.manager.tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 1, "variants": [one], "evicted": False}}
+    (listed,) = ask("GET", "variants").json()["variants"]
+    assert listed["words"] == "3 4"
+    assert "first_ids" not in listed
+
+
 def test_pins_are_those_of_the_fullest_replica(admin, schedulers):
     schedulers.results = {messages.ChunkCachePinReq: [pinned(pinned={}, pinned_tokens=0), pinned(pinned_tokens=7)]}
     reply = ask("POST", "pin", {"input_ids": IDS[:1], "ttl_s": 9}).json()

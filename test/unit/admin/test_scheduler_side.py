@@ -47,8 +47,12 @@ class Store:
 
 @pytest.fixture
 def admin() -> ChunkAdmin:
+    return admin_of()
+
+
+def admin_of(**config_fields: Any) -> ChunkAdmin:
     store = Store()
-    config = Config(max_variants=9, max_variants_per_chunk=3, max_path_tokens=1000)
+    config = Config(max_variants=9, max_variants_per_chunk=3, max_path_tokens=1000, **config_fields)
     manager = ChunkManager(config, store, method="epic", ratio=0.15)
     index = manager.index
     path = PathTokens(array("q", range(40)), Partition(), seen=7)
@@ -102,6 +106,26 @@ def test_stats_have_what_a_quota_counts_of_the_pool(admin):
     admin.store.shares.add(DEFAULT_PARTITION, 33)
     found = json.loads(json.dumps(admin.answer(messages.ChunkCacheStatsReq())))["partitions"]
     assert (found["pool_tokens"], found["max_pool_tokens"]) == ({"default": 33}, 32)
+
+
+@pytest.mark.parametrize("num_shown", [0, 3, 99])
+def test_passages_are_shown_as_far_as_the_operator_lets_them(num_shown):
+    admin = admin_of(shown_tokens=num_shown)
+    requests = [{"chunks": [{"key": key(2).hex(), "id": "b"}, {"key": key(7).hex()}]}]
+    admin.journal = SimpleNamespace(contents=lambda: {"requests": requests})
+    (request,) = admin.answer(messages.ChunkCacheRequestsReq())["requests"]
+    variants = admin.answer(messages.ChunkCacheVariantsReq())["variants"]
+    if num_shown:
+        assert [one["first_ids"] for one in variants] == [
+            list(range(start, start + min(num_shown, 10))) for start in (5, 15, 0)
+        ]
+        assert request["chunks"] == [
+            {"key": key(2).hex(), "id": "b", "first_ids": list(range(15, 15 + min(num_shown, 10)))},
+            {"key": key(7).hex()},
+        ]
+    else:
+        assert "first_ids" not in json.dumps([variants, request])
+    assert requests[0]["chunks"][0] == {"key": key(2).hex(), "id": "b"}, "the journal keeps no tokens"
 
 
 def test_pages_are_by_id(admin):

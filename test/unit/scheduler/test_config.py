@@ -39,6 +39,7 @@ def test_every_field_can_be_given() -> None:
         "verify_share": 0.1,
         "verify_file": "quality.json",
         "keep_tokens": 1024,
+        "shown_tokens": 8,
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,

@@ -39,7 +39,8 @@ def legal_requests(draw: st.DrawFn) -> dict[str, Any]:
     method = draw(st.sampled_from(sorted(METHODS)))
     options = draw(given_options(METHODS[method]))
     value = {
-        "spans": draw(span_lists()),
+        "spans": (spans := draw(span_lists())),
+        "chunk_ids": [draw(st.none() | st.text(min_size=1, max_size=3)) for _ in spans],
         "mode": draw(st.sampled_from(MODES)),
         "method": method,
         "ratio": draw(st.floats(0, 1) | st.sampled_from([0, 1])),
@@ -62,6 +63,7 @@ def test_round_trip_is_exact(value: dict[str, Any]) -> None:
     assert dumps(loads(text)) == text
     assert parse_request(json.loads(json.dumps(value))) == opts
     assert opts.spans == tuple(tuple(span) for span in value.get("spans", []))
+    assert not opts.spans or opts.chunk_ids in ((), tuple(value.get("chunk_ids", ())))
     assert opts.has_marks == bool(value.get("spans"))
     for name in ("mode", "method", "ratio", "explain"):
         if name in value:
@@ -199,6 +201,9 @@ BAD = [
     ({"spans": [[5, 6], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 6 of the span before it; "),
     ({"spans": [[0, 2], [0, 2]]}, f"{P}.spans[1][0]: starts at 0, before the end 2 of the span before it; "),
     ({"spans": [[0, 101]]}, f"{P}.spans[0][1]: 101 is outside the prompt of 100 tokens; "),
+    ({"chunk_ids": "a"}, f"{P}.chunk_ids: 'a' is not a list; "),
+    ({"chunk_ids": [None, ""]}, f"{P}.chunk_ids[1]: '' is not a text; "),
+    ({"spans": [[0, 2]], "chunk_ids": ["a", "b"]}, f"{P}.chunk_ids: 2 for 1 chunks; "),
     ({"mode": "fast"}, f"{P}.mode: unknown mode 'fast'; known modes: auto, exact, off, prepare"),
     ({"mode": []}, f"{P}.mode: unknown mode []; "),
     ({"method": "best"}, f"{P}.method: unknown method 'best'; known methods: {', '.join(METHODS)}"),
