@@ -3,6 +3,7 @@
 - `LlamaShape` says how large; `make_llama` writes one and returns its folder, `make_latent` one of the same size with
   latent attention; `cached_llama` is shared by all measurements of a shape. The same shape and seed give the same
   weights, and a folder that already holds them is left as it is.
+- `write_random_weights` writes any class by its configuration.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
 The weights have the spread of a fresh initialisation: time and memory do not depend on them, answers mean nothing.
@@ -11,7 +12,7 @@ The weights have the spread of a fresh initialisation: time and memory do not de
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import torch
 from benchmark.common.machine import CACHE_DIR
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     LlamaConfig,
@@ -138,6 +141,21 @@ def _write_once(out_dir: Path, recipe: list[Any], model_class: type[Any], config
     model.save_pretrained(out_dir, safe_serialization=True)
     mark.write_text(text)
     return out_dir
+
+
+def write_random_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes a model of this `config.json`, in its number format, unless the folder holds it; on a GPU where one is."""
+    mark, text = folder / ".recipe.json", json.dumps(config)
+    if mark.exists() and mark.read_text() == text:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    parsed = AutoConfig.for_model(**config)
+    with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(parsed, dtype=getattr(torch, config["torch_dtype"]))
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder, max_shard_size="4GB")
+    mark.write_text(text)
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:

@@ -6,6 +6,10 @@
 Prompts as in benchmark/ttft: random token ids, every chunk primed alone behind the system prompt, each measured prompt
 with a new order and a new question; stock is `"mode": "off"` on the same server, with its prefix cache on. `--flags`
 goes to the server, `--profile FOLDER` adds one trace each of stock and of the first method at the first prompt length.
+
+Weights of `--shape` have the spread of a fresh initialisation. With SGLang's dummy weights, a twentieth of that, all
+scores are equal and the earliest rows are taken; so the rows of every method that scores are looked at, and where they
+do not spread the run ends. Needs disk for the weights (16 GB for `llama-8b`).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape
+from benchmark.common.models import LlamaShape, write_random_weights
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, offline_env
 from benchmark.ttft.measure import STOCK, System, time_reuse
@@ -45,9 +49,13 @@ SHAPES = {
         "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+        "initializer_range": 0.11,  # as sharp as 0.02 of a hidden size of 4,096
     },
 }  # fmt: skip
-METHODS = ("epic", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
+UNSCORED = ("epic", "near", "full-reuse")
+MIN_LATE, MAX_FIRST = 0.1, 0.99
+"""Share of chosen rows in the second half of the reused tokens, at least; at the beginnings of chunks, at most."""
+METHODS = ("epic", "near", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
 
 
 def parse_args() -> argparse.Namespace:
@@ -76,7 +84,7 @@ def model_of(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     if folder is None:
         folder = ROOT / ".cache" / "bench" / args.shape
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        write_random_weights(folder, SHAPES[args.shape])
     return folder, json.loads((folder / "config.json").read_text())
 
 
@@ -115,13 +123,38 @@ def measure(server: Server, args: argparse.Namespace, config: dict[str, Any]) ->
         # One round unmeasured: what is compiled or captured at its first use.
         time_reuse(server, work, systems, 1, lambda what: None)
         rows = time_reuse(server, work, systems, args.repeats, lambda what: None)
-        yield {"prompt": str(size), "prompt_len": size.prompt_len, "rows": rows}
+        spread = {system.name: spread_of(server, work, system) for system in systems if scores(system)}
+        yield {"prompt": str(size), "prompt_len": size.prompt_len, "rows": rows, "spread": spread}
         print(f"{size.prompt_len} tokens: {time.perf_counter() - began:.0f} s", flush=True)
         for row in rows:
             print(f"  {row['system']:28} {row['seconds']['median'] * 1e3:8.1f} ms {row['speedup']:6.2f}x", flush=True)
         if args.profile is not None and number == 0:
             for system in (STOCK, *systems[2:3]):
                 profile(server, work, system, args.profile / system.name.split(",")[0].split(" ")[0])
+
+
+def scores(system: System) -> bool:
+    return system is not STOCK and system.options["method"] not in UNSCORED
+
+
+def spread_of(server: Server, work: Workload, system: System) -> dict[str, float]:
+    """Where the chosen rows stand in one prompt.
+
+    Raises:
+        RuntimeError: all at the beginning, of the prompt or of each chunk: as where scores are equal.
+    """
+    prompt = work.fresh()
+    options = {"spans": prompt.spans, "explain": True, **system.options}
+    chunks = [one for one in server.generate(prompt.ids, chunk_cache=options).chunk_cache["chunks"] if "variant" in one]
+    positions = [(at - one["start"], at) for one in chunks for at in one["recomputed_positions"]]
+    middle = chunks[len(chunks) // 2]["start"]
+    late = sum(at >= middle for _, at in positions) / len(positions)
+    first_len = system.options["ratio"] * work.size.chunk_len
+    first = sum(within < first_len for within, _ in positions) / len(positions)
+    if late < MIN_LATE or first > MAX_FIRST:
+        problem = f"{late:.0%} of its rows are in the second half, {first:.0%} at the beginnings of chunks"
+        raise RuntimeError(f"{system.name}: {problem}: are all scores equal?")
+    return {"late": late, "first": first}
 
 
 def profile(server: Server, work: Workload, system: System, folder: Path) -> None:
@@ -136,7 +169,7 @@ def profile(server: Server, work: Workload, system: System, folder: Path) -> Non
 def main() -> int:
     args = parse_args()
     folder, config = model_of(args)
-    flags = ["--skip-tokenizer-init", *([] if args.model else ["--load-format", "dummy"]), *args.flags.split()]
+    flags = ["--skip-tokenizer-init", *args.flags.split()]
     log_path = ROOT / ".cache" / "bench" / "server-long.log"
     with Server(folder, "--chunk-cache", *flags, env=offline_env(), log_path=log_path) as server:
         print(f"server started in {server.start_s:.0f} s", flush=True)
@@ -164,6 +197,8 @@ def main() -> int:
             for row in part["rows"]
         ]
         lines += ["", f"## {part['prompt']}", "", *markdown_table(header, cells)]
+        where = [(name, f"{one['late']:.0%}", f"{one['first']:.0%}") for name, one in part["spread"].items()]
+        lines += ["", *markdown_table(("chosen rows", "in the second half", "at chunks' beginnings"), where)]
     write_result(args.out, args.name, report, lines)
     print("\n".join(lines))
     return 0
