@@ -12,6 +12,8 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
+from chunk_cache_tools.command_line import DISTRIBUTION, install_sglang
+
 BEFORE, RUNNING, TRAINING = "before you serve", "with a running server", "training"
 COMMANDS = {
     "verify": (
@@ -41,7 +43,6 @@ COMMANDS = {
     ),
 }
 """Subcommand -> its group, the function that takes its arguments and returns an exit code, and what it is for."""
-DISTRIBUTION = "sglang-chunk-cache"
 OF_THE_SERVER = ("sglang", "torch", "transformers")
 
 
@@ -64,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in OF_THE_SERVER:
             raise
-        remedy = f"run `pip install '{DISTRIBUTION}[server]'`"
-        print(f"chunk-cache {name}: {error.name} is not installed; {remedy}", file=sys.stderr)
+        print(f"chunk-cache {name}: {error.name} is not installed; run `{install_sglang()}`", file=sys.stderr)
         return 2
     return int(run(rest) or 0)
 

@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from chunk_cache.advice import Level
+from chunk_cache_tools.command_line import DISTRIBUTION, install_sglang
 from chunk_cache_tools.doctor.checks import Check
 from sglang_plain_cpu import STOCK_CPU_ENGINE_VARIABLE, has_accelerator
 
-DISTRIBUTION = "sglang-chunk-cache"
 HOOKS_TIMEOUT_S = 300
 _APPLY_HOOKS = """
 from sglang.srt.plugins import load_plugins
@@ -39,7 +39,7 @@ def machine_checks() -> Iterator[Check]:
     yield _python()
     if not (has_torch() or importlib.util.find_spec("sglang")):
         found = "its packages are not installed: SGLang, torch and others; the tools run without them"
-        remedy = f"to serve on this machine, run `pip install '{DISTRIBUTION}[{SERVER}]'`"
+        remedy = f"to serve on this machine, run `{install_sglang()}`"
         yield Check(SERVER, Level.WARNING, found, remedy)
         yield from _packages(extra="")
         return

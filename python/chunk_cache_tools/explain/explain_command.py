@@ -96,7 +96,7 @@ def _parser() -> CommandParser:
 def _run(args: argparse.Namespace) -> int:
     outputs = [_output(path) for path in args.out or ["explain.png"]]
     if any(path.suffix != PAGE for path in outputs) and importlib.util.find_spec("matplotlib") is None:
-        remedy = f'run `pip install "sglang-chunk-cache[bench]"`, or write a page by --out explain{PAGE}'
+        remedy = f"run `pip install matplotlib`, or write a page by --out explain{PAGE}"
         raise request_error("matplotlib", "not installed", remedy)
     notes: list[str] = []
     if args.replies is not None:

@@ -25,6 +25,7 @@ from chunk_cache_tools.command_line import (
     add_server_flags,
     add_tokenizer_flag,
     exit_code,
+    install_sglang,
     progress,
 )
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
@@ -198,7 +199,7 @@ def all_flags(given: Sequence[str]) -> tuple[str, ...]:
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     """Everything; the exit code."""
     if not args.is_url and importlib.util.find_spec("sglang") is None:
-        remedy = "run `pip install 'sglang-chunk-cache[server]'`, or name the URL of a running server"
+        remedy = f"run `{install_sglang()}`, or name the URL of a running server"
         raise request_error("MODEL", "SGLang is not installed here, so no server can be started", remedy)
     flags = () if args.is_url else all_flags(given)
     conditions = conditions_of(args)
@@ -322,7 +323,7 @@ def _report(
             print("\n".join(served_with(verdict.chosen.measured.condition)))
     written = write_results(args.out, findings)
     if importlib.util.find_spec("matplotlib") is None:
-        print('No plot: matplotlib is not installed; run `pip install "sglang-chunk-cache[bench]"`.', file=sys.stderr)
+        print("No plot: matplotlib is not installed; run `pip install matplotlib`.", file=sys.stderr)
     else:
         from chunk_cache_tools.verify.plot import draw
 

@@ -1,4 +1,4 @@
-"""MooncakeMedium: Mooncake's distributed store, memory of many machines (`pip install 'sglang-chunk-cache[mooncake]'`).
+"""MooncakeMedium: Mooncake's distributed store, memory of many machines (package `mooncake-transfer-engine`).
 
     chunk_cache/<fingerprint>/<key>/<slot>           description of a variant (`record`), slot 0 to 31
     chunk_cache/<fingerprint>/<key>/<name>/<place>   its KV: K of all layers, then V of all layers
@@ -404,6 +404,7 @@ def _import_client() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        remedy = "pip install 'sglang-chunk-cache[mooncake]', and the system's libibverbs (Debian: libibverbs1)"
+        packages = "mooncake-transfer-engine-non-cuda (with CUDA: mooncake-transfer-engine)"
+        remedy = f"pip install {packages}, and the system's libibverbs (Debian: libibverbs1)"
         raise ImportError(f"the remote tier mooncake:// needs Mooncake's client ({error}): {remedy}") from error
     return store

@@ -28,7 +28,7 @@ def connect(url: str, timeout_s: float) -> Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError as error:
-        remedy = "pip install 'sglang-chunk-cache[remote]', or pip install 'redis>=5'"
+        remedy = "pip install 'redis>=5'"
         raise ImportError(f"the remote tier at {shown_url(url)} needs the Redis client: {remedy}") from error
     client = redis.Redis.from_url(
         url,

@@ -1,4 +1,4 @@
-"""RedisMedium: a Redis or Valkey server that many machines share (`pip install 'sglang-chunk-cache[remote]'`).
+"""RedisMedium: a Redis or Valkey server that many machines share (`pip install 'redis>=5'`).
 
     chunk_cache:<fingerprint>:fingerprint            string: what the fingerprint stands for, for people
     chunk_cache:<fingerprint>:<key>                  hash: name of a variant -> its description (`record`)

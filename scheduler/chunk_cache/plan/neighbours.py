@@ -63,7 +63,7 @@ def _tfidf(texts: Sequence[str], path: str) -> Any:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError:
         raise request_error(
-            path, "scikit-learn is not installed", "run `pip install 'sglang-chunk-cache[neighbours]'`, or name a model"
+            path, "scikit-learn is not installed", "run `pip install scikit-learn`, or name a model"
         ) from None
     try:
         return TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\w+", dtype=np.float32).fit_transform(texts)
@@ -78,7 +78,7 @@ def _embeddings(texts: Sequence[str], model: str, path: str) -> Any:
         raise request_error(
             path,
             f"{show(model)} needs sentence-transformers, which is not installed",
-            f"run `pip install 'sglang-chunk-cache[embeddings]'`, or name {DEFAULT_RETRIEVER}",
+            f"run `pip install sentence-transformers`, or name {DEFAULT_RETRIEVER}",
         ) from None
     try:
         encoder = SentenceTransformer(model)

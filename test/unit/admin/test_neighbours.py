@@ -48,8 +48,8 @@ def test_texts_without_words_have_no_neighbours() -> None:
 @pytest.mark.parametrize(
     ("module", "retriever", "words"),
     [
-        ("sklearn.feature_extraction.text", "tfidf", ["scikit-learn", "sglang-chunk-cache[neighbours]"]),
-        ("sentence_transformers", "some/model", ["'some/model'", "sglang-chunk-cache[embeddings]"]),
+        ("sklearn.feature_extraction.text", "tfidf", ["`pip install scikit-learn`"]),
+        ("sentence_transformers", "some/model", ["'some/model'", "`pip install sentence-transformers`"]),
     ],
 )
 def test_a_missing_library_is_named_with_its_remedy(

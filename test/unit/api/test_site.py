@@ -37,6 +37,20 @@ def test_the_reference_is_that_of_the_code() -> None:
     assert made.stdout == (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), "python docs/reference.py"
 
 
+def test_the_project_is_installed_from_a_file_alone() -> None:
+    """It is on no index, where a stranger could register its name."""
+    texts = [path for path in (ROOT / "docs").rglob("*") if path.is_file() and path.suffix not in (".png", ".svg")]
+    code = [path for folder in ("python", "scheduler", "sgl-kernel-ext") for path in (ROOT / folder).rglob("*.py")]
+    installs = [
+        (path.name, what)
+        for path in (*PAGES, *texts, *code)
+        for what in re.findall(r"pip install([^`\n]*)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(installs) > 15
+    ours = re.compile(r"sglang[-_.]chunk[-_.]cache|DISTRIBUTION")
+    assert not [one for one in installs if ours.search(one[1]) and ".whl" not in one[1]]
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """(page, words) of every command that the documents show, without comments and variables."""
     for page in PAGES:

@@ -48,7 +48,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(pkgutil, "resolve_name", missing)
     assert main(["train-selector"]) == 2
     assert capsys.readouterr().err == (
-        "chunk-cache train-selector: torch is not installed; run `pip install 'sglang-chunk-cache[server]'`\n"
+        "chunk-cache train-selector: torch is not installed; run `pip install 'sglang==0.5.23'`\n"
     )
 
 
