@@ -17,7 +17,7 @@
 # make bench-quality   answers of the trained models under every method and ratio (hours on two cores)
 # make bundle   SGLang and this project in parts for a CUDA host without internet, in build/bundle (BUNDLE='--gpu 90'; docs/gpu.md)
 # make docs      the documentation as a web site, in build/site
-# make wheel     dist/*.whl: the tools alone, and with the extra `server` all of it (README.md)
+# make wheel     dist/*.whl: the tools alone, and beside SGLang all of it (README.md)
 # make clean     caches and results of tests; `make distclean` also the environment
 
 SHELL := /bin/bash

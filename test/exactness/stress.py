@@ -1,6 +1,6 @@
 """Long runs on one scheduler: memory pressure, retraction, and what fused requests leave behind.
 
-    cd test && ../.venv/bin/python -m exactness.stress --seeds 3 --requests 1000
+    cd test && python -m exactness.stress --seeds 3 --requests 1000
 
 Random requests of every method, each seed on the next of `PRESSURE` and of `SHARES`. What must equal stock SGLang
 (ratio 1.0, modes exact and off, plain requests) is sent to stock SGLang as well, alone and with room.

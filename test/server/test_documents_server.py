@@ -33,6 +33,7 @@ pytestmark = [
 
 ELSEWHERE = {
     "make ": "of the project itself: CI runs install and test",
+    "git clone": "of the project itself",
     "pip install": "test_package.py installs the wheel with its extras",
     "valkey-server": "test_fleet_server.py",
     "smg launch": "test_fleet_server.py",
