@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
 CONFIG = ROOT / "docs" / "mkdocs.yml"
 FOLDERS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs", "benchmark", "test", "python")
-ENDINGS = (".md", ".png", ".svg", ".json", ".csv", ".yml", ".txt", ".py", "LICENSE", "Dockerfile")
+ENDINGS = (".md", ".png", ".svg", ".json", ".csv", ".yml", ".txt", ".py", ".css", ".js", "LICENSE", "Dockerfile")
 
 
 def gather() -> None:

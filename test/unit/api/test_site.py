@@ -14,22 +14,43 @@ from pathlib import Path
 
 import pytest
 
+from browser import MISSING, find_chromium, messages, open_browser
 from chunk_cache_tools.command import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-SITE = ROOT / "build" / "site"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
 OTHERS = {"curl", "smg", "valkey-server", "uvicorn", "pip", "docker", "kubectl", "mooncake_master", "git", "cd", "."}
 """Commands that are not ours."""
 
 
-def test_the_site_builds_strictly_and_asks_nothing_of_the_internet() -> None:
+@pytest.fixture(scope="module")
+def site() -> Path:
     built = subprocess.run([sys.executable, "docs/site.py"], cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-3000:]
-    pages = list(SITE.rglob("*.html"))
+    return ROOT / "build" / "site"
+
+
+def test_the_site_builds_strictly_and_asks_nothing_of_the_internet(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 50
     loaded = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*rel=\"stylesheet\"[^>]*//")
     assert not [page.name for page in pages if loaded.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+def test_the_site_is_read_and_searched_from_disk(site: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with open_browser() as browser:
+        browser.get((site / "docs" / "fleet.html").as_uri())
+        widths = "[...document.querySelectorAll('pre > code')].map((code) => code.scrollWidth - code.clientWidth)"
+        assert max(browser.execute_script(f"return {widths}")) <= 0
+        browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys("partition_share")
+        result = (By.CSS_SELECTOR, ".md-search-result__item a[href*='variants.html']")
+        WebDriverWait(browser, 60).until(lambda _: browser.find_elements(*result))
+        assert not messages(browser)
 
 
 def test_the_reference_is_that_of_the_code() -> None:
