@@ -1,7 +1,7 @@
 """An agent with a tool: the model reads two documents of its choice, then answers; what it reads are chunks.
 
     python -m sglang.launch_server --model-path DIR --chunk-cache --tool-call-parser NAME
-    python docs/examples/agent.py http://localhost:30000
+    python docs/examples/agent.py http://127.0.0.1:30000
 
 A model that is good with tools decides itself when it has read enough: `"tool_choice": "auto"`.
 """

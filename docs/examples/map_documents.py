@@ -1,6 +1,6 @@
 """Map and reduce: one fork reads each document, then one answer is made of their notes; an SGLang frontend program.
 
-    python docs/examples/map_documents.py http://localhost:30000
+    python docs/examples/map_documents.py http://127.0.0.1:30000
 
 The question stands in front of the document: another question shares no prefix with it, and every document is reused.
 """

@@ -1,6 +1,6 @@
 """Multi-hop: ask, retrieve again with what was answered, ask again; an SGLang frontend program.
 
-python docs/examples/multi_hop.py http://localhost:30000
+python docs/examples/multi_hop.py http://127.0.0.1:30000
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python -m sglang.launch_server --model-path DIR --chunk-cache --port 30000
     uvicorn --app-dir docs/examples rag_server:app --port 8000
-    curl -G localhost:8000/ask --data-urlencode 'question=Who rings the bell in fog?'
+    curl -G 127.0.0.1:8000/ask --data-urlencode 'question=Who rings the bell in fog?'
 
 SGLANG_URL names another server.
 """
@@ -17,7 +17,7 @@ from shared import search
 from chunk_cache_tools.passages import PassageWriter
 
 app = FastAPI()
-URL = os.environ.get("SGLANG_URL", "http://localhost:30000")
+URL = os.environ.get("SGLANG_URL", "http://127.0.0.1:30000")
 sglang = httpx.AsyncClient(base_url=URL, timeout=300)
 writer = PassageWriter(URL)
 

@@ -1,6 +1,6 @@
 """The four programs with haystack.
 
-python docs/examples/with_haystack.py http://localhost:30000
+python docs/examples/with_haystack.py http://127.0.0.1:30000
 """
 
 import os

@@ -1,6 +1,6 @@
 """The four programs with langchain-openai.
 
-python docs/examples/with_langchain.py http://localhost:30000
+python docs/examples/with_langchain.py http://127.0.0.1:30000
 """
 
 import sys

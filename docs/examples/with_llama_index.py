@@ -1,6 +1,6 @@
 """The four programs with llama-index and OpenAILike.
 
-    python docs/examples/with_llama_index.py http://localhost:30000
+    python docs/examples/with_llama_index.py http://127.0.0.1:30000
 
 A query engine writes the texts of its nodes with an empty line between them. So a separator in front of each, and one
 behind the last, make chunks of them, whatever retrieves them.

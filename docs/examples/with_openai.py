@@ -1,6 +1,6 @@
 """The four programs with the openai package.
 
-python docs/examples/with_openai.py http://localhost:30000
+python docs/examples/with_openai.py http://127.0.0.1:30000
 """
 
 import json

@@ -33,7 +33,7 @@ class PassageWriter:
         knows_chunks: whether the server does, for one that cannot be asked, such as a gateway; None = it is asked.
 
     Example:
-        >>> writer = PassageWriter("http://localhost:30000", knows_chunks=False)
+        >>> writer = PassageWriter("http://127.0.0.1:30000", knows_chunks=False)
         >>> body = {"messages": [{"role": "user", "content": "Where is Rome?"}]}
         >>> writer.put(body, ["Rome is in Italy."])["messages"]
         [{'role': 'user', 'content': 'Rome is in Italy.\\n\\nWhere is Rome?'}]

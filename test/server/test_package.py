@@ -112,7 +112,7 @@ def test_the_server_and_the_first_request_of_the_readme(served: Path, model_dir:
     )
     assert "chunk-cache" in run(served / "sglang", "serve", "--help", cwd=tmp_path).split("Optional override")[1]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    body = json.loads(re.search(r"curl http://localhost:30000/generate .*? -d '(\{.*?\})'\n```", readme, re.DOTALL)[1])
+    body = json.loads(re.search(r"curl http://127.0.0.1:30000/generate .*? -d '(\{.*?\})'\n```", readme, re.DOTALL)[1])
     flags = ("--model-type", "chunk-cache", "--max-total-tokens", "4096", "--chunk-cache-selector", str(model_dir))
     flags += ("--chunk-cache-config", '{"selector": {"timeout_s": 60}}')
     with InstalledServer(served, model_dir, *flags) as server:

@@ -19,6 +19,11 @@ from chunk_cache_tools.command import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+TEXTS = {
+    *PAGES,
+    *(path for path in (ROOT / "docs").rglob("*.*") if path.is_file() and path.suffix not in (".png", ".svg", ".pyc")),
+    ROOT / "docs" / "fleet" / "Dockerfile",
+}
 OTHERS = {"curl", "smg", "valkey-server", "uvicorn", "pip", "docker", "kubectl", "mooncake_master", "git", "cd", "."}
 """Commands that are not ours."""
 
@@ -61,16 +66,19 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 def test_the_project_is_installed_from_a_file_alone() -> None:
     """It is on no index, where a stranger could register its name."""
-    texts = [path for path in (ROOT / "docs").rglob("*") if path.is_file() and path.suffix not in (".png", ".svg")]
     code = [path for folder in ("python", "scheduler", "sgl-kernel-ext") for path in (ROOT / folder).rglob("*.py")]
     installs = [
         (path.name, what)
-        for path in (*PAGES, *texts, *code)
+        for path in (*TEXTS, *code)
         for what in re.findall(r"pip install([^`\n]*)", path.read_text(encoding="utf-8"))
     ]
     assert len(installs) > 15
     ours = re.compile(r"sglang[-_.]chunk[-_.]cache|DISTRIBUTION")
     assert not [one for one in installs if ours.search(one[1]) and ".whl" not in one[1]]
+
+
+def test_one_name_for_this_machine() -> None:
+    assert not [path.name for path in TEXTS if "localhost" in path.read_text(encoding="utf-8")], "write 127.0.0.1"
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
