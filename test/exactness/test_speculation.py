@@ -39,20 +39,28 @@ OTHERS = [
     drafted("STANDALONE", DRAFTED_CHAIN, draft="self", tp_size=2),
     drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle", tp_size=2, chunked=True),
 ]
+# Stock loads new weights into the draft too, and a head of EAGLE3 is no model of the same shapes.
+UNLIKE = "weights_without_a_flush"
 NOT_OF_STOCK = ("accepted_with_reuse", "answers_by_method", "retraction")
 SPECULATION = tuple(name for name in speculation_cases.CASES if name not in NOT_OF_STOCK)
 
 
 def matrix(configs: list[Config], names: Any) -> Any:
     return pytest.mark.parametrize(
-        ("config", "case"), [pytest.param(config, case, id=f"{config}-{case}") for config in configs for case in names]
+        ("config", "case"),
+        [pytest.param(config, case, id=f"{config}-{case}") for config in configs for case in names_for(config, names)],
     )
+
+
+def names_for(config: Config, names: Any) -> list[str]:
+    """Of these cases those that stock serves with this draft."""
+    return [name for name in names if name != UNLIKE or config.draft != "llama_eagle3"]
 
 
 @pytest.mark.slow
 @matrix([WITH_EVERY_CASE], cases.CASES)
 def test_equals_stock(config: Config, case: str) -> None:
-    compare(config, case, tuple(cases.CASES))
+    compare(config, case, tuple(names_for(config, cases.CASES)))
 
 
 @pytest.mark.slow
@@ -64,7 +72,7 @@ def test_answers_that_are_drafted_equal_stock(config: Config, case: str) -> None
 @pytest.mark.all
 @matrix([*(config for config in CONFIGS if config is not WITH_EVERY_CASE), *OTHERS], cases.CASES)
 def test_equals_stock_everywhere(config: Config, case: str) -> None:
-    compare(config, case, tuple(cases.CASES))
+    compare(config, case, tuple(names_for(config, cases.CASES)))
 
 
 @pytest.mark.all
