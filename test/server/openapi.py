@@ -88,6 +88,7 @@ OPTIONS: dict[str, Schema] = {
     "spans": items({"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}, 0, MAX_CHUNKS),
     "mode": {"enum": list(MODES)},
     "method": {"enum": sorted(METHODS)},
+    "chunk_ids": items({"type": ["string", "null"], "minLength": 1}, 0, 4),
     "ratio": {"type": "number", "minimum": 0, "maximum": 1},
     "options": {"type": "object"},
     "explain": {"type": "boolean"},
