@@ -3,7 +3,7 @@
 - `LlamaShape` says how large; `make_llama` writes one and returns its folder, `make_latent` one of the same size with
   latent attention; `cached_llama` is shared by all measurements of a shape. The same shape and seed give the same
   weights, and a folder that already holds them is left as it is.
-- `write_random_weights` writes any class by its configuration.
+- `make_random` writes any class by its configuration.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
 The weights have the spread of a fresh initialisation: time and memory do not depend on them, answers mean nothing.
@@ -12,7 +12,7 @@ The weights have the spread of a fresh initialisation: time and memory do not de
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def make_llama(
 ) -> Path:
     """Writes a random fp32 model as safetensors into `out_dir`, with `tokenizer` if given, and returns the folder."""
     config = LlamaConfig(**_size(shape), num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads)
-    out_dir = _write_once(Path(out_dir), [asdict(shape), seed, 1], LlamaForCausalLM, config, seed)
+    out_dir = _write_once(Path(out_dir), [asdict(shape), seed, 1], lambda: LlamaForCausalLM(config).float(), seed)
     if tokenizer is not None:
         tokenizer.save_pretrained(out_dir)
     return out_dir
@@ -110,7 +110,7 @@ def make_latent(out_dir: str | Path, shape: LlamaShape) -> Path:
         },
     )
     recipe = ["latent", asdict(shape), LATENT_RANK, LATENT_ROTATED]
-    return _write_once(Path(out_dir), recipe, DeepseekV2ForCausalLM, config, 0)
+    return _write_once(Path(out_dir), recipe, lambda: DeepseekV2ForCausalLM(config).float())
 
 
 def _size(shape: LlamaShape) -> dict[str, Any]:
@@ -128,34 +128,31 @@ def _size(shape: LlamaShape) -> dict[str, Any]:
     }
 
 
-def _write_once(out_dir: Path, recipe: list[Any], model_class: type[Any], config: Any, seed: int) -> Path:
-    """Writes random weights, unless the folder holds those of this recipe."""
+def make_random(out_dir: Path, config: Mapping[str, Any]) -> Path:
+    """Writes a random model of this `config.json`, in its number format; made on a GPU where one is."""
+
+    def make() -> Any:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), dtype=getattr(torch, config["torch_dtype"])
+            )
+
+    return _write_once(out_dir, [dict(config)], make)
+
+
+def _write_once(out_dir: Path, recipe: list[Any], make: Callable[[], Any], seed: int = 0) -> Path:
+    """Writes the weights of what is made, unless the folder holds those of this recipe."""
     text, mark = json.dumps(recipe), out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == text:
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config).to(torch.float32)
+        model = make()
     transformers_logging.disable_progress_bar()
-    model.save_pretrained(out_dir, safe_serialization=True)
+    model.save_pretrained(out_dir, safe_serialization=True, max_shard_size="4GB")
     mark.write_text(text)
     return out_dir
-
-
-def write_random_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes a model of this `config.json`, in its number format, unless the folder holds it; on a GPU where one is."""
-    mark, text = folder / ".recipe.json", json.dumps(config)
-    if mark.exists() and mark.read_text() == text:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    parsed = AutoConfig.for_model(**config)
-    with torch.random.fork_rng(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(parsed, dtype=getattr(torch, config["torch_dtype"]))
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(folder, max_shard_size="4GB")
-    mark.write_text(text)
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:

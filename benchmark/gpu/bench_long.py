@@ -26,11 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.machine import ROOT
-from benchmark.common.models import LlamaShape, write_random_weights
+from benchmark.common.models import LlamaShape, make_random
 from benchmark.common.results import RESULTS_DIR, Spread, describe_run, markdown_table, run_markdown, write_result
 from benchmark.common.server import Server, offline_env
 from benchmark.ttft.measure import STOCK, System, time_reuse
 from benchmark.ttft.workload import Size, Workload
+
+from chunk_cache.methods import METHODS, Stage
 
 SHAPES = {
     # Llama-3.1-8B by its config.json: 32 layers, 32 heads and 8 for keys and values, 128 each.
@@ -52,10 +54,9 @@ SHAPES = {
         "initializer_range": 0.11,  # as sharp as 0.02 of a hidden size of 4,096
     },
 }  # fmt: skip
-UNSCORED = ("epic", "near", "full-reuse")
 MIN_LATE, MAX_FIRST = 0.1, 0.99
 """Share of chosen rows in the second half of the reused tokens, at least; at the beginnings of chunks, at most."""
-METHODS = ("epic", "near", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
+MEASURED = ("epic", "near", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
 
 
 def parse_args() -> argparse.Namespace:
@@ -65,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     add("--shape", choices=SHAPES, help="random weights of this shape")
     add("--prompts", default="8192,16384,32768", help="lengths in tokens (default: %(default)s)")
     add("--chunk-len", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
-    add("--methods", default=",".join(METHODS), help="default: %(default)s")
+    add("--methods", default=",".join(MEASURED), help="default: %(default)s")
     add("--ratios", default="0.05,0.15", help="default: %(default)s")
     add("--repeats", type=int, default=5, help="measurements per system (default: %(default)s)")
     add("--flags", default="", help="more flags of the server, in one string, parted by spaces")
@@ -82,9 +83,7 @@ def model_of(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """The folder and its configuration."""
     folder = args.model
     if folder is None:
-        folder = ROOT / ".cache" / "bench" / args.shape
-        folder.mkdir(parents=True, exist_ok=True)
-        write_random_weights(folder, SHAPES[args.shape])
+        folder = make_random(ROOT / ".cache" / "bench" / args.shape, SHAPES[args.shape])
     return folder, json.loads((folder / "config.json").read_text())
 
 
@@ -134,7 +133,11 @@ def measure(server: Server, args: argparse.Namespace, config: dict[str, Any]) ->
 
 
 def scores(system: System) -> bool:
-    return system is not STOCK and system.options["method"] not in UNSCORED
+    """Whether it takes the tokens that score best, in the forward or by a statistic."""
+    if system is STOCK:
+        return False
+    method = METHODS[system.options["method"]]
+    return method.stage is not Stage.BEFORE or method.statistic is not None
 
 
 def spread_of(server: Server, work: Workload, system: System) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from chunk_cache_tools.command_line import DISTRIBUTION, install_sglang
+from chunk_cache_tools.requirements import DISTRIBUTION, install_sglang
 
 BEFORE, RUNNING, TRAINING = "before you serve", "with a running server", "training"
 COMMANDS = {

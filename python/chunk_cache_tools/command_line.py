@@ -2,14 +2,12 @@
 
 Verbs: `CommandParser` (a --help with examples and exit codes), `add_server_flags`, `add_tokenizer_flag` and
 `add_json_flag` (the same name means the same everywhere), `exit_code` (runs a command; a user's mistake is one sentence
-on the standard error), `install_sglang` (the remedy where there is no SGLang), `progress` (a bar with the time left;
-where the output is no terminal, one line at the end).
+on the standard error), `progress` (a bar with the time left; where the output is no terminal, one line at the end).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 import time
@@ -17,13 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from packaging.requirements import Requirement
 from tqdm import tqdm
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache_tools.server_client import KEY_ENV, ServerGone
 
-DISTRIBUTION = "sglang-chunk-cache"
 URL = "http://127.0.0.1:30000"
 INTERRUPTED = 130
 NOTED_S = 5.0
@@ -100,13 +96,6 @@ def exit_code(
         print(f"{prog}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
     return 2
-
-
-def install_sglang() -> str:
-    """The command that installs what a server needs: SGLang brings the rest."""
-    asked = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
-    pins = (str(one.specifier) for one in asked if one.name == "sglang")
-    return f"pip install 'sglang{next(filter(None, pins))}'"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def check(seed: int, num: int) -> None:
     config = PRESSURE[seed]
     counts = check_random_requests(config, num, seed)
     assert counts["finished"] == num
-    assert counts["hit"] >= num / 20
+    assert counts["hit"] >= num / 10
     assert counts["miss"] > num / 10
     assert counts["aborted"] > num / 100
     assert counts["retracted_fused"] >= (num / 200 if config.force_retract else 0)
@@ -40,8 +40,7 @@ def check(seed: int, num: int) -> None:
     assert counts["packed"] > (0 if keeps_all else num / 50) or keeps_all
     # One that loads layer by layer may have no idle turn; in a short one the first that waits may never find room.
     assert counts["verified"] or config.loading or num < 300 or not dict(config.options).get("verify_share")
-    missing = [method for method in METHODS if not counts[f"fused {method}"]]
-    assert num < 1000 or len(missing) <= 1, missing  # of 13 methods, by chance: other seeds have it
+    assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)
     # A share leaves fewer hits, of which the selector is asked.
     assert num < 1000 or share_of(seed) < 1.0 or all(counts[f"fallback {one}"] for one in SELECTOR_REASONS if one)
 

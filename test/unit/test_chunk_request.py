@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from chunk_cache.options.kept_tokens import KeptTokens
-from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.options.request_options import RequestOptions, dumps
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.forward import Forward, Part, TargetForwards, announce, announced
 from sglang_chunk_cache.kv.pool import Load
-from sglang_chunk_cache.request.chunk_request import Admission, ChunkRequest
+from sglang_chunk_cache.request.chunk_request import PARAM_NAME, Admission, ChunkRequest, state_of
 
 
 def admitted() -> tuple[ChunkRequest, Any]:
@@ -79,3 +79,35 @@ def test_a_draft_is_told_the_rows_of_the_same_batch_once() -> None:
     forwards.note(batch, forward)
     with pytest.raises(RuntimeError, match="not just computed"):
         forwards.take(other)
+
+
+def turn(session: Any, rid: str, ids: list[int], options: RequestOptions, parent: str | None = None) -> ChunkRequest:
+    req = SimpleNamespace(
+        rid=rid,
+        session=session,
+        sampling_params=SimpleNamespace(custom_params={PARAM_NAME: dumps(options)}),
+        origin_input_ids=ids,
+        origin_input_ids_unpadded=ids,
+        extra_key=None,
+        cache_salt=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        multimodal_inputs=None,
+        return_routed_experts=False,
+    )
+    session.req_nodes[rid] = SimpleNamespace(parent=session.req_nodes.get(parent), req=req)
+    state = state_of(req)
+    assert state is not None
+    return state
+
+
+def test_a_chunk_keeps_its_name_in_later_turns() -> None:
+    session = SimpleNamespace(req_nodes={})
+    first = RequestOptions(spans=((1, 3), (3, 5)), chunk_ids=("a", None))
+    assert turn(session, "1", [*range(8)], first).options == first
+    second = RequestOptions(spans=((1, 4),), chunk_ids=("c",), turn_tokens=6)
+    told = turn(session, "2", [*range(14)], second, parent="1").options
+    assert (told.spans, told.chunk_ids) == (((1, 3), (3, 5), (9, 12)), ("a", None, "c"))
+    unnamed = RequestOptions(spans=((0, 2),), turn_tokens=4)
+    told = turn(session, "3", [*range(14), 1, 2, 3, 4], unnamed, parent="2").options
+    assert told.chunk_ids == ("a", None, "c", None)

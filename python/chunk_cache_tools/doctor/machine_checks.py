@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import psutil
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from chunk_cache.advice import Level
-from chunk_cache_tools.command_line import DISTRIBUTION, install_sglang
 from chunk_cache_tools.doctor.checks import Check
+from chunk_cache_tools.requirements import DISTRIBUTION, SERVER, install_sglang, pinned, requirements
 from sglang_plain_cpu import STOCK_CPU_ENGINE_VARIABLE, has_accelerator
 
 HOOKS_TIMEOUT_S = 300
@@ -28,10 +27,6 @@ from sglang_chunk_cache.start import hooks
 hooks.apply_hooks()
 print(len(hooks.HOOKS))
 """  # in a process of its own: hooks stay where they were applied
-
-
-SERVER = "server"
-"""The extra with what a server needs."""
 
 
 def machine_checks() -> Iterator[Check]:
@@ -62,20 +57,10 @@ def _python() -> Check:
     return Check("Python", Level.FAILURE, f"{found}, and {wanted} is wanted", "make an environment with such a Python")
 
 
-def pinned(name: str) -> Requirement:
-    """What this project asks for of a package."""
-    return next(one for one in _requirements(SERVER) if one.name == name)
-
-
-def _requirements(extra: str) -> list[Requirement]:
-    found = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
-    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
-
-
 def _packages(extra: str = SERVER) -> Iterator[Check]:
     """SGLang and torch each, the others together."""
     fitting = []
-    for wanted in _requirements(extra):
+    for wanted in requirements(extra):
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
@@ -103,7 +88,7 @@ def _hooks() -> Check:
         )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no word of why"]
-        remedy = f"install {pinned('sglang')}, without other plugins that replace the same classes"
+        remedy = f"install sglang{pinned('sglang')}, without other plugins that replace the same classes"
         return Check("hooks", Level.FAILURE, lines[-1], remedy)
     return Check("hooks", Level.OK, f"all {done.stdout.split()[-1]} apply to the installed SGLang")
 

@@ -20,7 +20,7 @@ from chunk_cache.advice import ADVICE, Level
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.types import REASONS
 from chunk_cache_tools.doctor.checks import Check
-from chunk_cache_tools.doctor.machine_checks import pinned
+from chunk_cache_tools.requirements import pinned
 from chunk_cache_tools.server_client import ServerClient
 
 REUSED = ("hit", "prefix")
@@ -112,10 +112,10 @@ def server_checks(client: DoctorClient, counts: Counts | None) -> Iterator[Check
 
 def _version(info: Mapping[str, Any]) -> Check:
     wanted, found = pinned("sglang"), str(info.get("version"))
-    if wanted.specifier.contains(found, prereleases=True):
+    if wanted.contains(found, prereleases=True):
         return Check("SGLang", Level.OK, found)
     return Check(
-        "SGLang", Level.WARNING, f"{found}, and this command is of {wanted}", "use the server's own environment"
+        "SGLang", Level.WARNING, f"{found}, and this command is of sglang{wanted}", "use the server's own environment"
     )
 
 

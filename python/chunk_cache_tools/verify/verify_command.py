@@ -25,13 +25,13 @@ from chunk_cache_tools.command_line import (
     add_server_flags,
     add_tokenizer_flag,
     exit_code,
-    install_sglang,
     progress,
 )
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
 from chunk_cache_tools.jsonl import read_jsonl
 from chunk_cache_tools.local_tokenizer import load_num_layers, load_tokenizer
 from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
+from chunk_cache_tools.requirements import install_sglang
 from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.fit import NUM_STEPS, Check, check_fit, tolerance_of
 from chunk_cache_tools.verify.measurement import measure

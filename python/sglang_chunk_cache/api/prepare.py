@@ -21,7 +21,6 @@ from chunk_cache.options.request_options import (
     PREPARING,
     RequestOptions,
     check_fit,
-    check_num_chunk_ids,
     dumps,
     parse_request,
 )
@@ -226,11 +225,12 @@ def _check_trust(item: Item, obj: Any, args: ChunkCacheArgs) -> None:
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
     _check_combinations(obj, items)
     for item in items:
-        check_served(item.opts, manager, args, item.opts_path)
+        opts = item.opts
+        check_served(opts, manager, args, item.opts_path)
         if item.marked is not None:
             check_read_once(manager, item.path)
-        elif item.text is not None and item.opts is not None and item.opts.answer_tokens and manager.tokenizer:
-            check_fit(item.opts, len(manager.tokenizer.encode(item.text)), item.opts_path)
+        elif item.text is not None and opts and (opts.answer_tokens or opts.chunk_ids) and manager.tokenizer:
+            check_fit(opts, len(manager.tokenizer.encode(item.text)), item.opts_path)
     if any(item.is_tokenized_here for item in items):
         items = [_tokenize(item, manager) for item in items]
         for item in items:
@@ -271,10 +271,7 @@ def _tokenize(item: Item, manager: Any) -> Item:
     if item.marked is not None:
         assert item.opts is not None
         encoded = encode_marked(manager.tokenizer, item.marked)
-        chunk_ids = encoded.chunk_ids or item.opts.chunk_ids
-        opts = dataclasses.replace(item.opts, spans=encoded.spans, chunk_ids=chunk_ids)
-        if chunk_ids:
-            check_num_chunk_ids(chunk_ids, len(opts.spans), f"{item.opts_path}.chunk_ids")
+        opts = item.opts.with_spans(encoded.spans, encoded.chunk_ids or item.opts.chunk_ids)
         if len(encoded.spans) > MAX_CHUNKS:
             problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
             raise request_error(item.path, problem, "mark longer chunks")

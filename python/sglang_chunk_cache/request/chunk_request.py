@@ -27,6 +27,7 @@ from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, load
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
+from chunk_cache.types import Span
 from sglang_chunk_cache.kv.packing import Packing
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def discover(req: Any, discoverer: Discoverer) -> None:
         return
     spans = discoverer.find(partition, ids)
     if spans:
-        prompt = _prompt_of(req, replace(options, spans=spans))
+        prompt = _prompt_of(req, options.with_spans(spans))
         # The selector is asked where prompts are tokenized.
         state = ChunkRequest(replace(prompt, is_discovered=True, answer=_NOBODY_ASKED))
         setattr(req, _ATTRIBUTE, state)
@@ -239,7 +240,7 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     is_whole = len(ids) >= len(req.origin_input_ids_unpadded)
     fits = is_whole and all(end <= len(ids) for _, end in options.spans)
     if not fits:
-        options = replace(options, spans=())
+        options = options.with_spans(())
     system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
     keys = tuple(chunk_keys(partition, ids, options.spans))
     return ChunkPrompt(
@@ -258,20 +259,25 @@ def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOpti
     A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
     where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
     """
-    ids, own = req.origin_input_ids, () if options is None else options.spans
+    ids, own = req.origin_input_ids, [] if options is None else options.named_spans
     if options is not None and options.turn_tokens is not None:
         begin = len(req.origin_input_ids_unpadded) - options.turn_tokens  # of the prompt before it was cut
-        own = tuple((begin + start, begin + end) for start, end in own)
+        own = [((begin + start, begin + end), name) for (start, end), name in own]
     node = req.session.req_nodes.get(req.rid)
     parent: Any = None if node is None or node.parent is None else node.parent.req
     before = None if parent is None else state_of(parent)
-    earlier = () if before is None else before.options.spans
-    own_start = own[0][0] if own else len(ids)
-    kept = itertools.takewhile(
-        lambda span: span[1] <= own_start and ids[slice(*span)] == parent.origin_input_ids[slice(*span)], earlier
-    )
+    earlier = [] if before is None else before.options.named_spans
+    own_start = own[0][0][0] if own else len(ids)
+
+    def still_stands(named: tuple[Span, str | None]) -> bool:
+        (start, end), _ = named
+        return end <= own_start and ids[start:end] == parent.origin_input_ids[start:end]
+
     options = options or (None if before is None else before.options)
-    return None if options is None else replace(options, spans=(*kept, *own)[-MAX_CHUNKS:], turn_tokens=None)
+    if options is None:
+        return None
+    chunks = [*itertools.takewhile(still_stands, earlier), *own][-MAX_CHUNKS:]
+    return replace(options, turn_tokens=None).with_spans([span for span, _ in chunks], [name for _, name in chunks])
 
 
 def _is_supported(req: Any) -> bool:

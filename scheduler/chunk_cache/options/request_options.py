@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from chunk_cache.errors import given, known_names, request_error, show
 from chunk_cache.methods import Options, OptionValue, find_method
@@ -54,6 +55,15 @@ class RequestOptions:
     """Slots per layer that the prompt shall need once its first token is known; 0 = all are kept."""
     turn_tokens: int | None = None
     """Tokens at the end of the prompt in which the spans count, of a turn of a session; None = they count in all."""
+
+    @property
+    def named_spans(self) -> list[tuple[Span, str | None]]:
+        """Each span with what the client calls it."""
+        return list(zip_longest(self.spans, self.chunk_ids))
+
+    def with_spans(self, spans: Sequence[Span], chunk_ids: Sequence[str | None] = ()) -> RequestOptions:
+        """The same with other chunks, which the client calls so; empty = nothing."""
+        return replace(self, spans=tuple(spans), chunk_ids=tuple(chunk_ids) if any(chunk_ids) else ())
 
     @property
     def has_marks(self) -> bool:
@@ -104,10 +114,9 @@ def parse_request(
     method = find_method(value["method"], f"{path}.method").name if "method" in value else None
     options = _parse_options(value.get("options", {}), f"{path}.options", method or default_method, default_options)
     _check_budget(options, f"{path}.options", has_ratio="ratio" in value)
-    spans = _parse_spans(value.get("spans", []), f"{path}.spans")
     opts = RequestOptions(
-        spans=spans,
-        chunk_ids=_parse_chunk_ids(value.get("chunk_ids", []), f"{path}.chunk_ids", len(spans)),
+        spans=_parse_spans(value.get("spans", []), f"{path}.spans"),
+        chunk_ids=_parse_chunk_ids(value.get("chunk_ids", []), f"{path}.chunk_ids"),
         mode=_parse_mode(value.get("mode", "auto"), f"{path}.mode"),
         method=method or (default_method if options else None),
         ratio=_parse_ratio(value["ratio"], f"{path}.ratio") if "ratio" in value else None,
@@ -122,7 +131,7 @@ def parse_request(
 
 
 def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -> None:
-    """Check that spans end within a prompt, the answer behind them, and what is kept; `path`: of the options.
+    """Check spans and their ids against a prompt, the answer behind them, and what is kept; `path`: of the options.
 
     Raises:
         ChunkCacheRequestError: one does not.
@@ -131,6 +140,9 @@ def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -
         if end > num_tokens:
             problem = f"{show(end)} is outside the prompt of {num_tokens} tokens"
             raise request_error(f"{path}.spans[{i}][1]", problem, "end the span within the prompt")
+    if opts.chunk_ids and len(opts.chunk_ids) != len(opts.spans):
+        problem = f"{len(opts.chunk_ids)} for {len(opts.spans)} chunks"
+        raise request_error(f"{path}.chunk_ids", problem, "give one string or null for each chunk")
     room = num_tokens - (opts.spans[-1][1] if opts.spans else 0)
     if opts.answer_tokens > room:
         problem = f"{opts.answer_tokens}, and {room} tokens stand behind the last chunk"
@@ -176,25 +188,13 @@ def loads(text: str) -> RequestOptions:
         ) from error
 
 
-def _parse_chunk_ids(value: object, path: str, num_spans: int) -> tuple[str | None, ...]:
+def _parse_chunk_ids(value: object, path: str) -> tuple[str | None, ...]:
     if not isinstance(value, (list, tuple)):
         raise request_error(path, f"{show(value)} is not a list", "give one string or null for each chunk")
     for i, one in enumerate(value):
         if one is not None and not (isinstance(one, str) and one):
             raise request_error(f"{path}[{i}]", f"{show(one)} is not a text", "name the chunk, or give null")
-    if num_spans and value:
-        check_num_chunk_ids(value, num_spans, path)
     return tuple(value) if any(value) else ()
-
-
-def check_num_chunk_ids(ids: Sequence[str | None], num_chunks: int, path: str) -> None:
-    """Checks that there is one for each chunk.
-
-    Raises:
-        ChunkCacheRequestError: there is not.
-    """
-    if len(ids) != num_chunks:
-        raise request_error(path, f"{len(ids)} for {num_chunks} chunks", "give one string or null for each chunk")
 
 
 def _parse_spans(value: object, path: str) -> tuple[Span, ...]:

@@ -225,6 +225,17 @@ def test_a_client_stores_nothing_for_others_against_a_setting(service, seen, key
     assert f"{key} {value}" in response.text
 
 
+@pytest.mark.parametrize(
+    "prompt", [{"text": "No mark."}, {"text": "Head. <|chunk|>One.<|chunk|>"}, {"input_ids": [5, 6, 7]}], ids=str
+)
+def test_every_chunk_has_an_id_or_null(service, seen, prompt):
+    options = {"custom_params": {"chunk_cache": {"chunk_ids": ["a", "b"]}}}
+    response = service.post("/generate", {**prompt, "sampling_params": options})
+    assert response.status_code == 400
+    assert "custom_params.chunk_cache.chunk_ids: 2 for" in response.text
+    assert seen == []
+
+
 def test_empty_text_behind_a_bos_is_served(service, seen):
     assert service.post("/generate", {"text": ""}).status_code == 200
 
