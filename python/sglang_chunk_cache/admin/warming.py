@@ -28,13 +28,13 @@ from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.chunk_prompt import num_pieces_before, piece_keys
 from chunk_cache.prompt.filler import FILLER
 from chunk_cache.prompt.marked_ids import encode_prefix
 from chunk_cache.types import Span
 from sglang_chunk_cache.admin.admin_bodies import Warm
 from sglang_chunk_cache.admin.administration import Admin
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 
 NO_ROOM = "computed, but there was no room to keep it"

@@ -16,7 +16,7 @@ from chunk_cache.methods import METHODS, Method, Options, OptionValue, Stage
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.selection_plan import is_selecting
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
 from sglang_chunk_cache.flags.step_limits import most_unknown_rows
 

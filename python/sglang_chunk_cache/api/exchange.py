@@ -7,13 +7,12 @@ response of it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chunk_cache.prompt.marks import Mark, Marks
-from chunk_cache.prompt.passage import Passage, write_passage
-from sglang_chunk_cache.api.chunk_cache_fields import KEY, ChunkCacheFields
+from chunk_cache.prompt.chunk_cache_fields import KEY
+from chunk_cache.prompt.marked_body import MarkedBody
 from sglang_chunk_cache.api.replies import Replies
 
 HEADER, UNUSED_HEADER = "x-chunk-cache", "x-chunk-cache-unused"
@@ -22,20 +21,14 @@ _MAX_NAMED = 8
 
 
 @dataclass
-class Exchange:
+class Exchange(MarkedBody):
     """See the head of this file.
 
     Attributes:
-        asked: the `chunk_cache` object of the request.
-        documents: the `documents` of a chat, by path.
-        marks: the chunks that were marked otherwise than by spans, in tags where they stand.
         replies: of its choices.
         awaits_reply: whether the scheduler will send replies, so that the headers wait for the first output.
     """
 
-    asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
-    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    marks: Marks = field(default_factory=Marks)
     replies: Replies = field(default_factory=Replies)
     awaits_reply: bool = False
 
@@ -58,11 +51,6 @@ class Exchange:
             for index, one in enumerate(out if isinstance(out, list) else [out]):
                 self.replies.note(one.get("index", index), one["meta_info"])
             yield out
-
-    def tag_passages(self, passages: Iterable[Passage]) -> str:
-        """Passages as they stand in the prompt, each in tags."""
-        written = ((one, write_passage(one, self.asked.template)) for one in passages)
-        return "".join(self.marks.tag(text, Mark(one.path, text.strip(), one.id or None)) for one, text in written)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of its response."""

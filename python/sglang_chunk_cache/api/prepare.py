@@ -24,11 +24,11 @@ from chunk_cache.options.request_options import (
     dumps,
     parse_request,
 )
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.marked_ids import encode_marked
-from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked
+from chunk_cache.prompt.marks import Mark, MarkedText, Marks
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.capabilities import check_read_once, check_rows, check_served, keeps_all_error
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.stock_checks import GENERATE_NAMES, Names, check_parameters, check_vocabulary, each
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
 
@@ -148,7 +148,7 @@ def _raw_options(params: object) -> object:
 def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, *, path: str, opts_path: str) -> Item:
     text = prompt if isinstance(prompt, str) else None
     ids = prompt if isinstance(prompt, (list, tuple)) else None
-    marked = None if text is None else _split(text, args.separator, path, tags)
+    marked = None if text is None else tags.split_at(args.separator, text, path)
     if raw is None:
         return Item(text, ids, marked, None if marked is None else RequestOptions(), path, opts_path)
     opts = parse_request(
@@ -165,16 +165,6 @@ def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, 
     if opts.spans and text is None and ids is None:
         raise request_error(f"{opts_path}.spans", "spans need a text or token ids as the prompt", "give one")
     return Item(text, ids, marked, opts, path, opts_path)
-
-
-def _split(text: str, separator: str, path: str, tags: Marks) -> MarkedText | None:
-    """A text, split at its separators and at the tags of what was put in front of it."""
-    marked = split_marked(text, separator, path)
-    if not tags.own:
-        return marked
-    found = tags.split(text if marked is None else tags.tag_pieces(marked))
-    assert found is not None, "nothing has changed the text since"
-    return found
 
 
 def prepare(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from chunk_cache.prompt.chunk_cache_fields import KEY
 
 USAGE_KEYS = ("chunk_reused_tokens", "chunk_recomputed_tokens")
 

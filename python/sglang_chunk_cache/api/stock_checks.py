@@ -16,7 +16,7 @@ import numpy as np
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from chunk_cache.errors import request_error, show
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from chunk_cache.prompt.chunk_cache_fields import KEY
 
 
 @dataclass(frozen=True)

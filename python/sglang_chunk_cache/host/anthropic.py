@@ -1,8 +1,8 @@
 """`/v1/messages`: the reply in messages of Anthropic.
 
-The marks of a request are found where its body is read (`api/bodies.py`); SGLang makes a chat of it, in which they
-stand in tags. The reply is `sglext.chunk_cache`, as on the OpenAI routes, and two fields of `usage`; in a stream both
-are in the event `message_start`. What came from chunks is counted in `input_tokens`, and never in
+The marks of a request are found where its body is read (`chunk_cache/prompt/marked_body.py`); SGLang makes a chat of
+it, in which they stand in tags. The reply is `sglext.chunk_cache`, as on the OpenAI routes, and two fields of `usage`;
+in a stream both are in the event `message_start`. What came from chunks is counted in `input_tokens`, and never in
 `cache_read_input_tokens`.
 """
 
@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
 )
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import PromptTooLong
 from sglang_chunk_cache.api.replies import USAGE_KEYS, Replies

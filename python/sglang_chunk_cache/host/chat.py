@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,12 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from chunk_cache.errors import request_error
 from chunk_cache.options.request_options import MAX_CHUNKS
+from chunk_cache.prompt.chunk_cache_fields import KEY, as_passages
+from chunk_cache.prompt.marked_body import has_place_for_documents
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked, texts_of
 from chunk_cache.prompt.passage import Passage
 from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
-from sglang_chunk_cache.api.chunk_cache_fields import KEY, as_passages
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import check_length, may_get_reply, prepare
 from sglang_chunk_cache.api.stock_checks import CHAT_NAMES
@@ -162,16 +162,15 @@ class ChunkServingChat(OpenAIServingChat):
             passages = (*as_passages(exchange.documents), *passages)
         if passages:
             _put_in_front(request.messages, passages, exchange)
-        _check_one_way(exchange)
+        exchange.check_one_way()
         if marks.own:
             check_read_once(self.tokenizer_manager, marks.own[0].path)
 
     def _renders_documents(self) -> bool:
         """Whether the model's own template has a place for documents."""
         tokenizer = self.tokenizer_manager.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
         is_jinja = self.template_manager.chat_template_name is None and self.chat_encoding_spec is None
-        return is_jinja and re.search(r"\bdocuments\b", str(template)) is not None
+        return is_jinja and has_place_for_documents(getattr(tokenizer, "chat_template", None))
 
     def _render_and_encode_chat_template(self, messages: Any, **options: Any) -> tuple[list[int], str | None]:
         rendering = self.rendering
@@ -250,11 +249,7 @@ def _put_documents(request: Any, exchange: Exchange) -> None:
     kwargs = request.chat_template_kwargs or {}
     if "documents" in kwargs:
         raise request_error("documents", "given in chat_template_kwargs too", "give one of the two")
-    tagged = [
-        {**document, "text": exchange.marks.tag(document["text"], Mark(path))}
-        for path, document in exchange.documents.items()
-    ]
-    request.chat_template_kwargs = {**kwargs, "documents": tagged}
+    request.chat_template_kwargs = {**kwargs, "documents": exchange.tag_documents()}
 
 
 def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: Exchange) -> None:
@@ -271,13 +266,6 @@ def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: 
         message.content = [ChatCompletionMessageContentTextPart(type="text", text=written), *message.content]
     else:
         first.text = written + first.text
-
-
-def _check_one_way(exchange: Exchange) -> None:
-    marks, asked = [*exchange.marks.own, *exchange.marks.foreign], exchange.asked
-    if marks and asked.options and asked.options.get("spans"):
-        problem = f"{marks[0].path} is marked too"
-        raise request_error(f"{asked.path}.spans", problem, "mark chunks in one of the two ways")
 
 
 def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:

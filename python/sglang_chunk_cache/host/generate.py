@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.api.bodies import read_body
+from chunk_cache.prompt.marked_body import MarkFlags, read_body
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
 from sglang_chunk_cache.flags.server_args import attached, get_args
@@ -28,7 +28,7 @@ async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
     if not is_read and args is not None:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         try:
-            read_body(path, body, Exchange.of(request), args)
+            read_body(path, body, Exchange.of(request), MarkFlags(args.separator, args.marks, args.parts))
         except ChunkCacheRequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
     return body

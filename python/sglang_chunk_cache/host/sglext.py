@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai import protocol
 
-from sglang_chunk_cache.api.chunk_cache_fields import KEY
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.replies import Replies
 
 _DONE = "data: [DONE]\n\n"

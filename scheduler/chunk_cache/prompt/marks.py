@@ -174,6 +174,22 @@ class Marks:
         kept = len(ours) == len(self.own) and all(mark.text == piece for mark, piece in ours)
         return marked if kept and len({id(mark) for mark, _ in ours}) == len(ours) else None
 
+    def split_at(self, separator: str, text: str, path: str) -> MarkedText | None:
+        """Splits a text, which nothing has changed since it was tagged, at separators and tags; None without any.
+
+        Args:
+            separator, text, path: as of `split_marked`.
+
+        Raises:
+            ChunkCacheRequestError: as `split_marked`.
+        """
+        marked = split_marked(text, separator, path)
+        if not self.own:
+            return marked
+        found = self.split(text if marked is None else self.tag_pieces(marked))
+        assert found is not None, "nothing has changed the text since"
+        return found
+
     def _of(self, tag: re.Match[str]) -> Mark:
         return self._marks[int(tag[2])]
 

@@ -18,13 +18,13 @@ from chunk_cache.options.event_config import EventConfig
 from chunk_cache.options.request_options import KEYS, MODES
 from chunk_cache.options.selector_config import SelectorConfig
 from chunk_cache.options.tier_config import TierConfig
+from chunk_cache.prompt.chunk_cache_fields import ROUTE_KEYS
 from chunk_cache.types import REASONS, Status
 from chunk_cache_tools.doctor.comparison import Cause
 from chunk_cache_tools.doctor.doctor_command import main as doctor
 from chunk_cache_tools.explain.explain_command import main as explain
 from chunk_cache_tools.verify.verify_command import main as verify
 from chunk_cache_tools.warm.warm_command import main as warm
-from sglang_chunk_cache.api.chunk_cache_fields import ROUTE_KEYS
 from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
 from sglang_chunk_cache.selector_training import main as train
 from sglang_chunk_cache.start import model_refusals, refusals

@@ -1,7 +1,7 @@
-"""Bodies of requests, read before SGLang parses them, which drops what it does not know.
+"""MarkedBody: what the body of a request asks of the chunk cache, read before SGLang drops what it does not know.
 
-Verb: `read_body`. It finds what a request asks of the chunk cache, puts tags around the chunks that a client has
-marked for another service, and names in `Marks.unused` those that are not used.
+Verbs: `read_body` finds that, puts tags around the chunks that a client has marked for another service, and names in
+`Marks.unused` those that are not used; `tag_passages`, `tag_documents` write what stands beside the messages.
 
 What is a chunk, of a message of the user, of a tool or of the system, and never the last part of the prompt:
 - a text with `prompt_cache_breakpoint` or `cache_control`, where server or request say so (`marks`);
@@ -13,13 +13,13 @@ Passages without visible text are left out, and named too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chunk_cache.errors import request_error, show
-from chunk_cache.prompt.marks import Mark, trimmed
-from sglang_chunk_cache.api.chunk_cache_fields import (
+from chunk_cache.prompt.chunk_cache_fields import (
     KEY,
     ROUTE_KEYS,
     ChunkCacheFields,
@@ -27,8 +27,8 @@ from sglang_chunk_cache.api.chunk_cache_fields import (
     read_asked,
     read_documents,
 )
-from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
+from chunk_cache.prompt.marks import Mark, Marks, trimmed
+from chunk_cache.prompt.passage import Passage, write_passage
 
 _CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
 _ROLES = ("user", "tool", "function", "system", "developer")
@@ -39,7 +39,62 @@ _HOLDERS = ("system", "messages", "input", "content", "source", "tools", "functi
 """Keys of a body in which clients mark something; what a tool is given, or takes, is its own."""
 
 
-def read_body(path: str, body: object, exchange: Exchange, args: ChunkCacheArgs) -> None:
+@dataclass(frozen=True)
+class MarkFlags:
+    """What a server takes as marks.
+
+    Attributes:
+        separator: the string that marks chunks in texts.
+        marks: whether texts that clients mark for the prefix cache of another service are chunks.
+        parts: whether the text parts of a message with several parts are chunks.
+    """
+
+    separator: str
+    marks: bool = False
+    parts: bool = False
+
+
+@dataclass
+class MarkedBody:
+    """See the head of this file.
+
+    Attributes:
+        asked: the `chunk_cache` object of the request.
+        documents: the `documents` of a chat, by path.
+        marks: the chunks that were marked otherwise than by spans, in tags where they stand.
+    """
+
+    asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    marks: Marks = field(default_factory=Marks)
+
+    def tag_passages(self, passages: Iterable[Passage]) -> str:
+        """Passages as they stand in the prompt, each in tags."""
+        written = ((one, write_passage(one, self.asked.template)) for one in passages)
+        return "".join(self.marks.tag(text, Mark(one.path, text.strip(), one.id or None)) for one, text in written)
+
+    def tag_documents(self) -> list[dict[str, Any]]:
+        """The documents for a chat template that has a place for them, each text in tags."""
+        return [{**one, "text": self.marks.tag(one["text"], Mark(path))} for path, one in self.documents.items()]
+
+    def check_one_way(self) -> None:
+        """Checks that chunks are marked by spans or otherwise.
+
+        Raises:
+            ChunkCacheRequestError: they are marked in both ways.
+        """
+        marks = [*self.marks.own, *self.marks.foreign]
+        if marks and self.asked.options and self.asked.options.get("spans"):
+            problem = f"{marks[0].path} is marked too"
+            raise request_error(f"{self.asked.path}.spans", problem, "mark chunks in one of the two ways")
+
+
+def has_place_for_documents(template: object) -> bool:
+    """Whether a chat template writes the documents of a request."""
+    return re.search(r"\bdocuments\b", str(template)) is not None
+
+
+def read_body(path: str, body: object, marked: MarkedBody, flags: MarkFlags) -> None:
     """Reads a decoded body; changes it in place.
 
     Args:
@@ -53,44 +108,44 @@ def read_body(path: str, body: object, exchange: Exchange, args: ChunkCacheArgs)
         return
     if not isinstance(body, dict):  # which SGLang's own models cannot read either: a chat would be a 500
         raise request_error("body", f"{show(body)} is no object", "send a JSON object")
-    reader(body, exchange, args)
+    reader(body, marked, flags)
 
 
 # What each route reads.
 
 
-def _read_generate(body: dict[str, Any], _exchange: Exchange, _args: ChunkCacheArgs) -> None:
+def _read_generate(body: dict[str, Any], _marked: MarkedBody, _flags: MarkFlags) -> None:
     _refuse(body, (), "sampling_params.custom_params.chunk_cache")
     _refuse(body, ("custom_params",), "sampling_params.custom_params.chunk_cache")
 
 
-def _read_completion(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    exchange.asked = _asked(body, args, ("chunks", "template"))
-    _name_unused(exchange, exchange.asked.blank, _BLANK)
-    _name_unused(exchange, _marks_in(body), _NO_TEXT)
+def _read_completion(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
+    marked.asked = _asked(body, flags, ("chunks", "template"))
+    _name_unused(marked, marked.asked.blank, _BLANK)
+    _name_unused(marked, _marks_in(body), _NO_TEXT)
 
 
-def _read_chat(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    exchange.asked = _asked(body, args)
-    exchange.documents, blank = read_documents(body.get("documents"), "documents", args.separator)
-    _name_unused(exchange, (*exchange.asked.blank, *blank), _BLANK)
-    _mark(list(_marks_in(body)), list(_chat_parts(body)), exchange, args)
+def _read_chat(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
+    marked.asked = _asked(body, flags)
+    marked.documents, blank = read_documents(body.get("documents"), "documents", flags.separator)
+    _name_unused(marked, (*marked.asked.blank, *blank), _BLANK)
+    _mark(list(_marks_in(body)), list(_chat_parts(body)), marked, flags)
 
 
-def _read_messages(body: dict[str, Any], exchange: Exchange, args: ChunkCacheArgs) -> None:
+def _read_messages(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
     _refuse(body, ("custom_params",), "chunk_cache")
-    exchange.asked = _asked(body, args)
-    _name_unused(exchange, exchange.asked.blank, _BLANK)
-    _mark(list(_marks_in(body)), list(_message_parts(body)), exchange, args)
+    marked.asked = _asked(body, flags)
+    _name_unused(marked, marked.asked.blank, _BLANK)
+    _mark(list(_marks_in(body)), list(_message_parts(body)), marked, flags)
 
 
-def _read_unmarked(body: dict[str, Any], exchange: Exchange, _args: ChunkCacheArgs) -> None:
+def _read_unmarked(body: dict[str, Any], marked: MarkedBody, _flags: MarkFlags) -> None:
     """A route that cannot mark chunks."""
     _refuse(body, (), None)
-    _name_unused(exchange, _marks_in(body), "this route cannot mark chunks")
+    _name_unused(marked, _marks_in(body), "this route cannot mark chunks")
 
 
-_READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] = {
+_READERS: dict[str, Callable[[dict[str, Any], MarkedBody, MarkFlags], None]] = {
     "/generate": _read_generate,
     "/v1/completions": _read_completion,
     "/v1/chat/completions": _read_chat,
@@ -103,10 +158,10 @@ _READERS: dict[str, Callable[[dict[str, Any], Exchange, ChunkCacheArgs], None]] 
 }
 
 
-def _asked(body: Mapping[str, Any], args: ChunkCacheArgs, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:
+def _asked(body: Mapping[str, Any], flags: MarkFlags, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:
     """The object at the top of a body; `keys` as of `read_asked`."""
     _refuse(body, ("sampling_params", "custom_params"), "chunk_cache")
-    return read_asked(body, args.separator, keys)
+    return read_asked(body, flags.separator, keys)
 
 
 def _refuse(body: Mapping[str, Any], outer: Sequence[str], remedy: str | None) -> None:
@@ -165,44 +220,44 @@ class _Part:
     is_passage: bool = False
 
 
-def _mark(found: list[str], parts: list[_Part], exchange: Exchange, args: ChunkCacheArgs) -> None:
-    """Tags the parts that are chunks, and names the marks that are not used; `found`: the paths of all marks."""
-    asked = exchange.asked
-    takes_marks = args.marks if asked.marks is None else asked.marks
-    takes_parts = args.parts if asked.parts is None else asked.parts
+def _mark(paths: list[str], parts: list[_Part], marked: MarkedBody, flags: MarkFlags) -> None:
+    """Tags the parts that are chunks, and names the marks that are not used; `paths`: of all marks."""
+    asked = marked.asked
+    takes_marks = flags.marks if asked.marks is None else asked.marks
+    takes_parts = flags.parts if asked.parts is None else asked.parts
     has_spans = bool(asked.options and asked.options.get("spans"))
     for part in parts:
         is_asked = part.is_passage or (bool(part.mark) and takes_marks)
         if not is_asked and not (takes_parts and part.is_several):
             reason = _OFF
         else:
-            reason = "spans are given" if has_spans else _why_not(part, part is parts[-1], exchange)
+            reason = "spans are given" if has_spans else _why_not(part, part is parts[-1], marked)
         if not reason and is_asked and not any(field.has_text for field in part.fields):
             reason = _BLANK
         elif not reason and is_asked:
-            _check_part(part, args.separator)
-        if not reason and _is_markable(part, args.separator):
-            _tag(part, exchange)
+            _check_part(part, flags.separator)
+        if not reason and _is_markable(part, flags.separator):
+            _tag(part, marked)
         elif part.mark:
-            exchange.marks.unused[part.mark] = reason
+            marked.marks.unused[part.mark] = reason
     holders = {part.mark.rpartition(".")[0] for part in parts if part.mark}
     passages = tuple(f"{part.path}." for part in parts if part.is_passage)
-    others = [path for path in found if path.rpartition(".")[0] not in holders and not path.startswith(passages)]
-    _name_unused(exchange, others, _NO_TEXT if takes_marks else _OFF)
+    others = [path for path in paths if path.rpartition(".")[0] not in holders and not path.startswith(passages)]
+    _name_unused(marked, others, _NO_TEXT if takes_marks else _OFF)
 
 
-def _name_unused(exchange: Exchange, paths: Iterable[str], reason: str) -> None:
-    exchange.marks.unused |= dict.fromkeys(paths, reason)
+def _name_unused(marked: MarkedBody, paths: Iterable[str], reason: str) -> None:
+    marked.marks.unused |= dict.fromkeys(paths, reason)
 
 
-def _why_not(part: _Part, is_last: bool, exchange: Exchange) -> str:
+def _why_not(part: _Part, is_last: bool, marked: MarkedBody) -> str:
     if not part.fields:
         return "no text"
     if part.role not in _ROLES:
         return "not of the user, a tool or the system"
     if is_last:
         return "the last part of the prompt"
-    return "too many chunks" if exchange.marks.is_full else ""
+    return "too many chunks" if marked.marks.is_full else ""
 
 
 def _check_part(part: _Part, separator: str) -> None:
@@ -214,8 +269,8 @@ def _is_markable(part: _Part, separator: str) -> bool:
     return any(field.has_text for field in part.fields) and all(separator not in field.text for field in part.fields)
 
 
-def _tag(part: _Part, exchange: Exchange) -> None:
-    opening, closing = exchange.marks.tags(Mark(part.mark or part.path))
+def _tag(part: _Part, marked: MarkedBody) -> None:
+    opening, closing = marked.marks.tags(Mark(part.mark or part.path))
     lead, core, trail = trimmed(part.fields[0].text)
     part.fields[0].text = f"{lead}{opening}{core}{trail}"
     lead, core, trail = trimmed(part.fields[-1].text)
