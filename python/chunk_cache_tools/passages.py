@@ -63,7 +63,7 @@ class PassageWriter:
             return {**body, "chunk_cache": asked if self._template is None else {**asked, "template": self._template}}
         written = (write_passage(Passage(one["text"], id=one.get("id") or ""), self._template) for one in given)
         plain = {key: value for key, value in body.items() if key != "chunk_cache"}
-        return _with_text("".join(written), plain)
+        return put_in_front("".join(written), plain)
 
     def arrived(self, body: Mapping[str, Any], reply_headers: Mapping[str, str]) -> bool:
         """Whether the model has read the passages that `put` gave to this body.
@@ -95,8 +95,12 @@ class PassageWriter:
         self._knows_chunks = knows_chunks
 
 
-def _with_text(text: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with a text in front of the prompt, or of the last message of the user."""
+def put_in_front(text: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body with a text in front of the prompt, or of the last message of the user.
+
+    Raises:
+        ChunkCacheRequestError: it has no message of the user.
+    """
     if isinstance(body.get("prompt"), str):
         return {**body, "prompt": text + body["prompt"]}
     messages = list(body.get("messages") or ())

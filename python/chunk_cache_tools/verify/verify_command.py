@@ -18,6 +18,7 @@ from typing import Any
 from chunk_cache.errors import request_error
 from chunk_cache.methods.method_options import ALPHA
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
+from chunk_cache.prompt.marked_body import MarkFlags
 from chunk_cache_tools.command_line import (
     URL,
     CommandParser,
@@ -209,7 +210,9 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     model = load_model(path, f"{args.model} {path}" if args.is_url else fingerprint(args.model))
     workload = None
     if args.prompts is not None:
-        workload = read_prompts(args.prompts, model.tokenizer, args.separator, chat=args.chat)
+        # What clients mark is judged, whether or not the server takes it yet.
+        marks = MarkFlags(args.separator, marks=True, parts="--chunk-cache-parts" in flags)
+        workload = read_prompts(args.prompts, model.tokenizer, marks, chat=args.chat)
     prompts = [] if workload is None else pick(workload.prompts, args.num)
     told = sys.stderr if args.json else sys.stdout
     for line in _told(workload, prompts, conditions):
@@ -339,10 +342,7 @@ def _told(workload: Workload | None, prompts: Sequence[TokenPrompt], conditions:
         yield "No prompts are given: only whether the implementation fits the model is checked."
         return
     yield f"{len(prompts)} of {len(workload.prompts)} prompts under {len(conditions)} conditions and in full"
-    if workload.num_unmarked:
-        yield f"passed over: {workload.num_unmarked} prompts without marks"
-    if workload.num_again:
-        yield f"passed over: {workload.num_again} prompts that came before"
+    yield from (f"passed over: {num} prompts {why}" for why, num in workload.passed_over.items())
 
 
 def _path_of_server(args: argparse.Namespace) -> str:

@@ -6,30 +6,33 @@ random ids).
 A file holds one JSON object per line, and each line may be any of these:
 
     {"text": "Read.<|chunk|>A<|chunk|>B<|chunk|>Q"}                          as for /generate; `prompt`: /v1/completions
-    {"messages": [{"role": "user", "content": "<|chunk|>A<|chunk|>Q"}]}      as for /v1/chat/completions
+    {"messages": [{"role": "user", "content": "<|chunk|>A<|chunk|>Q"}]}      for /v1/chat/completions, /v1/messages
     {"input_ids": [...], "sampling_params": {"custom_params": {"chunk_cache": {"spans": [[1, 9]]}}}}
     {"system": "...", "chunks": ["A", "B"], "question": "Q"}                 as for the quality harness
     {"event": "request.received", "obj": {one of the above}}                 a log by --log-requests-format json
 
-`answers`, a list of right answers, may stand beside any of them. Of a log other events and prompts without marks are
-passed over.
+`answers`, a list of right answers, may stand beside any of them. Chunks may be marked in any way that the server takes.
+Of a log other events are passed over, and so are prompts without marks.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error, user_error
 from chunk_cache.options.request_options import parse_request
+from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, read_body
 from chunk_cache.prompt.marked_ids import encode_marked
-from chunk_cache.prompt.marks import MarkedText, Marks, map_texts, split_marked
+from chunk_cache.prompt.marks import MarkedText
 from chunk_cache.types import Span
 from chunk_cache_tools.jsonl import DataError, read_jsonl
+from chunk_cache_tools.verify.chat_prompt import NotRead, write_chat
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
 RECEIVED = "request.received"
@@ -59,45 +62,65 @@ class Workload:
 
     Attributes:
         prompts: different ones, in their order.
-        num_unmarked: lines that mark no chunk.
-        num_again: prompts that came before.
+        passed_over: how many lines are not among them, by why.
     """
 
     prompts: tuple[TokenPrompt, ...]
-    num_unmarked: int = 0
-    num_again: int = 0
+    passed_over: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_prompts(path: str | Path, tokenizer: Any, separator: str, *, chat: bool = False) -> Workload:
+@dataclass(frozen=True)
+class Line:
+    """What a line of a file asks.
+
+    Attributes:
+        prompt: None where it has no chunk, or is not read.
+        unused: its marks that are not used, by path, each with the reason.
+        unread: what it has for which only the server can write its prompt; empty = it is read.
+    """
+
+    prompt: TokenPrompt | None
+    unused: Mapping[str, str] = field(default_factory=dict)
+    unread: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why it has no prompt."""
+        if self.unread:
+            return f"that only a server can write ({self.unread}; its log has them as token ids)"
+        reasons = ", ".join(sorted(set(self.unused.values())))
+        return f"whose marks are not used ({reasons})" if reasons else "without marks"
+
+
+def read_prompts(path: str | Path, tokenizer: Any, flags: MarkFlags, *, chat: bool = False) -> Workload:
     """The prompts of a file; see above.
 
     Args:
+        flags: what counts as a mark.
         chat: questions go through the chat template of the tokenizer, with `system` as the system message.
 
     Raises:
         DataError: the file cannot be read, marks nothing, or a line is none of the above; it names line and remedy.
     """
     found: dict[str, TokenPrompt] = {}
-    num_unmarked = num_again = 0
+    passed_over: Counter[str] = Counter()
     for where, value in requests_in(path):
-        prompt = read_prompt(value, tokenizer, separator, where, chat=chat)
-        if prompt is None:
-            num_unmarked += 1
-        elif prompt.key in found:
-            num_again += 1
+        line = read_prompt(value, tokenizer, flags, where, chat=chat)
+        if line.prompt is None:
+            passed_over[line.why] += 1
+        elif line.prompt.key in found:
+            passed_over["that came before"] += 1
         else:
-            found[prompt.key] = prompt
+            found[line.prompt.key] = line.prompt
     if not found:
-        problem = f"marks no chunk ({num_unmarked} prompts without marks)"
-        remedy = f"put {separator!r} before and after each passage, or name the server's separator by --separator"
-        raise _error(str(path), problem, remedy)
-    return Workload(tuple(found.values()), num_unmarked, num_again)
+        counts = ", ".join(f"{num} prompts {why}" for why, num in passed_over.items()) or "it is empty"
+        remedy = f"put {flags.separator!r} before and after each passage, or name the server's separator by --separator"
+        raise user_error(DataError, str(path), f"marks no chunk ({counts})", remedy)
+    return Workload(tuple(found.values()), passed_over)
 
 
-def read_prompt(
-    value: Mapping[str, Any], tokenizer: Any, separator: str, where: str, *, chat: bool = False
-) -> TokenPrompt | None:
-    """The prompt of one request; None where it marks no chunk.
+def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, where: str, *, chat: bool = False) -> Line:
+    """What one request asks.
 
     Args:
         where: it came from, for messages.
@@ -105,12 +128,14 @@ def read_prompt(
     Raises:
         DataError: as `read_prompts`.
     """
+    marked = MarkedBody()
     try:
-        return _Reader(tokenizer, separator, where, chat).read(value)
-    except DataError:
-        raise
+        prompt = _Reader(tokenizer, flags, chat, marked).read(value)
+    except NotRead as error:
+        return Line(None, marked.marks.unused, str(error))
     except ChunkCacheRequestError as error:
-        raise DataError(f"{error}.") from error
+        raise DataError(f"{where}: {error}.") from error
+    return Line(prompt, marked.marks.unused)
 
 
 def pick(prompts: Sequence[TokenPrompt], num: int) -> list[TokenPrompt]:
@@ -166,14 +191,11 @@ def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield value
 
 
-def options_of(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object `chunk_cache` of a request, wherever a route takes it; empty where there is none.
 
-    Args:
-        where: it came from, for messages.
-
     Raises:
-        DataError: it is a string, and not JSON.
+        ChunkCacheRequestError: it is a string, and not JSON.
     """
     params = value.get("sampling_params")
     holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
@@ -183,7 +205,7 @@ def options_of(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             try:
                 options = json.loads(options)
             except json.JSONDecodeError:
-                raise _error(f"{where}: chunk_cache", "not JSON", "give an object") from None
+                raise request_error("chunk_cache", "not JSON", "give an object") from None
         if isinstance(options, dict):
             return options
     return {}
@@ -191,115 +213,88 @@ def options_of(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one line; every verb raises `ChunkCacheRequestError`."""
+    """Reads one line; every verb raises `ChunkCacheRequestError`.
+
+    Attributes:
+        marked: what the line asks for is put there.
+    """
 
     tokenizer: Any
-    separator: str
-    where: str
+    flags: MarkFlags
     chat: bool
+    marked: MarkedBody
 
     def read(self, value: Mapping[str, Any]) -> TokenPrompt | None:
         """None where nothing is marked."""
         kind = next((name for name in KINDS if value.get(name) is not None), None)
         if kind is None:
-            problem = f"not a prompt: it has none of {', '.join(KINDS)}"
-            raise _error(self.where, problem, "see docs/verify.md for what a line may hold")
+            problem = f"it has none of {', '.join(KINDS)}"
+            raise request_error("not a prompt", problem, "see docs/verify.md for what a line may hold")
         answer = self._answer(value)
         if kind == "input_ids":
-            return self._of_ids(value, answer)
-        if kind == "messages":
-            return self._of_messages(value["messages"], answer)
+            return self._of_ids(value, value["input_ids"], answer)
         if kind == "chunks":
-            return self._of_question(value, answer)
-        if not isinstance(value[kind], str):
-            raise _error(self._path(kind), "not a string", "give one prompt per line")
-        marked = split_marked(value[kind], self.separator, self._path(kind))
-        return None if marked is None else self._encoded(marked, {}, answer)
+            kind, value = self._question(value)
+        if kind == "messages":
+            return self._encoded(value, write_chat(value, self.tokenizer, self.flags, self.marked), _PLAIN, answer)
+        text = value[kind]
+        if not isinstance(text, str):
+            raise request_error(kind, "not a string", "give one prompt per line")
+        if kind == "prompt":
+            read_body("/v1/completions", dict(value), self.marked, self.flags)
+            text = self.marked.tag_passages(self.marked.asked.passages) + text
+        marked = self.marked.marks.split_at(self.flags.separator, text, kind)
+        return self._encoded(value, marked or MarkedText((text,), (None,)), {}, answer)
 
-    def _of_question(self, value: Mapping[str, Any], answer: str) -> TokenPrompt | None:
-        chunks = value["chunks"]
+    def _question(self, value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """A question as a request: its kind, and its body."""
+        chunks, separator = value["chunks"], self.flags.separator
         if not isinstance(chunks, list) or not chunks or not all(isinstance(chunk, str) for chunk in chunks):
-            raise _error(self._path("chunks"), "not a list of strings", 'give one such as ["passage", "passage"]')
+            raise request_error("chunks", "not a list of strings", 'give one such as ["passage", "passage"]')
         system, question = (value.get(name, "") for name in ("system", "question"))
         for name, text in (("system", system), ("question", question)):
             if not isinstance(text, str):
-                raise _error(self._path(name), "not a string", "give a text")
+                raise request_error(name, "not a string", "give a text")
         for i, chunk in enumerate(chunks):
             if not chunk.strip():
-                raise _error(self._path(f"chunks[{i}]"), "empty", "leave it out")
-        system, question, *texts = (text.replace(self.separator, " ") for text in (system, question, *chunks))
+                raise request_error(f"chunks[{i}]", "empty", "leave it out")
+        system, question, *texts = (text.replace(separator, " ") for text in (system, question, *chunks))
         written = (PLAIN.chunk.replace("{chunk}", text) for text in texts)
         tail = PLAIN.question.replace("{question}", question)
         if self.chat:
             messages = [{"role": "system", "content": system}] if system.strip() else []
-            body = self.separator.join(("", *written, tail))
-            return self._of_messages([*messages, {"role": "user", "content": body}], answer)
+            body = separator.join(("", *written, tail))
+            return "messages", {"messages": [*messages, {"role": "user", "content": body}]}
         head = PLAIN.system.replace("{system}", system) if system else ""
-        marked = split_marked(self.separator.join((head, *written, tail)), self.separator, self._path("chunks"))
-        return None if marked is None else self._encoded(marked, {}, answer)
+        return "text", {"text": separator.join((head, *written, tail))}
 
-    def _of_messages(self, messages: object, answer: str) -> TokenPrompt | None:
-        path = self._path("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise _error(path, "not a list of messages", 'give one such as [{"role": "user", "content": "..."}]')
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            remedy = "give the prompts as text with separators" + (", or leave out --chat" if self.chat else "")
-            raise _error(path, "the model's tokenizer has no chat template", remedy)
-        marks = Marks()
-
-        def tag(text: str) -> str:
-            marked = split_marked(text, self.separator, path)
-            return text if marked is None else marks.tag_pieces(marked)
-
-        joined = [{**message, "content": _joined(map_texts(message.get("content"), tag))} for message in messages]
-        if not marks.own:
-            return None
-        rendered = self.tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
-        whole = marks.split(rendered)
-        if whole is None:
-            raise _error(path, "the chat template of the model changes the marked chunks", "give input_ids and spans")
-        return self._encoded(whole, _PLAIN, answer)
-
-    def _of_ids(self, value: Mapping[str, Any], answer: str) -> TokenPrompt | None:
-        ids = value["input_ids"]
+    def _of_ids(self, value: Mapping[str, Any], ids: object, answer: str) -> TokenPrompt | None:
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise _error(self._path("input_ids"), "not a list of token ids", "give one prompt per line")
-        options = options_of(value, self.where)
+            raise request_error("input_ids", "not a list of token ids", "give one prompt per line")
+        options = options_of(value)
         if not options.get("spans"):
             return None
-        path = self._path("custom_params.chunk_cache")
-        spans = parse_request({"spans": options["spans"]}, path=path, num_tokens=len(ids)).spans
+        spans = parse_request({"spans": options["spans"]}, path="custom_params.chunk_cache", num_tokens=len(ids)).spans
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
 
-    def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt:
+    def _encoded(
+        self, value: Mapping[str, Any], marked: MarkedText, kwargs: Mapping[str, Any], answer: str
+    ) -> TokenPrompt | None:
+        """A text, whose chunks are marked in it or by spans of its tokens."""
+        text = marked.text
+        answer = f"{'' if not text or text[-1].isspace() else ' '}{answer}" if answer else ""
+        if not marked.chunks:
+            has_spans = options_of(value).get("spans")
+            return self._of_ids(value, list(self.tokenizer.encode(text, **kwargs)), answer) if has_spans else None
         encoded = encode_marked(self.tokenizer, marked, kwargs)
-        gap = "" if not marked.pieces[-1] or marked.pieces[-1][-1].isspace() else " "
-        return TokenPrompt(tuple(encoded.ids), encoded.spans, self._ids(gap + answer if answer else ""))
+        self.marked.marks.drop_foreign("the chat template leaves it out", but=encoded.marks)
+        return TokenPrompt(tuple(encoded.ids), encoded.spans, self._ids(answer)) if encoded.spans else None
 
     def _answer(self, value: Mapping[str, Any]) -> str:
         answers = value.get("answers", [])
         if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-            raise _error(self._path("answers"), "not a list of strings", 'give one such as ["Rome"], or leave it out')
+            raise request_error("answers", "not a list of strings", 'give one such as ["Rome"], or leave it out')
         return next((answer for answer in answers if answer.strip()), "")
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
-
-    def _path(self, field: str) -> str:
-        return f"{self.where}: {field}"
-
-
-def _texts(content: object) -> list[str]:
-    """All texts of a message: its content, or the text parts of it."""
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-
-
-def _joined(content: object) -> object:
-    return "".join(_texts(content)) if isinstance(content, list) else content
-
-
-def _error(where: str, problem: str, remedy: str) -> DataError:
-    return user_error(DataError, where, problem, remedy)

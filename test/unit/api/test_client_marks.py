@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
+from chunk_cache.prompt.marked_body import MarkFlags
+from chunk_cache_tools.verify.workload import read_prompt
 from sglang_chunk_cache.flags import server_args as options
 
 SEP = "<|chunk|>"
@@ -478,6 +480,62 @@ def test_a_mark_is_named_once(service, seen, use):
     response = sent(service, seen, MESSAGES, messages(text("a", **both), marked_text, text("Who?")))
     assert UNUSED not in response.headers
     assert len(chunks_of(service, seen[0])) == 2
+
+
+# The tools read what the server reads.
+
+BY_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+BY_PARTS = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+WITH_DOCUMENTS = "{% for d in documents or [] %}[{{ d.title }}] {{ d.text }}\n{% endfor %}" + BY_TEMPLATE
+READ = [
+    *((MESSAGES, body) for body in COUNTED.values()),
+    *((route, body) for route, body, _ in BLANK),
+    (CHAT, MARKED),
+    (CHAT, {**MARKED, "chunk_cache": {"parts": True, "marks": False}}),
+    (CHAT, chat({"role": "developer", "content": "the rule", **CONTROL}, ("assistant", "so"), ("user", "Who?"))),
+    (
+        CHAT,
+        chat(("user", f"{SEP}the rose{SEP}"), ("assistant", None), ("user", [text(f"{SEP}a b{SEP}"), text("Who?")])),
+    ),
+    (CHAT, chat(("tool", [text("found", **CONTROL), text("it")]), ("user", "Who?"))),
+    (CHAT, chat(("user", [text("Who?")]), chunk_cache={"chunks": CHUNKS, "template": "[{id}] {text}\n"})),
+    (CHAT, chat(("user", "Who?"), documents=["the rose", {"title": "T", "text": "the tale\n"}], **CONTROL)),
+    (CHAT, chat(("user", "Who said what?"), chunk_cache={"spans": [[1, 3]]})),
+    (CHAT, chat(("user", "Who?"), chunk_cache=None, documents=None)),
+    (COMPLETIONS, {"model": "m", "prompt": f"Read.{SEP}a b{SEP}c", "chunk_cache": {"chunks": CHUNKS}}),
+    (COMPLETIONS, {"model": "m", "prompt": "Who said what?", "chunk_cache": {"spans": [[1, 3]]}}),
+    ("/generate", {"text": "Who?", "sampling_params": {"custom_params": {"chunk_cache": {"spans": [[0, 2]]}}}}),
+]
+
+
+@pytest.mark.parametrize("form", [BY_TEMPLATE, BY_PARTS, WITH_DOCUMENTS], ids=["string", "parts", "documents"])
+@pytest.mark.parametrize(("route", "body"), READ)
+def test_the_tools_read_what_the_server_reads(service, seen, use, template, route, body, form):
+    use(marks=True)
+    template(form, "openai" if form == BY_PARTS else "string")
+    response = sent(service, seen, route, body)
+    line = read_prompt(body, service.manager.tokenizer, MarkFlags(SEP, marks=True), "there")
+    assert ", ".join(f"{path} ({reason})" for path, reason in line.unused.items()) == response.headers.get(UNUSED, "")
+    spans = () if carried(seen[0]) is None else loads(carried(seen[0])).spans
+    found = (list(line.prompt.ids), line.prompt.spans) if line.prompt else (list(seen[0].input_ids), ())
+    assert found == (list(seen[0].input_ids), spans)
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (chat(("user", "Who?"), tools=[FUNCTION]), "tools"),
+        (chat({"role": "assistant", "content": "", "tool_calls": [{}]}), "tool_calls"),
+        (chat(("user", [{"type": "image_url", "image_url": {"url": "a"}}, text("Who?")])), "parts of type image_url"),
+        (messages(SEARCH, {"type": "tool_result", "tool_use_id": "t", "content": "a"}), "parts of type tool_result"),
+    ],
+)
+def test_the_tools_say_what_only_the_server_reads(service, body, what):
+    line = read_prompt(body, service.manager.tokenizer, MarkFlags(SEP), "there")
+    assert (line.prompt, line.unread) == (None, what)
 
 
 # Null is not given.

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.prompt.marked_body import MarkFlags
 from chunk_cache_tools.jsonl import DataError
 from chunk_cache_tools.verify.reply_log import Reply
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
 from tiny_models import make_tokenizer
 
-SEPARATOR = "<|chunk|>"
+FLAGS = MarkFlags("<|chunk|>", marks=True)
 TEXT = "Read.<|chunk|>Paris is in France.\n<|chunk|>Rome is in Italy.\n<|chunk|>Where is Rome?"
 SPANS = {"chunk_cache": {"spans": [[1, 3], [3, 5]]}}
 
@@ -32,7 +33,7 @@ def write(path: Path, *values: Any) -> Path:
 
 
 def read(tmp_path: Path, tokenizer: Any, *values: Any, **options: Any) -> Workload:
-    return read_prompts(write(tmp_path / "prompts.jsonl", *values), tokenizer, SEPARATOR, **options)
+    return read_prompts(write(tmp_path / "prompts.jsonl", *values), tokenizer, FLAGS, **options)
 
 
 def pieces(prompt: TokenPrompt, tokenizer: Any) -> list[str]:
@@ -99,7 +100,8 @@ def test_a_log_of_the_server_is_read_and_the_rest_of_it_passed_over(tmp_path: Pa
         {"custom_id": "1", "body": {"prompt": TEXT + " Now!"}, "answers": ["Italy"]},
         asked,
     )
-    assert [len(work.prompts), work.num_unmarked, work.num_again] == [2, 1, 1]
+    assert len(work.prompts) == 2
+    assert work.passed_over == {"without marks": 1, "that came before": 1}
     assert work.prompts[1].gold
 
 
