@@ -126,19 +126,25 @@ def _wait(seconds: float) -> None:
 def _prompts(client: DoctorClient, args: argparse.Namespace) -> Iterator[Check]:
     if not args.prompt:
         return
+    from chunk_cache.index.need import Need
+    from chunk_cache.prompt.marked_body import MarkFlags
     from chunk_cache_tools.doctor.comparison import compare
     from chunk_cache_tools.doctor.request_checks import read_requests
     from chunk_cache_tools.local_tokenizer import load_tokenizer
 
     config = client.stats["config"]
     tokenizer = load_tokenizer(args.tokenizer or client.info["tokenizer_path"] or client.info["model_path"])
-    requests = read_requests(args.prompt, tokenizer, config["separator"])
+    flags = MarkFlags(config["separator"], config["marks"], config["parts"])
+    requests = read_requests(args.prompt, tokenizer, flags)
     if not requests:
         raise request_error(f"--prompt {args.prompt[0]}", "holds no request", "give a prompt")
+    is_trust_limited = config["trust"] == "warmed"
+    is_system_fixed = is_trust_limited or config["system_prompts"] == "same"
     yield from compare(
         requests[:-1],
         requests[-1],
         client.stored,
+        Need(config["max_generation"], is_system_fixed=is_system_fixed, is_trust_limited=is_trust_limited),
         min_reuse_len=config["min_reuse_len"],
         page_size=client.info.get("page_size") or 1,
         discovers="discover" in client.stats["ranks"][0],

@@ -17,7 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunk_cache.advice import ADVICE, Level
-from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.index.need import OBSTACLES, Need
 from chunk_cache.types import REASONS
 from chunk_cache_tools.doctor.checks import Check
 from chunk_cache_tools.requirements import pinned
@@ -33,14 +33,36 @@ class Stored:
     """What a server has of one chunk.
 
     Attributes:
-        tokens: leading ones that are in the KV pool.
-        below: it is in a tier below the pool.
-        evicted: it was there, and has left the store.
+        tokens: leading ones that are in the KV pool, in a variant that the request may be given.
+        kinds: of all variants that it may be given.
+        below: tiers below the pool that are known to have a variant.
+        reason: why there are no tokens, one of `chunk_cache.types`.
     """
 
     tokens: int = 0
-    below: bool = False
-    evicted: bool = False
+    kinds: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
+    reason: str = "not_stored"
+
+
+@dataclass(frozen=True)
+class ToldVariant:
+    """What a server tells of one variant."""
+
+    tokens: int
+    kind: str
+    generation: int
+    is_prepared: bool
+    system: bytes
+    context: tuple[bytes, ...]
+    statistics: None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> ToldVariant:
+        """From JSON."""
+        context = tuple(map(bytes.fromhex, told["context"]))
+        kind, system = told["kind"], bytes.fromhex(told["system"])
+        return cls(told["stored_tokens"], kind, told["generation"], kind == "prepared", system, context)
 
 
 class DoctorClient(ServerClient):
@@ -61,15 +83,14 @@ class DoctorClient(ServerClient):
         response = self._look("/metrics")
         return None if response.status_code == HTTPStatus.NOT_FOUND else count_chunks(response.text)
 
-    def stored(self, ids: Sequence[int], partition: Partition) -> Stored:
-        """What it has of a chunk."""
-        response = self._look(f"/chunk_cache/variants?key={chunk_key(partition, ids).hex()}")
+    def stored(self, key: bytes, need: Need) -> Stored:
+        """What it has of a chunk for a prompt that needs it there."""
+        response = self._look(f"/chunk_cache/variants?key={key.hex()}")
         if response.status_code == HTTPStatus.NOT_FOUND:
-            tokens, evicted = 0, response.json()["error"]["evicted"]
-        else:
-            tokens = max(variant["stored_tokens"] for variant in response.json()["variants"])
-            evicted = not tokens
-        return Stored(tokens, not tokens and self._is_below(ids, partition), evicted)
+            error = response.json()["error"]
+            return Stored(below=tuple(error["tiers"]), reason=error["reason"])
+        found = response.json()
+        return stored_of([ToldVariant.of(one) for one in found["variants"]], tuple(found["tiers"]), need)
 
     def _look(self, path: str) -> httpx.Response:
         """A good answer, or a 404."""
@@ -79,12 +100,14 @@ class DoctorClient(ServerClient):
             self._check(response)
         return response
 
-    def _is_below(self, ids: Sequence[int], partition: Partition) -> bool:
-        if self.stats["ranks"][0]["tiers"].keys() <= {"pool"}:
-            return False
-        body = {"input_ids": [list(ids)], "dry_run": True}
-        body |= {"extra_key": partition.extra_key, "cache_salt": partition.cache_salt}
-        return bool(self.ask("POST", "/chunk_cache/warm", body)["already"])
+
+def stored_of(variants: Sequence[ToldVariant], below: tuple[str, ...], need: Need) -> Stored:
+    """What a prompt may be given of the variants of a chunk; as `ChunkIndex.best` says it."""
+    obstacles = [need.obstacle(one) for one in variants]
+    there = [one for one, obstacle in zip(variants, obstacles, strict=True) if obstacle is None and one.tokens]
+    if there:
+        return Stored(max(one.tokens for one in there), tuple(sorted({one.kind for one in there})), below)
+    return Stored(below=below, reason=next((one for one in OBSTACLES if one in obstacles), "evicted"))
 
 
 def count_chunks(text: str) -> Counts:

@@ -29,17 +29,18 @@ class NotRead(ChunkCacheRequestError):
     """A body whose prompt only the server can write; the message is what it has."""
 
 
-def write_chat(body: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, marked: MarkedBody) -> MarkedText:
+def write_chat(request: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, marked: MarkedBody) -> MarkedText:
     """The prompt of a chat.
 
     Args:
+        request: its body.
         marked: new; what the body asks for is put there, also where the prompt cannot be written.
 
     Raises:
         NotRead: see above.
         ChunkCacheRequestError: the server would refuse it, or the tokenizer has no chat template.
     """
-    body = copy.deepcopy(dict(body))
+    body = copy.deepcopy(dict(request))
     if not isinstance(body["messages"], list) or not all(isinstance(one, dict) for one in body["messages"]):
         raise request_error(
             "messages", "not a list of messages", 'give one such as [{"role": "user", "content": ".."}]'

@@ -76,11 +76,13 @@ class Line:
     Attributes:
         prompt: None where it has no chunk, or is not read.
         unused: its marks that are not used, by path, each with the reason.
+        options: its object `chunk_cache`.
         unread: what it has for which only the server can write its prompt; empty = it is read.
     """
 
     prompt: TokenPrompt | None
-    unused: Mapping[str, str] = field(default_factory=dict)
+    unused: Mapping[str, str]
+    options: Mapping[str, Any]
     unread: str = ""
 
     @property
@@ -128,14 +130,15 @@ def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, wher
     Raises:
         DataError: as `read_prompts`.
     """
-    marked = MarkedBody()
+    marked, prompt, unread = MarkedBody(), None, ""
     try:
-        prompt = _Reader(tokenizer, flags, chat, marked).read(value)
+        options = _options_of(value)
+        prompt = _Reader(tokenizer, flags, chat, options, marked).read(value)
     except NotRead as error:
-        return Line(None, marked.marks.unused, str(error))
+        unread = str(error)
     except ChunkCacheRequestError as error:
         raise DataError(f"{where}: {error}.") from error
-    return Line(prompt, marked.marks.unused)
+    return Line(prompt, marked.marks.unused, options, unread)
 
 
 def pick(prompts: Sequence[TokenPrompt], num: int) -> list[TokenPrompt]:
@@ -191,7 +194,7 @@ def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield value
 
 
-def options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object `chunk_cache` of a request, wherever a route takes it; empty where there is none.
 
     Raises:
@@ -216,12 +219,14 @@ class _Reader:
     """Reads one line; every verb raises `ChunkCacheRequestError`.
 
     Attributes:
+        options: of the line.
         marked: what the line asks for is put there.
     """
 
     tokenizer: Any
     flags: MarkFlags
     chat: bool
+    options: Mapping[str, Any]
     marked: MarkedBody
 
     def read(self, value: Mapping[str, Any]) -> TokenPrompt | None:
@@ -232,11 +237,11 @@ class _Reader:
             raise request_error("not a prompt", problem, "see docs/verify.md for what a line may hold")
         answer = self._answer(value)
         if kind == "input_ids":
-            return self._of_ids(value, value["input_ids"], answer)
+            return self._of_ids(value["input_ids"], answer)
         if kind == "chunks":
             kind, value = self._question(value)
         if kind == "messages":
-            return self._encoded(value, write_chat(value, self.tokenizer, self.flags, self.marked), _PLAIN, answer)
+            return self._encoded(write_chat(value, self.tokenizer, self.flags, self.marked), _PLAIN, answer)
         text = value[kind]
         if not isinstance(text, str):
             raise request_error(kind, "not a string", "give one prompt per line")
@@ -244,7 +249,7 @@ class _Reader:
             read_body("/v1/completions", dict(value), self.marked, self.flags)
             text = self.marked.tag_passages(self.marked.asked.passages) + text
         marked = self.marked.marks.split_at(self.flags.separator, text, kind)
-        return self._encoded(value, marked or MarkedText((text,), (None,)), {}, answer)
+        return self._encoded(marked or MarkedText((text,), (None,)), {}, answer)
 
     def _question(self, value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """A question as a request: its kind, and its body."""
@@ -268,24 +273,22 @@ class _Reader:
         head = PLAIN.system.replace("{system}", system) if system else ""
         return "text", {"text": separator.join((head, *written, tail))}
 
-    def _of_ids(self, value: Mapping[str, Any], ids: object, answer: str) -> TokenPrompt | None:
+    def _of_ids(self, ids: object, answer: str) -> TokenPrompt | None:
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise request_error("input_ids", "not a list of token ids", "give one prompt per line")
-        options = options_of(value)
-        if not options.get("spans"):
+        if not self.options.get("spans"):
             return None
-        spans = parse_request({"spans": options["spans"]}, path="custom_params.chunk_cache", num_tokens=len(ids)).spans
+        asked = {"spans": self.options["spans"]}
+        spans = parse_request(asked, path="custom_params.chunk_cache", num_tokens=len(ids)).spans
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
 
-    def _encoded(
-        self, value: Mapping[str, Any], marked: MarkedText, kwargs: Mapping[str, Any], answer: str
-    ) -> TokenPrompt | None:
+    def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt | None:
         """A text, whose chunks are marked in it or by spans of its tokens."""
         text = marked.text
         answer = f"{'' if not text or text[-1].isspace() else ' '}{answer}" if answer else ""
         if not marked.chunks:
-            has_spans = options_of(value).get("spans")
-            return self._of_ids(value, list(self.tokenizer.encode(text, **kwargs)), answer) if has_spans else None
+            has_spans = self.options.get("spans")
+            return self._of_ids(list(self.tokenizer.encode(text, **kwargs)), answer) if has_spans else None
         encoded = encode_marked(self.tokenizer, marked, kwargs)
         self.marked.marks.drop_foreign("the chat template leaves it out", but=encoded.marks)
         return TokenPrompt(tuple(encoded.ids), encoded.spans, self._ids(answer)) if encoded.spans else None

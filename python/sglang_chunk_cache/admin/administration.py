@@ -89,6 +89,8 @@ class Admin:
                 "method": args.method,
                 "ratio": args.ratio,
                 "separator": args.separator,
+                "marks": args.marks,
+                "parts": args.parts,
                 "target": args.target,
                 **jsonable_encoder(describe(args.parsed_config)),
             },
@@ -123,14 +125,18 @@ class Admin:
             )
         )
         total = sum(reply.ranks[0]["total"] for reply in replies)
-        if listing.key is not None and not total:
-            evicted = any(reply.ranks[0]["evicted"] for reply in replies)
-            raise _unknown("key", [listing.key], {"evicted": evicted})
+        of_one = {}
+        if listing.key is not None:
+            of_one = {"tiers": _merged((reply.ranks[0]["tiers"] for reply in replies), max)}
+            if not total:
+                reasons = {reply.ranks[0]["reason"] for reply in replies}
+                reason = min(reasons - {"not_stored"}, default="not_stored")
+                raise _unknown("key", [listing.key], {"reason": reason, **of_one})
         variants = [{**one, "dp_rank": reply.dp_rank} for reply in replies for one in reply.ranks[0]["variants"]]
         if listing.order == "uses":
             variants.sort(key=lambda one: -one["num_uses"])
         self._add_words(variants)
-        return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset}
+        return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset, **of_one}
 
     def _add_words(self, chunks: Iterable[dict[str, Any]]) -> None:
         """Puts words in the place of first tokens, where the server has a tokenizer."""

@@ -136,10 +136,13 @@ class ChunkAdmin:
         found = list(self.index) if request.key is None else self.index.variants_of(request.key)
         found.sort(key=lambda variant: (-variant.num_uses if request.by_uses else 0, variant.variant_id))
         page = found[request.offset : request.offset + request.limit]
+        if request.key is None:
+            return {"total": len(found), "variants": [self._describe(variant) for variant in page]}
         return {
             "total": len(found),
-            "variants": [self._describe(variant) for variant in page],
-            "evicted": request.key is not None and self.index.was_evicted(request.key),
+            "variants": [{**self._describe(variant), **_behind(variant)} for variant in page],
+            "tiers": {} if self.tiers is None else self.tiers.known(request.key),
+            "reason": self.index.why_gone(request.key),
         }
 
     def _describe(self, variant: Variant) -> Result:
@@ -231,6 +234,11 @@ class ChunkAdmin:
         holder = variant.holder
         self.index.discard(variant.variant_id)
         return self.store.remove_node(holder) if isinstance(holder, NodeHome) else 0
+
+
+def _behind(variant: Variant) -> Result:
+    """What a variant was computed behind, in names that tell nothing of it."""
+    return {"system": variant.system.hex(), "context": [key.hex() for key in variant.context]}
 
 
 _HANDLERS: dict[type, Any] = {

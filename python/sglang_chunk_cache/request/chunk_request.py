@@ -21,12 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from chunk_cache.index.system_prompt import marks_of
-from chunk_cache.keys import Partition, chunk_keys
+from chunk_cache.keys import Partition
 from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, loads
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
-from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.types import Span
 from sglang_chunk_cache.kv.packing import Packing
 
@@ -241,16 +240,7 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     fits = is_whole and all(end <= len(ids) for _, end in options.spans)
     if not fits:
         options = options.with_spans(())
-    system = marks_of(ids[: options.spans[0][0]]) if options.spans else b""
-    keys = tuple(chunk_keys(partition, ids, options.spans))
-    return ChunkPrompt(
-        options,
-        keys,
-        system,
-        partition=partition,
-        unsupported=not (fits and _is_supported(req)),
-        pieces=piece_keys(partition, ids, options.spans, keys),
-    )
+    return ChunkPrompt.of(options, ids, partition, unsupported=not (fits and _is_supported(req)))
 
 
 def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOptions | None:

@@ -1,7 +1,7 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
 Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
-(see `writer` and `loader`), `observe`, `stored_lens`, `ask`, `evict`, `evict_behind`, `flush`,
+(see `writer` and `loader`), `observe`, `stored_lens`, `ask`, `known`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
@@ -207,6 +207,12 @@ class ChunkTiers:
         entries = ((tier.ledger, entry_id) for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
         sizes = (ledger.num_bytes_of(entry_id) for ledger, entry_id in entries if entry_id.name == name)
         return max(sizes, default=0) // self._bytes_per_token
+
+    def known(self, key: bytes) -> dict[str, int]:
+        """Variants of a chunk that any rank knows of, by tier; stores are not asked."""
+        is_off = self._disabled_reason is not None
+        nums = [0 if is_off else len(tier.ledger.entries_of(key)) for tier in self._tiers]
+        return self._by_tier(np.array([nums], dtype=np.int64))[0]
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
         """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it.

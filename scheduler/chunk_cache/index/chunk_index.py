@@ -327,9 +327,9 @@ class ChunkIndex:
         charge = None if need is None or best.system == need.system else system_charge(best, need.system)
         return Lookup(best, best_len, None, best_cfo, charge)
 
-    def was_evicted(self, key: bytes) -> bool:
-        """Whether the chunk was stored, and is remembered as gone."""
-        return key in self._gone_keys and key not in self._by_key
+    def why_gone(self, key: bytes) -> str:
+        """Why no variant of a chunk is remembered, a reason of `chunk_cache.types`."""
+        return str(self._gone_keys.get(key, _NOT_STORED).reason)
 
     def sweep(self, resolve: Resolve, num_evicted: int) -> int:
         """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.

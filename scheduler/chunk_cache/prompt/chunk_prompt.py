@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.keys import TEXT_LEN, Partition, TokenIds, chunk_keys
 from chunk_cache.options.request_options import PREPARING, RequestOptions
 from chunk_cache.plan.selector_answer import SelectorAnswer
@@ -89,6 +90,21 @@ class ChunkPrompt:
     is_discovered: bool = False
     pieces: tuple[bytes, ...] | None = None
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, options: RequestOptions, token_ids: TokenIds, partition: Partition, *, unsupported: bool = False
+    ) -> ChunkPrompt:
+        """The prompt whose chunks are the spans of the options.
+
+        Args:
+            token_ids: the whole prompt, shape [prompt_len].
+        """
+        spans = options.spans
+        keys = tuple(chunk_keys(partition, token_ids, spans))
+        system = marks_of(token_ids[: spans[0][0]]) if spans else b""
+        pieces = piece_keys(partition, token_ids, spans, keys)
+        return cls(options, keys, system, partition=partition, unsupported=unsupported, pieces=pieces)
 
     def context(self, chunk: int) -> tuple[bytes, ...]:
         """The pieces in front of a chunk."""

@@ -130,10 +130,13 @@ def test_unknown_keys_are_a_404(admin, schedulers, route, more, request_type, re
     assert KEY in response.json()["error"]["message"]
 
 
-def test_an_unknown_key_may_be_known_as_evicted(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": True}}
+@pytest.mark.parametrize("reason", ["evicted", "weights_changed", "not_stored"])
+def test_why_a_key_is_unknown_is_told(admin, schedulers, reason):
+    told = {"total": 0, "variants": [], "tiers": {"disk": 1}, "reason": reason}
+    schedulers.results = {messages.ChunkCacheVariantsReq: told}
     response = ask("GET", f"variants?key={KEY}")
-    assert (response.status_code, response.json()["error"]["evicted"]) == (404, True)
+    error = response.json()["error"]
+    assert (response.status_code, error["reason"], error["tiers"]) == (404, reason, {"disk": 1})
 
 
 def test_body_that_nests_too_deep_is_no_json(admin):
@@ -194,7 +197,7 @@ def test_a_store_is_waited_for(admin, schedulers):
 
 
 def test_ranks_that_disagree_are_a_500(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": False}}
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 0, "variants": []}}
     assert ask("GET", "variants").json() == {"total": 0, "variants": [], "limit": 100, "offset": 0}
     schedulers.agree = False
     assert ask("GET", "variants").status_code == 500
@@ -234,25 +237,28 @@ def test_evicting_everywhere_tells_what_stood_behind(admin, schedulers):
 
 
 def test_variants_of_all_replicas_are_listed(admin, schedulers):
-    def page(evicted: bool, *uses: int) -> dict[str, Any]:
+    def page(reason: str, *uses: int) -> dict[str, Any]:
         variants = [{"id": i, "num_uses": num} for i, num in enumerate(uses)]
-        return {"total": len(uses), "variants": variants, "evicted": evicted}
+        return {"total": len(uses), "variants": variants, "tiers": {"host": len(uses)}, "reason": reason}
 
     def listed(query: str = "") -> list[tuple[int, int]]:
         return [(one["dp_rank"], one["id"]) for one in ask("GET", f"variants{query}").json()["variants"]]
 
-    schedulers.results = {messages.ChunkCacheVariantsReq: [page(True), page(False, 3, 1), page(False, 2)]}
+    schedulers.results = {
+        messages.ChunkCacheVariantsReq: [page("evicted"), page("not_stored", 3, 1), page("not_stored", 2)]
+    }
     assert listed() == listed(f"?key={KEY}") == [(1, 0), (1, 1), (2, 0)]
     assert listed("?order=uses") == [(1, 0), (2, 0), (1, 1)]
     assert ask("GET", "variants").json()["total"] == 3
-    schedulers.results = {messages.ChunkCacheVariantsReq: [page(False), page(True)]}
-    assert ask("GET", f"variants?key={KEY}").json()["error"]["evicted"] is True
+    assert ask("GET", f"variants?key={KEY}").json()["tiers"] == {"host": 2}
+    schedulers.results = {messages.ChunkCacheVariantsReq: [page("not_stored"), page("evicted")]}
+    assert ask("GET", f"variants?key={KEY}").json()["error"]["reason"] == "evicted"
 
 
 def test_first_tokens_are_told_as_words(admin, schedulers):
     one = {"id": 0, "num_uses": 1, "first_ids": IDS[0][:2]}
     admin.manager.tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 1, "variants": [one], "evicted": False}}
+    schedulers.results = {messages.ChunkCacheVariantsReq: {"total": 1, "variants": [one]}}
     (listed,) = ask("GET", "variants").json()["variants"]
     assert listed["words"] == "3 4"
     assert "first_ids" not in listed
@@ -313,7 +319,7 @@ def test_an_engine_has_what_the_routes_have(admin, schedulers):
     assert paths == {name for name in vars(EngineAdmin) if not name.startswith("_")}
     schedulers.results = {
         messages.ChunkCacheRequestsReq: Journal().contents(),
-        messages.ChunkCacheVariantsReq: {"total": 0, "variants": [], "evicted": False},
+        messages.ChunkCacheVariantsReq: {"total": 0, "variants": []},
         messages.ChunkCacheEvictReq: {"evicted": {KEY: {"variants": 1, "freed_tokens": 3, "tiers": {}}}},
     }
     assert own.requests() == ask("GET", "requests").json()

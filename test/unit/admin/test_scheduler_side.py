@@ -200,6 +200,15 @@ def test_a_variant_is_described(admin):
     assert (third["where"]["home"], third["generation"], third["pinned_until"]) == ("node", 2, None)
 
 
+def test_of_one_chunk_it_is_told_what_its_variants_were_computed_behind(admin):
+    admin.tiers = SimpleNamespace(known=lambda name: {"disk": name[0]})
+    found = json.loads(json.dumps(admin.answer(messages.ChunkCacheVariantsReq(key=key(1)))))
+    assert [(one["system"], one["context"]) for one in found["variants"]] == [("", []), ("", [key(2).hex()])]
+    assert (found["tiers"], found["reason"]) == ({"disk": 1}, "not_stored")
+    admin.index.clear("weights_changed")
+    assert admin.answer(messages.ChunkCacheVariantsReq(key=key(1)))["reason"] == "weights_changed"
+
+
 def test_evict_forgets_all_variants_and_their_pins(admin):
     admin.answer(messages.ChunkCachePinReq(keys=[key(1), key(2)], until=12.5))
     evicted = admin.answer(messages.ChunkCacheEvictReq(keys=[key(1), key(9)]))["evicted"]

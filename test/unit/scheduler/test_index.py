@@ -69,7 +69,7 @@ def test_a_chunk_without_variants_stays_evicted_until_it_is_added_again(index: C
     add(index, A, path_of())
     for _ in range(2):
         assert index.lookup(A, lambda _: 0).reason == "evicted"
-        assert (index.was_evicted(A), index.was_evicted(B)) == (True, False)
+        assert (index.why_gone(A), index.why_gone(B)) == ("evicted", "not_stored")
         assert (len(index), index.num_chunks, index.num_paths, index.num_path_tokens) == (0, 0, 0, 0)
     variant = added(add(index, A))
     index.discard(variant.variant_id)
