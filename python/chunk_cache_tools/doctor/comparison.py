@@ -209,5 +209,5 @@ def _store(
     if found.reason != "not_stored":
         level, remedy = ADVICE[found.reason]
         return Check(name, level, REASONS[found.reason].rstrip("."), remedy, found.reason)
-    words = f"never computed with {_partition(later)} since the start or a flush"
+    words = f"not known to this server: never computed with {_partition(later)} since the start or a flush"
     return _warning(name, Cause.NOT_STORED, f"{words}, or evicted so long ago that it is forgotten")

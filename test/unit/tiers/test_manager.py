@@ -182,6 +182,8 @@ def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
     tiers.note_stored(variant(4))
     idle(tiers)
     assert keys[3] in tiers.stored_lens(names)
+    assert [tiers.known(key) for key in keys[:2]] == [{"disk": 1}, {"disk": 1}], "of any variant"
+    assert (tiers.known(keys[3]), tiers.known(b"nobody's")) == ({"host": 1, "disk": 1}, {})
     assert tiers.evict([keys[0], keys[1], b"nobody's"]) == {keys[0]: {"disk": 1}, keys[1]: {"disk": 1}}
     assert tiers.evict([keys[3]]) == {keys[3]: {"host": 1, "disk": 1}}
     assert tiers.evict([]) == {}
@@ -189,7 +191,7 @@ def test_stored_is_what_a_new_request_would_find(open_chunk_tiers, tmp_path):
     idle(tiers)
     assert on_disk(tmp_path / "disk") == {3}
     tiers.disable("the test says so.")
-    assert tiers.stored_lens(names) == {}
+    assert tiers.stored_lens(names) == tiers.known(keys[2]) == {}
 
 
 def test_evict_deletes_what_another_server_has_written_meanwhile(open_chunk_tiers, tmp_path):
@@ -258,6 +260,7 @@ def test_stored_is_what_every_rank_has(open_chunk_tiers, groups, tmp_path):
     keys = [wanted(number).key for number in (1, 2, 3)]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda tiers: tiers.stored_lens(alone(keys)), ranks)) == [{keys[1]: LENGTH}] * 2
+        assert list(pool.map(lambda tiers: tiers.known(keys[0]), ranks)) == [{"disk": 1}] * 2, "what any has"
 
 
 # Other weights.
