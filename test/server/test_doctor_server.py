@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chunk_cache.advice import ADVICE
 from chunk_cache.types import REASONS
 from chunk_cache_tools.doctor.comparison import Cause
 from chunk_cache_tools.doctor.doctor_command import main
@@ -38,12 +39,14 @@ def patient(model_dir: Path) -> Iterator[Server]:
 def ask(patient: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """`(requests, ...) -> (exit code, checks)`; each request is a body of /generate."""
 
-    def run(*requests: Mapping[str, Any], flags: tuple[str, ...] = ()) -> tuple[int, list[dict[str, str]]]:
+    def run(
+        *requests: Mapping[str, Any], flags: tuple[str, ...] = (), server: Server = patient
+    ) -> tuple[int, list[dict[str, str]]]:
         file = tmp_path / "requests.jsonl"
         file.write_text("".join(json.dumps(request) + "\n" for request in requests))
         prompt = ("--prompt", str(file)) if requests else ()
         capsys.readouterr()
-        code = main(["--url", patient.url, "--api-key", KEY, "--json", *prompt, *flags])
+        code = main(["--url", server.url, "--api-key", KEY, "--json", *prompt, *flags])
         return code, json.loads(capsys.readouterr().out)
 
     return run
@@ -129,8 +132,35 @@ def test_evicted(patient, passages, ask):
     for _ in range(2 * MAX_TOTAL_TOKENS // 500):
         patient.generate(passages(400), max_new_tokens=1)
     gone = ask(first, second)[1]
-    assert (causes(stored, "chunk 0"), causes(gone, "chunk 0")) == ([], [Cause.EVICTED])
+    assert (causes(stored, "chunk 0"), causes(gone, "chunk 0")) == ([], ["evicted"])
     assert reasons(send(patient, second)) == ["evicted"]
+
+
+def test_weights_changed(patient, passages, ask, model_dir):
+    chunk = passages()
+    first, second = ({"text": marked([chunk], head=head).text} for head in ("Before. ", "Behind. "))
+    send(patient, first)
+    body = {"model_path": str(model_dir), "flush_cache": False}
+    assert patient.client.http.post("/update_weights_from_disk", json=body).json()["success"]
+    (check,) = (check for check in ask(first, second)[1] if check["name"] == "chunk 0")
+    assert (check["cause"], check["remedy"]) == ("weights_changed", ADVICE["weights_changed"][1])
+    assert reasons(send(patient, second)) == ["weights_changed"]
+
+
+def test_a_server_that_trusts_what_was_warmed(model_dir, passages, ask):
+    evil, chunk = passages(), passages()
+    first, second = ({"text": marked(chunks).text} for chunks in ([evil, chunk], [chunk]))
+    third = {"text": marked([chunk], head="Think.").text}
+    flags = ("--chunk-cache", "--chunk-cache-config", '{"trust": "warmed"}')
+    with Server(model_dir, *FLAGS, *flags, env=STRICT) as server:
+
+        def told(*requests: Mapping[str, Any]) -> list[str]:
+            return causes(ask(*requests, server=server)[1], "chunk 0")
+
+        send(server, first)
+        assert told(first, second) == ["untrusted"] == reasons(send(server, second))
+        assert told(second) == [], "it is stored alone now"
+        assert told(second, third) == ["other_system"] == reasons(send(server, third))
 
 
 def test_never_sent(passages, ask):
