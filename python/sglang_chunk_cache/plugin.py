@@ -67,6 +67,7 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     attach(server_args, args)
     refusals.check_flags(server_args)
+    refusals.check_disk(args.parsed_config)
     refusals.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()
@@ -158,7 +159,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.N
     server_args = original(cls, namespace)
     if args is not None:
         enable(server_args, args)
-        refusals.check_places(server_args, args.parsed_config)
+        refusals.check_port(server_args)
     return server_args
 
 

@@ -1,8 +1,8 @@
 """What the chunk cache does not work with, decided before any process is started.
 
-Verbs: `check_flags` (the flags as given), `check_places` (port and folders), `check_resolved` (the model, and the flags
-as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that follow from the options). Of a model's
-configuration `model_refusals` decides, in a scheduler `pool_check` of its KV pool.
+Verbs: `check_flags` (the flags as given), `check_port`, `check_disk` (the folder of the disk tier), `check_resolved`
+(the model, and the flags as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that follow from the
+options). Of a model's configuration `model_refusals` decides, in a scheduler `pool_check` of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
 that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused.
@@ -168,11 +168,11 @@ def check_flags(server_args: Any) -> None:
             refuse(f"{rule.what} cannot be combined with --chunk-cache; unset the variable.")
 
 
-def check_places(server_args: Any, config: Config) -> None:
-    """Checks what else would be found only once the model is loaded: the port, and the folder of the disk tier.
+def check_port(server_args: Any) -> None:
+    """Checks the port of a server, which SGLang opens once the model is loaded.
 
     Raises:
-        StartRefused: the port is taken, or the folder cannot be made.
+        StartRefused: the port is taken.
     """
     host, port = _value(server_args, "host"), _value(server_args, "port")
     try:
@@ -180,6 +180,14 @@ def check_places(server_args: Any, config: Config) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             refuse(f"--port {port} is used by another program; end it, or name another port.")
+
+
+def check_disk(config: Config) -> None:
+    """Checks the folder of the disk tier, which the tier opens once the model is loaded.
+
+    Raises:
+        StartRefused: the folder cannot be made.
+    """
     if config.tiers is None or config.tiers.disk is None:
         return
     folder = Path(config.tiers.disk.path)
