@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from benchmark.common.machine import ROOT
 
+from chunk_cache_tools.requirements import DISTRIBUTION, pinned
 from gateway import find_gateway
 
 FOLDER = ROOT / "docs" / "fleet"
@@ -46,6 +48,16 @@ def test_an_invalid_manifest_is_seen() -> None:
     wrong = {**named("Service", "store"), "spec": {"selector": {"app": "store"}, "prots": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, "1.34", strict=True)
+
+
+def test_the_image_has_the_sglang_that_a_server_needs_and_extras_that_there_are() -> None:
+    lines = [line for line in (FOLDER / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    image = r"FROM lmsysorg/sglang:v(\S+)\nCOPY dist/\*.whl /tmp/\nRUN pip install .*\[(.*)\].*"
+    found = re.fullmatch(image, "\n".join(lines))
+    assert found is not None
+    assert pinned("sglang").contains(found[1])
+    known = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    assert set(found[2].split(",")) <= set(known)
 
 
 def test_manifests_fit_each_other() -> None:
