@@ -98,7 +98,14 @@ PRESSURE = [
         options=VERIFY,
         kind="qwen3_moe",
     ),
-    Pressure(chunked=True, step_len=16, options=(*UPKEEP, *CONTEXTS), has_priorities=True, num_adapters=2),
+    Pressure(
+        max_total_tokens=2048,  # adapters and tenants have chunks of their own, which must meet again
+        chunked=True,
+        step_len=16,
+        options=(*UPKEEP, *CONTEXTS),
+        has_priorities=True,
+        num_adapters=2,
+    ),
     Pressure(
         max_total_tokens=2048,
         page_size=16,
@@ -109,7 +116,14 @@ PRESSURE = [
         target=(("kl", 0.01),),
         server=(("enable_mixed_chunk", True),),
     ),
-    Pressure(overlap=False, options=(*BOUNDS, *VERIFY, *APART), has_priorities=True, tree_core="python", typed=True),
+    Pressure(
+        max_total_tokens=3072,  # a chunk is reused behind the same system prompt only
+        overlap=False,
+        options=(*BOUNDS, *VERIFY, *APART),
+        has_priorities=True,
+        tree_core="python",
+        typed=True,
+    ),
     Pressure(
         chunked=True,
         force_retract=True,

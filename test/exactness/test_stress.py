@@ -11,8 +11,8 @@ from chunk_cache.methods import METHODS
 from exactness.runner import Config
 from exactness.stress import PRESSURE, SELECTOR_REASONS, check_random_requests, run_case, share_of
 
-# Without tiers, on a smaller model.
-RETRACTION = [replace(config, loading="", layers=2) for config in PRESSURE[:3]]
+# Without tiers, on a smaller model, in a pool that few requests decode into.
+RETRACTION = [replace(config, loading="", layers=2, max_total_tokens=768) for config in PRESSURE[:3]]
 
 
 def outcome(config: Config, is_ours: bool, case: str) -> Any:
