@@ -60,8 +60,7 @@ def share_elsewhere(shares: Sequence[float] | np.ndarray, marks: bytes, new_mark
     """
     if marks == new_marks:
         return 0.0
-    pieces = range(0, min(len(marks), len(new_marks)), _MARK_LEN)
-    num_common = next(
-        (i for i, at in enumerate(pieces) if marks[at : at + _MARK_LEN] != new_marks[at : at + _MARK_LEN]), len(pieces)
-    )
-    return min(1.0, float(np.sum(shares[num_common:])))
+    same, end = 0, min(len(marks), len(new_marks))
+    while same < end and marks[same : same + _MARK_LEN] == new_marks[same : same + _MARK_LEN]:
+        same += _MARK_LEN
+    return min(1.0, sum(np.asarray(shares)[same // _MARK_LEN :].tolist()))  # a few values, asked of every variant
