@@ -70,6 +70,10 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_WINDOW, "query_pre_attn_scalar": 16, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     ),
     "gemma3": ("Gemma3", _GEMMA3),
+    "gpt_oss": (
+        "GptOss",
+        {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": _GEMMA3["layer_types"]},
+    ),
     "gemma3_mm": ("Gemma3", _GEMMA3),
     "mistral_window": ("Mistral", _WINDOW),
     "mistral3": ("Mistral3", {"sliding_window": None}),
@@ -345,7 +349,7 @@ def _rope_parameters(name: str | None, max_position: int, own: dict[str, Any]) -
     if "kv_lora_rank" in own:  # DeepSeek's own YaRN is all that SGLang has on a CPU
         base |= {"mscale": 1.0, "mscale_all_dim": 0.7}
         name = "yarn"
-    if "layer_types" in own:
+    if {"layer_types", "query_pre_attn_scalar"} <= own.keys():  # Gemma 3 has a base for each kind of layer
         local = {"rope_type": "default", "rope_theta": 1000.0}
         return {"sliding_attention": local, "full_attention": base}
     if "mrope_section" in own:

@@ -76,3 +76,8 @@ def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 TORCH_WITHOUT_PINS = _TorchWithoutPins()
+
+
+def never() -> bool:
+    """Says of something that needs a GPU that it is not there."""
+    return False

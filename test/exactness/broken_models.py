@@ -84,14 +84,14 @@ def undeclared_window(model: Any) -> None:
     TorchNativeAttnBackend.forward_extend = forward_extend
 
 
-def sinks(model: Any) -> None:
+def score_mod(model: Any) -> None:
     """The layer hands its attention something that SGLang's backend takes and our kernels do not know."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     stock = TorchNativeAttnBackend.forward_extend
-    TorchNativeAttnBackend.forward_extend = lambda *args, sinks=None, **kwargs: stock(*args, **kwargs)
+    TorchNativeAttnBackend.forward_extend = lambda *args, score_mod=None, **kwargs: stock(*args, **kwargs)
     attention = model.model.layers[LAYER].self_attn.attn
-    attention.forward = functools.partial(attention.forward, sinks=torch.zeros(attention.tp_q_head_num))
+    attention.forward = functools.partial(attention.forward, score_mod=torch.neg)
 
 
 def early_embeddings(model: Any, factor: float = 1.0) -> None:
@@ -178,6 +178,14 @@ def embeddings_of_placeholders(model: Any) -> None:
         self.embeddings[1].copy_(before.flip(0))
 
     executor._Given.place = place
+
+
+def without_sinks(model: Any) -> None:
+    """Ours is broken: our kernel leaves out the sinks that the layers hand over."""
+    from sglang_chunk_cache.forward.rows import FusedRows
+
+    attend = FusedRows._attend_own
+    FusedRows._attend_own = lambda self, q, layer, sinks: attend(self, q, layer, None)
 
 
 def as_it_is(model: Any) -> None:

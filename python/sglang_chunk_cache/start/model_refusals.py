@@ -34,6 +34,8 @@ def check_flashinfer(model_config: Any) -> None:
 
     dtype = model_config.dtype  # the pool's is known later
     problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
+    if model_config.has_attention_sinks:
+        problem = "it knows no attention sinks, which this model has"
     if problem is not None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 
@@ -83,8 +85,6 @@ def _attention_reason(model_config: Any) -> str | None:
         return "it has state-space or linear-attention layers"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
-    if model_config.has_attention_sinks:
-        return "it uses attention sinks"
     if model_config.is_hybrid_swa:
         return (
             "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "

@@ -21,6 +21,7 @@ def sparse_extend_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """[num_rows, num_q_heads, v_head_dim] in `dtype`, everything computed in it."""
@@ -39,5 +40,9 @@ def sparse_extend_reference(
             scores = q[rows, head].to(dtype) @ k.T * sm_scale
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
-            out[rows, head] = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:  # a key that every row sees, whose value is 0
+                sink = sinks[head].to(scores).expand(len(scores), 1)
+                scores, v = torch.cat([scores, sink], dim=1), torch.cat([v, v.new_zeros(1, v.shape[1])])
+            out[rows, head] = torch.softmax(scores, dim=-1) @ v
     return out

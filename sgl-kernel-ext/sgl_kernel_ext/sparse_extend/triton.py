@@ -169,6 +169,7 @@ def _sparse_extend_kernel(
     score_scale,
     logit_cap,
     v_scale,
+    sinks_ptr,
     q_row_stride,
     q_head_stride,
     k_slot_stride,
@@ -185,6 +186,7 @@ def _sparse_extend_kernel(
     V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,6 +235,11 @@ def _sparse_extend_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
+        if HAS_SINKS:  # a key of value 0 that has been seen already, by the first split
+            is_first = tl.program_id(2) == 0
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+            top = tl.where(is_first, sink, top)
+            total = tl.where(is_first, 1.0, total)
         for IS_MASKED in tl.static_range(2):
             acc, top, total = _attend(
                 acc,
@@ -332,6 +339,7 @@ def sparse_extend_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write `out`; arguments as in `sparse_extend`. One launch, two where keys are split, and no host synchronisation
@@ -378,6 +386,7 @@ def sparse_extend_triton(
         float(score_scale),
         float(logit_cap * LOG2_E),
         float(v_scale),
+        q if sinks is None else sinks.contiguous(),
         q.stride(0),
         q.stride(1),
         k_buffer.stride(0),
@@ -394,6 +403,7 @@ def sparse_extend_triton(
         V_PAD=v_pad,
         HAS_CAP=logit_cap > 0,
         HAS_WINDOW=window >= 0,
+        HAS_SINKS=sinks is not None,
         IS_SPLIT=is_split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

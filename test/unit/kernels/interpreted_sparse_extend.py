@@ -13,8 +13,8 @@ from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, tolerance=None):
-    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window}
+def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, sinks=None, tolerance=None):
+    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window, "sinks": sinks}
     sparse_extend(*problem.inputs, **options, backend="triton", out=problem.out)
     expected = sparse_extend_reference(*problem.inputs, **options)
     tolerance = tolerance or TOLERANCE[problem.q.dtype]
@@ -48,6 +48,17 @@ def test_windows(make_problem, hard_requests, monkeypatch, num_splits, window):
     monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
     check(make_problem([*hard_requests, (400, [0, 1, 63, 64, *range(200, 290), 399])]), window=window)
     check(make_problem([(200, [3, 199])], num_q_heads=6, num_kv_heads=2), logit_cap=3.0, window=window)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_sinks(make_problem, hard_requests, monkeypatch, num_splits):
+    """A sink counts once, also where keys are split, and where a share has no key that the row sees."""
+    kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    sinks = torch.tensor([0.5, -1.0, 9.0, -60.0, 3.0, 0.0], dtype=torch.bfloat16)
+    requests = [*hard_requests, (400, [0, 1, 63, 64, *range(200, 290), 399])]
+    for window, logit_cap in ((-1, 0.0), (30, 0.0), (-1, 3.0)):
+        check(make_problem(requests, num_q_heads=6), window=window, logit_cap=logit_cap, sinks=sinks)
 
 
 @pytest.mark.parametrize(("dtype", "num_splits"), [(torch.float32, 2), (torch.float32, 32), (torch.bfloat16, 4)])

@@ -13,9 +13,9 @@ from sgl_kernel_ext.sparse_extend.torch_blocked import cut_rows
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, tolerance=None):
+def check(problem, *, sm_scale=0.25, logit_cap=0.0, window=-1, sinks=None, tolerance=None):
     """The result is written in `out`, whole, and is the reference's within the rounding of the dtype."""
-    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window}
+    options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "window": window, "sinks": sinks}
     result = sparse_extend(*problem.inputs, **options, backend="torch", out=problem.out)
     assert result is problem.out
     expected = sparse_extend_reference(*problem.inputs, **options)
@@ -35,6 +35,21 @@ def test_hard_requests_in_one_call(make_problem, hard_requests, dtype, logit_cap
 def test_windows(make_problem, hard_requests, logit_cap, window):
     rows = [1, 4, 90, *range(100, 400), 450, 460, *range(500, 800), 810, 1199]
     check(make_problem([*hard_requests, (1200, rows)]), logit_cap=logit_cap, window=window)
+
+
+@pytest.mark.parametrize("window", [-1, 30])
+@pytest.mark.parametrize(("dtype", "logit_cap"), [(torch.float32, 0.0), (torch.float32, 3.0), (torch.bfloat16, 0.0)])
+def test_sinks(make_problem, hard_requests, dtype, logit_cap, window):
+    """Of the size of scores, far above them, and far below, where they are as good as none."""
+    rows = [1, 4, 90, *range(100, 400), 450, 460, *range(500, 800), 810, 1199]
+    problem = make_problem([*hard_requests, (1200, rows)], dtype=dtype, num_q_heads=6)
+    sinks = torch.tensor([0.5, -1.0, 9.0, -60.0, 3.0, 0.0], dtype=torch.bfloat16)
+    check(problem, logit_cap=logit_cap, window=window, sinks=sinks)
+
+
+def test_sinks_of_other_heads_are_an_error(make_problem):
+    with pytest.raises(ValueError, match=r"sinks: \(3,\), need one of each query head, \[4\]"):
+        check(make_problem([(5, [4])]), sinks=torch.zeros(3))
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 3), (4, 2), (6, 2), (8, 1), (12, 1)])

@@ -216,13 +216,14 @@ class LayerwiseForward:
         layer: RadixAttention,
         batch: ForwardBatch,
         save_kv_cache: bool,
+        sinks: torch.Tensor | None = None,
         **parts: Any,
     ) -> torch.Tensor:
-        """Attention of one layer over the rows that are left; `parts` as of `whole_rows`."""
+        """Attention of one layer over the rows that are left; `sinks` as of `FusedRows`, `parts` of `whole_rows`."""
         q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self.is_scoring_pass:
-            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks)
             for i, request in enumerate(self._requests):
                 if request.asks_first:
                     request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer))
@@ -245,7 +246,7 @@ class LayerwiseForward:
                 request.observe(layer_id, self._rows_at(i, q, k, v, layer))
             request.finish_layer()
         self._count_seconds(time.perf_counter() - began)
-        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache)
+        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks)
         cut = self._cut_later
         return out if cut is None else out.new_zeros(cut.num_rows, out.shape[1]).index_copy_(0, cut.index, out)
 
