@@ -160,7 +160,7 @@ def make_model(
         own = {**own, "layer_types": [own["layer_types"][layer % 2] for layer in range(layers)]}
     text, tower, around = _TOWERS.get(kind, ("", {}, {}))
     recipe = json.dumps(
-        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, tower, 2]
+        [kind, own, layers, hidden, heads, kv_heads, vocab, str(dtype), rope, tokenizer, seed, max_position, tower, 3]
     )
     mark = out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == recipe:
@@ -372,6 +372,8 @@ def _widen(model: torch.nn.Module) -> None:
                 torch.nn.init.uniform_(parameter, 1.2, 2.0)
             else:  # norms: not all one, so that a forgotten norm shows
                 torch.nn.init.uniform_(parameter, 0.7, 1.3)
+                if name.endswith("sinks"):  # SGLang has them in bf16
+                    parameter.data = parameter.data.bfloat16().float()
             continue
         fan_in = parameter.shape[-1]
         if "embed_tokens" in name:

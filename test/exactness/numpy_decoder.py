@@ -27,7 +27,7 @@ FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
 
 
 class Decoder:
-    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder.
+    """A decoder of class Llama, Mistral, Qwen2, Qwen3 or GptOss, alone or in a class that sees images.
 
     Args:
         kv_dtype: of the cache, one of `FP8`; None = exact.
@@ -38,9 +38,18 @@ class Decoder:
         self, folder: Path, kv_dtype: str | None = None, scales: Sequence[tuple[float, float]] | None = None
     ) -> None:
         config = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config", config)
+        weights = load_file(folder / "model.safetensors")
+        start = next(name for name in weights if name.endswith("embed_tokens.weight")).removesuffix(
+            "embed_tokens.weight"
+        )
         self._weights = {
-            name: value.astype(np.float64) for name, value in load_file(folder / "model.safetensors").items()
+            f"model.{name.removeprefix(start)}" if name.startswith(start) else name.removeprefix("language_model."): one
+            for name, one in ((name, value.astype(np.float64)) for name, value in weights.items())
         }
+        kinds = config.get("layer_types") or []
+        self._windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+        self._num_chosen: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -78,14 +87,21 @@ class Decoder:
         k_scale, v_scale = self._scales[layer]
         return _rounded(k / k_scale, self._kv_dtype) * k_scale, _rounded(v / v_scale, self._kv_dtype) * v_scale
 
-    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
-        """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`."""
+    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array, layer: int | None = None) -> Array:
+        """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`.
+
+        With the window and the sinks of a layer; None = without, as the methods score.
+        """
         k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
         logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
-        is_seen = np.arange(len(k)) <= positions[:, None]
+        distance = positions[:, None] - np.arange(len(k))
+        window = None if layer is None or not self._windows else self._windows[layer]
+        is_seen = (distance >= 0) & (distance < (window or math.inf))
         logits = np.where(is_seen[:, None, :], logits, -np.inf)
-        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return exp / exp.sum(axis=-1, keepdims=True)
+        sinks = self._weights.get(f"model.layers.{layer}.self_attn.sinks", np.full(self.num_heads, -np.inf))[:, None]
+        top = np.maximum(logits.max(axis=-1, keepdims=True), sinks)
+        exp = np.exp(logits - top)
+        return exp / (exp.sum(axis=-1, keepdims=True) + np.exp(sinks - top))
 
     def finish(self, layer: int, x: Array, weights: Array, v: Array) -> Array:
         """The rows behind this layer."""
@@ -93,8 +109,27 @@ class Decoder:
         attended = np.einsum("rhk,khd->rhd", weights, v).reshape(len(x), -1)
         x = x + self._linear(attended, f"model.layers.{layer}.self_attn.o_proj")
         normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        if f"model.layers.{layer}.mlp.router.weight" in self._weights:
+            return x + self._experts(layer, normed)
         gate, up = (self._linear(normed, f"model.layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         return x + self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{layer}.mlp.down_proj")
+
+    def _experts(self, layer: int, x: Array) -> Array:
+        """Those of gpt-oss: each row's best, weighed among each other."""
+        name = f"model.layers.{layer}.mlp.experts."
+        into, into_bias, out, out_bias = (
+            self._weights[name + part] for part in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        logits, result = self._linear(x, f"model.layers.{layer}.mlp.router"), np.zeros_like(x)
+        for row, of_row in enumerate(logits):
+            chosen = np.argsort(-of_row, kind="stable")[: self._num_chosen]
+            shares = np.exp(of_row[chosen] - of_row.max())
+            for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+                both = x[row] @ into[expert] + into_bias[expert]
+                gate, up = np.minimum(both[::2], 7.0), np.clip(both[1::2], -7.0, 7.0)
+                inner = (up + 1.0) * gate / (1.0 + np.exp(-1.702 * gate))
+                result[row] += share * (inner @ out[expert] + out_bias[expert])
+        return result
 
     def log_probs(self, x: Array) -> Array:
         """`[vocabulary]` for one row behind the last layer."""
@@ -157,13 +192,13 @@ class Forward:
         self.rows, self._x = self.rows[is_kept], self._x[is_kept]
 
     def attend(self) -> Array:
-        """Runs the current layer and goes to the next one; returns the weights `[num_rows, num_heads, prompt_len]`."""
+        """Runs the current layer and goes to the next one; returns what methods score, as `Decoder.weights`."""
         q, k, v = self.project()
         self.k[self.layer, self.rows], self.v[self.layer, self.rows] = self.model.stored(self.layer, k, v)
-        weights = self.model.weights(q, self.rows, self.k[self.layer])
-        self._x = self.model.finish(self.layer, self._x, weights, self.v[self.layer])
+        k, v = self.k[self.layer], self.v[self.layer]
+        self._x = self.model.finish(self.layer, self._x, self.model.weights(q, self.rows, k, self.layer), v)
         self.layer += 1
-        return weights
+        return self.model.weights(q, self.rows, k)
 
     def log_probs(self) -> Array:
         return self.model.log_probs(self._x[-1])

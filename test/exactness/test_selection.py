@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +17,7 @@ from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
 from exactness.selection_reference import Choose, Result, Scores, Store, best, focused_chunks
-from exactness.test_ratio_one import RUNS
+from exactness.test_ratio_one import ONE_POOL, RUNS
 
 TOLERANCE = 1e-3  # log-probabilities, fp32 against fp64
 EXACT_TOLERANCE = 1e-5  # log-probabilities, fp32 against fp32
@@ -37,6 +38,9 @@ MORE_CONFIGS = [
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),
     Config(layers=4, kind="qwen3"),
+    Config(layers=4, kind="gpt_oss", page_size=16, server=ONE_POOL),
+    Config(layers=4, kind="mistral3", chunked=True),
+    Config(layers=4, kind="qwen3_vl"),
     Config(layers=6, chunked=True, overlap=False, tree_core="python", typed=True),
 ]
 
@@ -300,14 +304,17 @@ def _hit(start: int, end: int, *, shift: int) -> dict[str, Any]:
 def test_reference_equals_hugging_face(tmp_path: Path) -> None:
     """The reference is no better than its decoder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from tiny_models import make_model
 
     ids = [random.Random(0).randrange(10, 500) for _ in range(90)]
-    for kind, rope in (("llama", None), ("llama", "llama3"), ("llama", "yarn"), ("qwen2", None), ("qwen3", None)):
+    plain = ("qwen2", "qwen3", "gpt_oss", "mistral3", "qwen2_5_vl", "qwen3_vl")
+    for kind, rope in (("llama", None), ("llama", "llama3"), ("llama", "yarn"), *((kind, None) for kind in plain)):
         folder = make_model(kind, tmp_path / f"{kind}-{rope}", rope=rope, layers=3, tokenizer=False)
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        sees_images = "vision_config" in json.loads((folder / "config.json").read_text())
+        auto = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+        network = auto.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
         with torch.no_grad():
             logits = network(torch.tensor([ids])).logits[0, -1]
         expected = torch.log_softmax(logits, dim=-1).numpy()
