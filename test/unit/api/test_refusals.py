@@ -19,6 +19,7 @@ from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, 
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
 from sglang_chunk_cache.start import model_refusals, pool_check, refusals
 from sglang_chunk_cache.start.runtime import create_runtime
+from sglang_chunk_cache.start.window_check import check_windows
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),
@@ -373,6 +374,32 @@ def test_long_rope_is_served_within_its_original_context(tmp_path):
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "windows in a pool of their own": (*LLAMA, {"is_hybrid_swa": True}, "add --disable-hybrid-swa-memory"),
     "sinks": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 128, "head_dim": 16}, "attention sinks"),
+    "an index of its own": (
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        {**MLA, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+        "an index of its own, whose keys would have to move too; no flag helps",
+    ),
+    "GLM-5": ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {**MLA, "index_topk": 8}, "an index of its own"),
+    "MiniMax M3": ("minimax_m2", "MiniMaxM3SparseForCausalLM", {"head_dim": 16}, "an index of its own"),
+    "DeepSeek V4": (
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        {**MLA, "sliding_window": 8, "compress_ratios": [4, 128], "index_topk": 8, "index_head_dim": 16},
+        "blocks that begin at fixed places of the prompt, and a passage that moves falls into other blocks; no flag",
+    ),
+    "local attention": (*LLAMA, {"attention_chunk_size": 64}, "attention_chunk_size"),
+    "Llama 4": (
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        {"text_config": {**SMALL, "model_type": "llama4_text", "attention_chunk_size": 64}},
+        "local attention (Llama 4); no flag helps",
+    ),
+    "proportional rope": (
+        *LLAMA,
+        {"is_hybrid_swa": True, "rope_parameters": {"rope_type": "proportional", "rope_theta": 10000.0}},
+        "its rope type is proportional, not default, linear, llama3, yarn, dynamic, longrope; no flag helps",
+    ),
     "state space": (
         "falcon_h1",
         "FalconH1ForCausalLM",
@@ -484,6 +511,24 @@ def test_scales_of_the_kv_cache_must_be_read(scale, scale_float, device, backend
     with pytest.raises(StartRefused, match=word):
         pool_check.check_scales(pool, [layer], (backend,))
     pool_check.check_scales(SimpleNamespace(dtype=torch.bfloat16), [layer], (backend,))
+
+
+@pytest.mark.parametrize(
+    ("window", "of_layers", "backends", "named"),
+    [
+        (None, (-1, 511), ("fa3", "flashinfer"), "flashinfer"),
+        (None, (-1, 511), ("triton", "triton"), "triton"),
+        (None, (-1, 511), ("fa3", "trtllm_mha"), None),
+        (None, (-1, -1), ("flashinfer", "flashinfer"), None),
+        (511, (-1, 511), ("flashinfer", "flashinfer"), None),
+    ],
+)
+def test_windows_must_be_planned_by_the_backends(window, of_layers, backends, named):
+    if named is None:
+        check_windows(window, of_layers, backends)
+        return
+    with pytest.raises(StartRefused, match=f"attention backend {named} leaves out the windows .* --attention-backend"):
+        check_windows(window, of_layers, backends)
 
 
 def test_latent_attention_stores_no_scales():
