@@ -5,7 +5,9 @@ Verbs: `choices` (for every generation of GPUs, each in a process of its own), `
 
 torch is made to tell of a GPU, and SGLang's own functions do the rest. `checkpoints.json` holds configurations as far
 as they matter to a start: `config` is config.json (on top of that of `like`), `hf_quant_config` the file of that name,
-`flags` what the command line adds, `source` where it is from.
+`flags` what the command line adds, `source` where it is from. `with` lists flags that help: the entry is there without
+them, and with each of them. `list` is "most served" or "hybrid" (docs/compatibility.md says which are); `downloads` are
+millions in thirty days, the most that was seen in 2026.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +77,18 @@ def checkpoints() -> dict[str, dict[str, Any]]:
     found = {one["name"]: one for one in json.loads(CHECKPOINTS.read_text())}
     for one in found.values():
         one["config"] = {**found.get(one.get("like"), {}).get("config", {}), **one.get("config", {})}
-    return found
+    helped = {}
+    for name, one in found.items():
+        helped[name] = one
+        for flags in one.get("with", ()):
+            helped[_name_with(name, flags)] = {**one, "list": None, "flags": {**one.get("flags", {}), **flags}}
+    return helped
+
+
+def _name_with(name: str, flags: Mapping[str, Any]) -> str:
+    """Name of a checkpoint with flags that help."""
+    words = (f"--{flag.replace('_', '-')}" + ("" if value is True else f" {value}") for flag, value in flags.items())
+    return f"{name}, {' '.join(words)}"
 
 
 @dataclass(frozen=True)
@@ -175,6 +190,7 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
     from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
     from sglang_chunk_cache.plugin import enable
     from sglang_chunk_cache.start.pool_check import check_pool_dtype
+    from sglang_chunk_cache.start.window_check import check_windows
 
     server_args = ServerArgs(model_path=str(folder), skip_tokenizer_init=True, **flags)
     try:
@@ -185,14 +201,20 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
         return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
     except (ValueError, RuntimeError, AssertionError) as error:
         return Choice(error=str(error).partition("\n")[0])
+    unknown = _unknown_class(server_args)
+    if unknown is not None:
+        return Choice(error=f"SGLang {version('sglang')} does not serve {unknown}")
     quant_config = _quant_config(server_args)
     if quant_config is not None and get_device_sm() < quant_config.get_min_capability():  # the model loader would stop
         return Choice(error=f"{quant_config.get_name()} needs sm_{quant_config.get_min_capability()}")
     view = resolved_view(server_args)
+    if "fa3" in attention_backends_of(view) and get_device_sm() >= 100:  # the making of the backend would stop
+        return Choice(error="fa3 needs sm_80 to sm_90")
     kv = _kv_dtype(server_args, view.kv_cache_dtype, quant_config)
     if options is not None:
         try:
             check_pool_dtype(kv, attention_backends_of(view))
+            check_windows(*_windows(server_args), attention_backends_of(view))
         except StartRefused as refusal:
             return Choice(refused=str(refusal.code).removeprefix("chunk cache: "))
     return Choice(
@@ -201,6 +223,37 @@ def start(folder: Path, flags: Mapping[str, Any], options: Mapping[str, Any] | N
         page_size=view.page_size,
         prefill_graph=view.cuda_graph_config.prefill.backend,
     )
+
+
+def _unknown_class(server_args: Any) -> str | None:
+    """The class of a model, where SGLang has none of that name and transformers would run it."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    name: str = model_config_of(server_args).hf_config.architectures[0]
+    return None if name in _classes() else name
+
+
+@cache
+def _classes() -> dict[str, str]:
+    """Source of the models of SGLang, by the names of their classes; read, since to import them all takes long."""
+    import sglang.srt.models as models
+
+    texts = [file.read_text() for file in Path(models.__path__[0]).glob("*.py")]
+    lists = re.compile(r"^EntryClass\b[^=]*=\s*(\[.*?\]|\w+)", re.M | re.S)
+    return {name: text for text in texts for one in lists.findall(text) for name in re.findall(r"\w+", one)}
+
+
+def _windows(server_args: Any) -> tuple[int | None, list[int]]:
+    """What `check_windows` is given of a model that SGLang would keep in two pools."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    config = model_config_of(server_args)
+    architectures = config.hf_config.architectures
+    window = config.sliding_window_size
+    if window is None or not is_hybrid_swa_model(architectures, config.hf_text_config):
+        return None, [-1]
+    return window if "def get_attention_sliding_window_size" in _classes()[architectures[0]] else None, [window]
 
 
 def _quant_config(server_args: Any) -> Any:
@@ -272,20 +325,59 @@ def _write_choices(file: Path) -> None:
 # docs/compatibility.md
 
 
+def accepted(name: str) -> str | None:
+    """How a checkpoint is accepted on every generation on which SGLang serves it: "as it is", "with flags", or None.
+
+    The flags need not be the same on all.
+    """
+    served = [one for one in choices().values() if one.stock[name].error is None]
+    ways = [[way for way in (name, *_helped(name)) if one.ours[way].reason is None] for one in served]
+    if not served or not all(ways):
+        return None
+    return "as it is" if all(name in one for one in ways) else "with flags"
+
+
+def _helped(name: str) -> list[str]:
+    """Names of a checkpoint with the flags that help."""
+    return [_name_with(name, flags) for flags in checkpoints()[name].get("with", ())]
+
+
+def count() -> str:
+    """How many of the most served checkpoints are accepted, as a sentence."""
+    ways, hybrids = (
+        [accepted(name) for name, one in checkpoints().items() if one.get("list") == which]
+        for which in ("most served", "hybrid")
+    )
+    return (
+        f"Of the {len(ways)} most served checkpoints that are no hybrids of linear attention or of state-space layers "
+        f"(in bold), {len(ways) - ways.count(None)} are accepted on every generation that SGLang serves them on, "
+        f"{ways.count('with flags')} of these with flags on some; of {len(hybrids)} hybrids, counted apart, "
+        f"{len(hybrids) - hybrids.count(None) or 'none'}."
+    )
+
+
 def tables() -> str:
-    """The tables as Markdown."""
+    """The tables as Markdown, and what they count."""
     served, refused = [], []
-    for name in checkpoints():
+    for name, checkpoint in checkpoints().items():
+        title = f"**{name}**" if checkpoint.get("list") == "most served" else name
         found = [one.ours[name] for one in choices().values()]
         kv = next((one.kv for one in found if one.reason is None), None)
         if kv is None:
             reason = str(found[-1].reason).removeprefix("this model cannot be served with --chunk-cache because ")
-            refused.append(f"| {name} | {reason.rstrip('.')} |")
+            refused.append(f"| {title} | {reason.rstrip('.')} | {_help(name)} |")
         else:
-            served.append(f"| {name} | `{kv}` | {' | '.join(map(_cell, found))} |")
+            served.append(f"| {title} | `{kv}` | {' | '.join(map(_cell, found))} |")
     gpus = " | ".join(f"{gpu.name} ({name})" for name, gpu in GPUS.items())
     head = f"| checkpoint | KV cache | {gpus} |\n| --- | --- |{' --- |' * len(GPUS)}"
-    return "\n".join([head, *served, "", "| checkpoint | refused because |\n| --- | --- |", *refused])
+    rest = ["", "| checkpoint | refused because | what helps |\n| --- | --- | --- |", *refused]
+    return "\n".join([count(), "", head, *served, *rest])
+
+
+def _help(name: str) -> str:
+    """The flags with which a refused checkpoint is served."""
+    served = [way for way in _helped(name) if any(one.ours[way].reason is None for one in choices().values())]
+    return ", ".join(f"`{way.removeprefix(name)[2:]}`" for way in served) or "nothing"
 
 
 def _cell(choice: Choice) -> str:

@@ -50,7 +50,7 @@ class ModelShape:
         window: of layers that have one; -1 = none has.
         latent_dim: leading dimensions of K that are V (MLA): K and V of one vector, of which the rest alone is turned.
         has_unrotated: whether keys of some layers carry no position.
-        has_sinks: whether a sink joins each head's softmax (gpt-oss).
+        sinks: of what dtype they are, where each head has an attention sink (gpt-oss); None = it has none.
     """
 
     dtype: torch.dtype
@@ -67,14 +67,14 @@ class ModelShape:
     window: int = -1
     latent_dim: int = 0
     has_unrotated: bool = False
-    has_sinks: bool = False
+    sinks: torch.dtype | None = None
 
     def __str__(self) -> str:
         names = " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype)))
         dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.v_head_dim)))
         cap = f", cap {self.logit_cap:g}" if self.logit_cap else ""
         cap += f", window {self.window}" if self.window >= 0 else ""
-        cap += ", sinks" if self.has_sinks else ""
+        cap += ", sinks" if self.sinks else ""
         return f"{self.num_q_heads}/{self.num_kv_heads} heads x {dims}, {names}{cap}"
 
 
@@ -252,8 +252,8 @@ def _sparse_extend_case(
     args = q, k, v, kv_indptr.to(device), kv_indices, row_indptr.to(device), positions
     options = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap, "k_scale": k_scale, "v_scale": v_scale}
     options["window"] = window
-    if shape.has_sinks:
-        options["sinks"] = _normal(rng, (shape.num_q_heads,), torch.bfloat16, device)
+    if shape.sinks is not None:
+        options["sinks"] = _normal(rng, (shape.num_q_heads,), shape.sinks, device)
 
     def run(implementation: str) -> Sequence[torch.Tensor]:
         return [sparse_extend(*args, **options, backend=implementation)]
@@ -433,7 +433,7 @@ def common_shapes() -> list[ModelShape]:
         shape_of(28, 4, 128, bf16),
         shape_of(14, 2, 64, bf16),
         shape_of(8, 4, 256, bf16, logit_cap=50.0, window=4095),
-        shape_of(64, 8, 64, bf16, window=127, has_sinks=True),
+        shape_of(64, 8, 64, bf16, window=127, sinks=bf16),
         shape_of(32, 32, 80, bf16, rotary_dim=32, is_neox=False),
         shape_of(12, 12, 64, torch.float32),
     ]

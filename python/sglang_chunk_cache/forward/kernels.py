@@ -100,6 +100,6 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_h
         window=max(layers.windows),
         latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
         has_unrotated=any(one is None for one in layers.rotaries),
-        has_sinks=model_runner.model_config.has_attention_sinks,
+        sinks=next((one.dtype for name, one in model_runner.model.named_parameters() if "sink" in name), None),
         sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
     )

@@ -15,6 +15,7 @@ ARCHITECTURES = (
     *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
     *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
+    "GptOssForCausalLM",
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
     *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
@@ -52,8 +53,8 @@ def check_model(model_config: Any, models: str = "checked") -> None:
 
 
 def model_reason(model_config: Any) -> str | None:
-    """Why a model cannot be served, as the end of a sentence, or None."""
-    for check in (_kind_reason, _attention_reason, _rope_reason):
+    """Why a model cannot be served, as the end of a sentence, or None; one that a flag ends comes last."""
+    for check in (_kind_reason, _sparse_reason, _local_reason, _rope_reason, _attention_reason):
         reason = check(model_config)
         if reason is not None:
             return reason
@@ -75,22 +76,48 @@ def _kind_reason(model_config: Any) -> str | None:
     return None
 
 
+def _sparse_reason(model_config: Any) -> str | None:
+    """A row attends to few tokens, and what chooses them is stored beside the keys, for one place in the prompt."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+
+    if is_deepseek_v4(model_config.hf_config):
+        return (
+            "DeepSeek V4 compresses tokens in blocks that begin at fixed places of the prompt, and a passage that "
+            "moves falls into other blocks; no flag helps"
+        )
+    if is_deepseek_dsa(model_config.hf_config) or is_minimax_sparse(model_config.hf_config):
+        return (
+            "its sparse attention (DeepSeek V3.2, GLM-5, MiniMax M3) chooses tokens by an index of its own, whose keys "
+            "would have to move too; no flag helps"
+        )
+    return None
+
+
+def _local_reason(model_config: Any) -> str | None:
+    if model_config.is_local_attention_model:
+        return "it uses local attention (Llama 4); no flag helps"
+    return None
+
+
 def _attention_reason(model_config: Any) -> str | None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
     text_config = model_config.hf_text_config
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None)
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
         return "it has state-space or linear-attention layers"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
     if model_config.is_hybrid_swa:
+        if getattr(text_config, "swa_num_key_value_heads", num_kv_heads) != num_kv_heads:
+            return "its layers with a window have other heads, which one pool of all layers cannot hold; no flag helps"
         return (
             "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
             "keeps all of them in one"
         )
-    if model_config.attention_chunk_size or model_config.is_local_attention_model:
+    if model_config.attention_chunk_size:
         return "it uses local attention (attention_chunk_size in its config.json)"
     return None
 
@@ -105,7 +132,8 @@ def _rope_reason(model_config: Any) -> str | None:
     for one in of_kinds or [rope]:
         rope_type = one.get("rope_type", one.get("type", "default"))
         if rope_type not in ROPE_TYPES or one.get("use_fope"):
-            return f"its rope type is {'fope' if one.get('use_fope') else rope_type}, not {', '.join(ROPE_TYPES)}"
+            what = "fope" if one.get("use_fope") else rope_type
+            return f"its rope type is {what}, not {', '.join(ROPE_TYPES)}; no flag helps"
         if rope_type == "longrope":
             reason = _longrope_reason(model_config, one)
             if reason is not None:

@@ -41,6 +41,7 @@ from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.request.reply import whole_reason
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
+from sglang_chunk_cache.start.window_check import check_windows
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
@@ -168,8 +169,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     """Puts the parts of a radix cache together.
 
     Raises:
-        StartRefused: the KV pool or the model's rotation is not supported, a kernel that was asked for is wrong here,
-            or a tier cannot be opened.
+        StartRefused: the KV pool, the model's rotation or windows are not supported, a kernel that was asked for is
+            wrong here, or a tier cannot be opened.
     """
     config = args.parsed_config
     model_runner = ctx.tp_worker.model_runner
@@ -178,6 +179,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     check_pool(allocator.get_kvcache(), backends)
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
     check_scales(allocator.get_kvcache(), layers.attentions, backends)
+    check_windows(model_runner.sliding_window_size, layers.windows, backends)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))

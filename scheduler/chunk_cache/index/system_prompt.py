@@ -63,4 +63,4 @@ def share_elsewhere(shares: Sequence[float] | np.ndarray, marks: bytes, new_mark
     same, end = 0, min(len(marks), len(new_marks))
     while same < end and marks[same : same + _MARK_LEN] == new_marks[same : same + _MARK_LEN]:
         same += _MARK_LEN
-    return min(1.0, sum(np.asarray(shares)[same // _MARK_LEN :].tolist()))  # a few values, asked of every variant
+    return min(1.0, float(sum(np.asarray(shares)[same // _MARK_LEN :].tolist())))  # few, and asked of every variant

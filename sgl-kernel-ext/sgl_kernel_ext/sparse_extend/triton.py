@@ -150,6 +150,7 @@ def _attend(
         "num_rows",
         "num_splits",
         "window",
+        "sinks_ptr",
     ]
 )
 def _sparse_extend_kernel(

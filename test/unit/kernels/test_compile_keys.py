@@ -46,7 +46,9 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     index = torch.zeros(sum(kv_lens), dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
     kv_indices, positions = (odd_view(one) if rng.random() < 0.5 else one for one in index)
     options = {"sm_scale": 0.1, "logit_cap": shape.logit_cap, "backend": "triton"}
-    sparse_extend(q, k, v, kv_indptr, kv_indices, row_indptr, positions, **options)
+    sinks = None if shape.sinks is None else odd_view(torch.zeros(shape.num_q_heads, dtype=shape.sinks))
+    window = rng.choice([-1, shape.window])
+    sparse_extend(q, k, v, kv_indptr, kv_indices, row_indptr, positions, **options, window=window, sinks=sinks)
 
     num_tokens = rng.choice([1, 3, 16, 40])
     locs = [odd_view(torch.arange(num_tokens)), torch.arange(num_tokens), torch.arange(num_tokens)]

@@ -9,7 +9,7 @@ import pytest
 import stock_choices
 from sglang_chunk_cache.start.pool_check import POOL_DTYPES
 from sglang_chunk_cache.start.refusals import ATTENTION_BACKENDS
-from stock_choices import GPUS, LLAMA, STARTS, Choice, checkpoints, choices
+from stock_choices import GPUS, LLAMA, STARTS, Choice, accepted, checkpoints, choices
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 BACKENDS = {"sm_80": "flashinfer", "sm_90": "fa3", "sm_100": "trtllm_mha"}
@@ -22,8 +22,45 @@ def both(gpu: str, name: str) -> tuple[Choice, Choice]:
 
 
 def test_checkpoints_name_their_sources():
-    assert len(checkpoints()) >= 25
+    assert len(checkpoints()) >= 92
     assert all(checkpoint["source"] for checkpoint in checkpoints().values())
+
+
+def test_the_most_served_are_thirty_and_most_are_accepted():
+    names = [name for name, one in checkpoints().items() if one.get("list") == "most served"]
+    assert len(names) == 30
+    assert sum(accepted(name) is not None for name in names) >= 20
+    assert accepted(LLAMA) == "as it is"
+    assert accepted("deepseek-ai/DeepSeek-R1") == "with flags"
+    assert accepted("deepseek-ai/DeepSeek-V4-Pro") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("deepseek-ai/DeepSeek-V3.2", "an index of its own, whose keys would have to move too; no flag helps"),
+        ("zai-org/GLM-5.2", "an index of its own"),
+        ("MiniMaxAI/MiniMax-M3", "an index of its own"),
+        ("deepseek-ai/DeepSeek-V4-Pro", "blocks that begin at fixed places of the prompt"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "local attention (Llama 4); no flag helps"),
+    ],
+)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_model_is_refused_by_name(gpu, name, word):
+    ours, stock = both(gpu, name)
+    assert word in str(ours.refused)
+    assert stock.reason is None
+
+
+def test_a_class_that_sglang_does_not_have_is_not_served():
+    assert both("sm_90", "HuggingFaceTB/SmolLM3-3B")[0].error == "SGLang 0.5.23 does not serve SmolLM3ForCausalLM"
+
+
+def test_windows_of_one_pool_need_a_backend_that_asks_each_layer():
+    name = "stepfun-ai/Step-3.5-Flash, --disable-hybrid-swa-memory"
+    assert "flashinfer leaves out the windows" in str(both("sm_80", name)[0].refused)
+    assert both("sm_90", name)[0].attention == ("fa3", "fa3")
+    assert both("sm_80", f"{name} --attention-backend fa3")[0].attention == ("fa3", "fa3")
 
 
 @pytest.mark.parametrize("gpu", GPUS)
