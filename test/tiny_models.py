@@ -60,6 +60,13 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "glm4_moe": ("Glm4Moe", {**_ROUTED, "partial_rotary_factor": 0.5, "use_qk_norm": True}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 2.0,
+            "layer_types": ("sliding_attention", "full_attention"),
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         {**_ROUTED, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"},
@@ -345,7 +352,9 @@ def _rope_parameters(name: str | None, max_position: int, own: dict[str, Any]) -
     if "kv_lora_rank" in own:  # DeepSeek's own YaRN is all that SGLang has on a CPU
         base |= {"mscale": 1.0, "mscale_all_dim": 0.7}
         name = "yarn"
-    if "layer_types" in own:
+    if "swiglu_limit" in own:  # gpt-oss
+        base["truncate"], name = False, "yarn"
+    elif "layer_types" in own:
         local = {"rope_type": "default", "rope_theta": 1000.0}
         return {"sliding_attention": local, "full_attention": base}
     if "mrope_section" in own:
@@ -362,7 +371,10 @@ def _widen(model: torch.nn.Module) -> None:
     is_tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            if name.endswith("bias"):
+            if name.endswith("sinks"):  # of the size of what keys add up to, and in SGLang's bfloat16
+                torch.nn.init.uniform_(parameter, 3.0, 8.0)
+                parameter.data = parameter.data.bfloat16().float()
+            elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.2)
             elif "q_norm" in name or "k_norm" in name:  # they undo the scale of the projections, so give it here
                 torch.nn.init.uniform_(parameter, 1.2, 2.0)

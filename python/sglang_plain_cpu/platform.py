@@ -122,6 +122,24 @@ def fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
 
 
+def serve_sinks(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Runs SGLang's step for a model with attention sinks as if Triton attended, in the place of our `torch_native`.
+
+    The step stops where the backend is not one that SGLang knows to have sinks.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    cfg = resolving_view(server_args)
+    if cfg.attention_backend != "torch_native" or not model_config_of(server_args).has_attention_sinks:
+        previous(server_args)
+        return
+    chosen = {name: getattr(cfg, name) for name in ("attention_backend", "moe_runner_backend")}
+    declare_resolution(server_args, "platform:chunk_cache_cpu", attention_backend="triton")
+    previous(server_args)
+    declare_resolution(server_args, "platform:chunk_cache_cpu", **chosen)
+
+
 def keep_overlap(_server_args: Any) -> None:
     """Leaves the overlap schedule on: only SGLang's own CPU engine does not speculate with it."""
 

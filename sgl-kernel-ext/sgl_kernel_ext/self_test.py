@@ -50,6 +50,7 @@ class ModelShape:
         window: of layers that have one; -1 = none has.
         latent_dim: leading dimensions of K that are V (MLA): K and V of one vector, of which the rest alone is turned.
         has_unrotated: whether keys of some layers carry no position.
+        has_sinks: whether the attention of some layers has sinks.
     """
 
     dtype: torch.dtype
@@ -66,12 +67,14 @@ class ModelShape:
     window: int = -1
     latent_dim: int = 0
     has_unrotated: bool = False
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         names = " ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype)))
         dims = "/".join(str(dim) for dim in dict.fromkeys((self.head_dim, self.v_head_dim)))
         cap = f", cap {self.logit_cap:g}" if self.logit_cap else ""
         cap += f", window {self.window}" if self.window >= 0 else ""
+        cap += ", sinks" if self.has_sinks else ""
         return f"{self.num_q_heads}/{self.num_kv_heads} heads x {dims}, {names}{cap}"
 
 
@@ -197,6 +200,10 @@ def _queries(rng: torch.Generator, num_rows: int, shape: ModelShape, device: tor
     return q.view(num_rows, shape.num_q_heads, shape.head_dim)
 
 
+def _sinks(rng: torch.Generator, num_heads: int, device: torch.device) -> torch.Tensor:
+    return _normal(rng, (num_heads,), torch.bfloat16, device) + 2
+
+
 def _fill(buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
     raw(buffer)[slots] = raw(values)
 
@@ -222,13 +229,14 @@ _LONG = [(4500, [0, 63, 64, 1000, *range(4400, 4460), 4498]), (9, [8])]
 
 def _sparse_extend_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     for name, requests in (("many requests", _SHORT), ("a long request", _LONG)):
-        yield Case("sparse_extend", name, *_sparse_extend_case(shape, device, requests))
-        if shape.window >= 0:
-            yield Case("sparse_extend", f"{name}, a window", *_sparse_extend_case(shape, device, requests, _WINDOW))
+        for window in (-1, _WINDOW) if shape.window >= 0 else (-1,):
+            for has_sinks in (False, True) if shape.has_sinks else (False,):
+                what = f"{name}{', a window' * (window >= 0)}{', sinks' * has_sinks}"
+                yield Case("sparse_extend", what, *_sparse_extend_case(shape, device, requests, window, has_sinks))
 
 
 def _sparse_extend_case(
-    shape: ModelShape, device: torch.device, requests: list[tuple[int, list[int]]], window: int = -1
+    shape: ModelShape, device: torch.device, requests: list[tuple[int, list[int]]], window: int, has_sinks: bool
 ) -> tuple:
     rng = torch.Generator().manual_seed(0)
     lens = torch.tensor([[kv_len, len(rows)] for kv_len, rows in requests])
@@ -249,6 +257,7 @@ def _sparse_extend_case(
     args = q, k, v, kv_indptr.to(device), kv_indices, row_indptr.to(device), positions
     options = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap, "k_scale": k_scale, "v_scale": v_scale}
     options["window"] = window
+    options["sinks"] = _sinks(rng, shape.num_q_heads, device) if has_sinks else None
 
     def run(implementation: str) -> Sequence[torch.Tensor]:
         return [sparse_extend(*args, **options, backend=implementation)]
@@ -419,7 +428,7 @@ def shape_of(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
 
 
 def common_shapes() -> list[ModelShape]:
-    """Llama, Qwen2.5, Gemma 2, a small one in fp32, a partial rotation; fp16 and both kinds of fp8."""
+    """Llama, Qwen2.5, Gemma 2, a small one in fp32, a partial rotation, gpt-oss; fp16 and both kinds of fp8."""
     bf16 = torch.bfloat16
     return [
         shape_of(32, 8, 128, bf16),
@@ -430,6 +439,7 @@ def common_shapes() -> list[ModelShape]:
         shape_of(8, 4, 256, bf16, logit_cap=50.0, window=4095),
         shape_of(32, 32, 80, bf16, rotary_dim=32, is_neox=False),
         shape_of(12, 12, 64, torch.float32),
+        shape_of(64, 8, 64, bf16, window=127, has_sinks=True),
     ]
 
 

@@ -84,14 +84,14 @@ def undeclared_window(model: Any) -> None:
     TorchNativeAttnBackend.forward_extend = forward_extend
 
 
-def sinks(model: Any) -> None:
+def unknown_part(model: Any) -> None:
     """The layer hands its attention something that SGLang's backend takes and our kernels do not know."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     stock = TorchNativeAttnBackend.forward_extend
-    TorchNativeAttnBackend.forward_extend = lambda *args, sinks=None, **kwargs: stock(*args, **kwargs)
+    TorchNativeAttnBackend.forward_extend = lambda *args, score_mod=None, **kwargs: stock(*args, **kwargs)
     attention = model.model.layers[LAYER].self_attn.attn
-    attention.forward = functools.partial(attention.forward, sinks=torch.zeros(attention.tp_q_head_num))
+    attention.forward = functools.partial(attention.forward, score_mod=torch.zeros(attention.tp_q_head_num))
 
 
 def early_embeddings(model: Any, factor: float = 1.0) -> None:
@@ -164,6 +164,13 @@ def columns_that_stay(model: Any) -> None:
         return value if stays else stock(value, index, num_rows)
 
     model_layers.cut_rows = executor.cut_rows = cut_rows  # it calls itself by the name in its module
+
+
+def without_sinks(model: Any) -> None:
+    """Ours is broken: our kernel leaves the sinks of the attention out."""
+    from sglang_chunk_cache.forward import rows
+
+    rows.sinks_of = lambda parts: {}
 
 
 def embeddings_of_placeholders(model: Any) -> None:

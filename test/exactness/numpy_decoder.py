@@ -27,7 +27,7 @@ FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
 
 
 class Decoder:
-    """A decoder of class Llama, Mistral, Qwen2 or Qwen3, from a Hugging Face folder.
+    """A decoder of class Llama, Mistral, Qwen2, Qwen3 or gpt-oss, from a Hugging Face folder.
 
     Args:
         kv_dtype: of the cache, one of `FP8`; None = exact.
@@ -46,6 +46,9 @@ class Decoder:
         self.num_kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config["head_dim"]
         self._eps: float = config["rms_norm_eps"]
+        types = config.get("layer_types") or ["full_attention"] * self.num_layers
+        self._windows = [config["sliding_window"] if one == "sliding_attention" else math.inf for one in types]
+        self._num_chosen, self._limit = config.get("num_experts_per_tok"), config.get("swiglu_limit")
         self._inv_freq, self._magnitude = _rope(folder, config["rope_parameters"], self.head_dim)
         self._kv_dtype, self._scales = kv_dtype, scales or [(1.0, 1.0)] * self.num_layers
 
@@ -78,14 +81,17 @@ class Decoder:
         k_scale, v_scale = self._scales[layer]
         return _rounded(k / k_scale, self._kv_dtype) * k_scale, _rounded(v / v_scale, self._kv_dtype) * v_scale
 
-    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
-        """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`."""
+    def weights(self, layer: int, q: Array, positions: npt.NDArray[np.int64], k: Array) -> Array:
+        """softmax(q k) over the keys that each row sees, a sink among them: `[num_rows, num_heads, num_keys]`."""
         k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
         logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
-        is_seen = np.arange(len(k)) <= positions[:, None]
+        distance = positions[:, None] - np.arange(len(k))
+        is_seen = (distance >= 0) & (distance < self._windows[layer])
         logits = np.where(is_seen[:, None, :], logits, -np.inf)
+        sinks = self._weights.get(f"model.layers.{layer}.self_attn.sinks", np.full(self.num_heads, -np.inf))
+        logits = np.concatenate([logits, np.broadcast_to(sinks[:, None], (*logits.shape[:2], 1))], axis=-1)
         exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return exp / exp.sum(axis=-1, keepdims=True)
+        return (exp / exp.sum(axis=-1, keepdims=True))[..., :-1]
 
     def finish(self, layer: int, x: Array, weights: Array, v: Array) -> Array:
         """The rows behind this layer."""
@@ -93,8 +99,27 @@ class Decoder:
         attended = np.einsum("rhk,khd->rhd", weights, v).reshape(len(x), -1)
         x = x + self._linear(attended, f"model.layers.{layer}.self_attn.o_proj")
         normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        if self._limit is not None:
+            return x + self._experts(normed, f"model.layers.{layer}.mlp")
         gate, up = (self._linear(normed, f"model.layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         return x + self._linear(gate / (1 + np.exp(-gate)) * up, f"model.layers.{layer}.mlp.down_proj")
+
+    def _experts(self, x: Array, name: str) -> Array:
+        """The best experts of each row, weighed by the softmax of their logits; SwiGLU with clamps (gpt-oss)."""
+        logits = self._linear(x, f"{name}.router")
+        out = np.zeros_like(x)
+        for row, of_row in enumerate(logits):
+            chosen = np.argsort(-of_row)[: self._num_chosen]
+            share = np.exp(of_row[chosen] - of_row.max())
+            for expert, weight in zip(chosen, share / share.sum(), strict=True):
+                w_in, b_in, w_out, b_out = (
+                    self._weights[f"{name}.experts.{part}"][expert]
+                    for part in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+                )
+                both = x[row] @ w_in + b_in
+                gate, up = np.minimum(both[::2], self._limit), np.clip(both[1::2], -self._limit, self._limit)
+                out[row] += weight * (gate / (1 + np.exp(-1.702 * gate)) * (up + 1) @ w_out + b_out)
+        return out
 
     def log_probs(self, x: Array) -> Array:
         """`[vocabulary]` for one row behind the last layer."""
@@ -160,7 +185,7 @@ class Forward:
         """Runs the current layer and goes to the next one; returns the weights `[num_rows, num_heads, prompt_len]`."""
         q, k, v = self.project()
         self.k[self.layer, self.rows], self.v[self.layer, self.rows] = self.model.stored(self.layer, k, v)
-        weights = self.model.weights(q, self.rows, self.k[self.layer])
+        weights = self.model.weights(self.layer, q, self.rows, self.k[self.layer])
         self._x = self.model.finish(self.layer, self._x, weights, self.v[self.layer])
         self.layer += 1
         return weights

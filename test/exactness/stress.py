@@ -109,7 +109,15 @@ PRESSURE = [
         target=(("kl", 0.01),),
         server=(("enable_mixed_chunk", True),),
     ),
-    Pressure(overlap=False, options=(*BOUNDS, *VERIFY, *APART), has_priorities=True, tree_core="python", typed=True),
+    Pressure(
+        overlap=False,
+        options=(*BOUNDS, *VERIFY, *APART),
+        has_priorities=True,
+        tree_core="python",
+        typed=True,
+        kind="gpt_oss",
+        server=(("disable_hybrid_swa_memory", True),),
+    ),
     Pressure(
         chunked=True,
         force_retract=True,

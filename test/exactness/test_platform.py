@@ -15,7 +15,7 @@ CASE = "prompts"
 @pytest.mark.parametrize(
     "kind",
     [
-        *("qwen2_moe", "deepseek_v2", "gemma3"),
+        *("qwen2_moe", "deepseek_v2", "gemma3", "gpt_oss"),
         *(pytest.param(kind, marks=pytest.mark.all) for kind in ("mixtral", "glm4_moe", "deepseek_v3")),
     ],
 )

@@ -16,7 +16,8 @@ from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
 from exactness.selection_reference import Choose, Result, Scores, Store, best, focused_chunks
-from exactness.test_ratio_one import RUNS
+from exactness.sink_cases import FULL_LAYERS
+from exactness.test_ratio_one import GPT_OSS, ONE_POOL, RUNS
 
 TOLERANCE = 1e-3  # log-probabilities, fp32 against fp64
 EXACT_TOLERANCE = 1e-5  # log-probabilities, fp32 against fp32
@@ -239,6 +240,17 @@ def test_layer_0_deviates_by_rounding_only(config: Config) -> None:
     assert num_checked >= 4
 
 
+@pytest.mark.slow
+def test_a_model_with_sinks_equals_the_reference() -> None:
+    statistics = ("statistics_layers", FULL_LAYERS)
+    config = Config(**GPT_OSS, page_size=16, chunked=True, options=(statistics,), server=(ONE_POOL,))
+    found = run_cases(config, is_ours=True, names=["small_ratio"], module="exactness.sink_cases")["small_ratio"]
+    assert not isinstance(found, str), found
+    store = Store(Decoder(config.model_dir), statistics_layers=FULL_LAYERS, page_size=config.page_size)
+    results = [compare(store, run, f"request {i}") for i, run in enumerate(found)]
+    assert sum(0 < len(result.selected) < 200 for result in results) > len(results) / 2
+
+
 @on_each_config
 def test_only_reused_rows_are_dropped(config: Config) -> None:
     num_dropped = 0
@@ -305,7 +317,8 @@ def test_reference_equals_hugging_face(tmp_path: Path) -> None:
     from tiny_models import make_model
 
     ids = [random.Random(0).randrange(10, 500) for _ in range(90)]
-    for kind, rope in (("llama", None), ("llama", "llama3"), ("llama", "yarn"), ("qwen2", None), ("qwen3", None)):
+    plain = [(kind, None) for kind in ("llama", "qwen2", "qwen3", "gpt_oss")]
+    for kind, rope in (*plain, ("llama", "llama3"), ("llama", "yarn")):
         folder = make_model(kind, tmp_path / f"{kind}-{rope}", rope=rope, layers=3, tokenizer=False)
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         with torch.no_grad():

@@ -36,7 +36,7 @@ def check(seed: int, num: int) -> None:
     assert counts["retracted_fused"] >= (num / 200 if config.force_retract else 0)
     assert counts["equal to stock"] > num / 5
     assert counts["preparing"] > num / 50
-    keeps_all = config.kind == "gemma3" or dict(config.server).get("enable_mixed_chunk")
+    keeps_all = config.kind in ("gemma3", "gpt_oss") or dict(config.server).get("enable_mixed_chunk")
     assert counts["packed"] > (0 if keeps_all else num / 50) or keeps_all
     # One that loads layer by layer may have no idle turn; in a short one the first that waits may never find room.
     assert counts["verified"] or config.loading or num < 300 or not dict(config.options).get("verify_share")

@@ -59,7 +59,8 @@ def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]
     kernels = [*dict.fromkeys((first, "torch"))]
     if prefill_backend != "flashinfer":
         return kernels
-    problem = flashinfer.unserved(shape.dtype, shape.head_dim, shape.v_head_dim, shape.kv_dtype)
+    dims = shape.head_dim, shape.v_head_dim
+    problem = flashinfer.unserved(shape.dtype, *dims, shape.kv_dtype, shape.has_sinks)
     if problem is not None:
         logger.info("Chunk cache: not used: FlashInfer's kernel: %s", problem)
         return kernels
@@ -100,5 +101,6 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_h
         window=max(layers.windows),
         latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
         has_unrotated=any(one is None for one in layers.rotaries),
+        has_sinks=model_runner.model_config.has_attention_sinks,
         sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
     )

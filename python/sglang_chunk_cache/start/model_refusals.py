@@ -15,6 +15,7 @@ ARCHITECTURES = (
     *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
     *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
+    "GptOssForCausalLM",
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
     *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
@@ -33,7 +34,8 @@ def check_flashinfer(model_config: Any) -> None:
     from sgl_kernel_ext.sparse_extend.flashinfer import unserved
 
     dtype = model_config.dtype  # the pool's is known later
-    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
+    dims = model_config.head_dim, model_config.v_head_dim
+    problem = unserved(dtype, *dims, dtype, model_config.has_attention_sinks)
     if problem is not None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 
@@ -83,8 +85,6 @@ def _attention_reason(model_config: Any) -> str | None:
         return "it has state-space or linear-attention layers"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
-    if model_config.has_attention_sinks:
-        return "it uses attention sinks"
     if model_config.is_hybrid_swa:
         return (
             "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "

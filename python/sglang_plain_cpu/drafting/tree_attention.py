@@ -13,6 +13,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_plain_cpu import sinks
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -38,9 +40,21 @@ class TreeAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not forward_batch.forward_mode.is_target_verify():
-            out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            return out
+        args = q, k, v, layer, forward_batch, save_kv_cache
+        if forward_batch.forward_mode.is_target_verify():
+            return sinks.forward(TreeAttention._verify, self, *args, **kwargs)
+        out: torch.Tensor = super().forward_extend(*args, **kwargs)
+        return out
+
+    def _verify(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
         pool, window = self.token_to_kv_pool, layer.sliding_window_size
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
@@ -58,7 +72,8 @@ class TreeAttention(TorchNativeAttnBackend):
             if window is not None and window > -1:
                 key_positions = torch.cat([torch.arange(length), positions[i]])
                 seen &= key_positions >= positions[i][:, None] - window
-            out = scaled_dot_product_attention(
+            out = sinks.attention(
+                scaled_dot_product_attention,
                 queries[i],
                 keys[slots].transpose(0, 1).to(q.dtype),
                 values[slots].transpose(0, 1).to(q.dtype),

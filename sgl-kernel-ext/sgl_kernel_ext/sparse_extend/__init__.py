@@ -107,10 +107,11 @@ class SparseExtend:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         window: int = -1,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer; arguments, result and errors as in `sparse_extend`."""
-        _check(q, k_buffer, v_buffer, sm_scale * k_scale)
+        _check(q, k_buffer, v_buffer, sinks, sm_scale * k_scale)
         if self._num_rows != q.shape[0]:
             raise ValueError(f"row_positions: {self._num_rows} entries, but q has {q.shape[0]} rows")
         shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
@@ -122,17 +123,17 @@ class SparseExtend:
             return out
         options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
         implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
-        if implementation == "flashinfer" and window < 0:
+        if implementation == "flashinfer" and window < 0 and sinks is None:
             from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
 
             sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **options)
         elif implementation in ("triton", "flashinfer"):
             from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
-            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, window=window, **options)
+            sparse_extend_triton(q, k_buffer, v_buffer, *self._index, out, window=window, sinks=sinks, **options)
         else:
             self._torch_plan = self._torch_plan or TorchPlan(self._index)
-            self._torch_plan.attend(q, k_buffer, v_buffer, out, window=window, **options)
+            self._torch_plan.attend(q, k_buffer, v_buffer, out, window=window, sinks=sinks, **options)
         return out
 
     def forget(self) -> None:
@@ -154,6 +155,7 @@ def sparse_extend(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     private: PrivateKeys | None = None,
     backend: Backend = "auto",
     out: torch.Tensor | None = None,
@@ -180,6 +182,8 @@ def sparse_extend(
         row_positions: [num_rows] int64, ascending within a request, each below its kv_len. The torch path checks it;
             the Triton path does not (no host synchronisation) and then sees the existing keys only.
         window: positions that a row sees in front of its own; -1 = all. FlashInfer's version has none: Triton's serves.
+        sinks: [num_q_heads], a logit of each head that takes part in every row's softmax and has no value: the weights
+            of a row add up to less than 1. It is neither scaled nor capped. As of a window, Triton's version serves.
         private: keys that are read from other slots than kv_indices says.
         out: [num_rows, num_q_heads, v_head_dim] in q's dtype, to write into; last two dimensions dense.
 
@@ -198,10 +202,12 @@ def sparse_extend(
     """
     attention = SparseExtend(kv_indptr, kv_indices, row_indptr, row_positions, private=private, backend=backend)
     scales = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
-    return attention(q, k_buffer, v_buffer, **scales, window=window, out=out)
+    return attention(q, k_buffer, v_buffer, **scales, window=window, sinks=sinks, out=out)
 
 
-def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, score_scale: float) -> None:
+def _check(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, sinks: torch.Tensor | None, score_scale: float
+) -> None:
     for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, need three dimensions")
@@ -216,5 +222,7 @@ def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, scor
         )
     if q.shape[2] != k_buffer.shape[2] or q.shape[1] % k_buffer.shape[1]:
         raise ValueError(f"q: {tuple(q.shape)} does not fit k_buffer {tuple(k_buffer.shape)}: head_dim or head count")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks: shape {tuple(sinks.shape)}, need one of each of the {q.shape[1]} query heads")
     if not score_scale > 0:
         raise ValueError(f"sm_scale, k_scale: their product is {score_scale}, need a positive number")

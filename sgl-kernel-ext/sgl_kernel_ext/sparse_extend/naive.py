@@ -21,6 +21,7 @@ def sparse_extend_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """[num_rows, num_q_heads, v_head_dim] in `dtype`, everything computed in it."""
@@ -39,5 +40,8 @@ def sparse_extend_reference(
             scores = q[rows, head].to(dtype) @ k.T * sm_scale
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
-            out[rows, head] = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].to(dtype).expand(len(scores), 1)], dim=1)
+            out[rows, head] = torch.softmax(scores, dim=-1)[:, : slots.numel()] @ v
     return out

@@ -10,7 +10,8 @@ For each request K and V are gathered (or sliced, where the slots are consecutiv
     blocks   a few rows anywhere: flash attention over keys [0, last row of the block] with a mask
 
 so that beyond the needed scores only half a block's reach of keys is computed in vain. K and V are never repeated for
-the query heads that share them. A logit cap, which flash attention lacks, takes plain matrix products over blocks.
+the query heads that share them. A logit cap and sinks, which flash attention lacks, take plain matrix products over
+blocks.
 """
 
 from __future__ import annotations
@@ -91,10 +92,12 @@ class TorchPlan:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         window: int = -1,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Write `out`, for one layer."""
         sm_scale *= k_scale
-        can_run = logit_cap <= 0 and window < 0 and q.shape[2] == v_buffer.shape[2] and q.device.type == "cpu"
+        is_plain = logit_cap <= 0 and sinks is None
+        can_run = is_plain and window < 0 and q.shape[2] == v_buffer.shape[2] and q.device.type == "cpu"
         if (can_run, window) not in self._requests:
             self._requests[can_run, window] = list(self._cut(can_run, window))
         for request in self._requests[can_run, window]:
@@ -103,10 +106,10 @@ class TorchPlan:
                 args = q[block.rows], k[block.begin : block.end], v[block.begin : block.end]
                 if block.seen is None:
                     out[block.rows] = _attend_run(*args, sm_scale)
-                elif logit_cap > 0:
-                    out[block.rows] = _attend_capped(*args, block.seen, sm_scale, logit_cap)
-                else:
+                elif is_plain:
                     out[block.rows] = _flash(*args, attn_mask=block.seen, scale=sm_scale)
+                else:
+                    out[block.rows] = _attend_written_out(*args, block.seen, sm_scale, logit_cap, sinks)
         if v_scale != 1.0:
             out *= v_scale
 
@@ -217,15 +220,28 @@ def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: flo
     return torch.lerp(own.float(), before.float(), weight)[0].transpose(0, 1)
 
 
-def _attend_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sm_scale: float, logit_cap: float
+def _attend_written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    sm_scale: float,
+    logit_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with scores `cap * tanh(score / cap)`; `seen` is [num_rows, num_keys]."""
+    """Attention with scores `cap * tanh(score / cap)`, or with sinks; `seen` is [num_rows, num_keys]."""
     num_rows, num_q_heads, _ = q.shape
-    num_kv_heads, group = k.shape[1], num_q_heads // k.shape[1]
+    num_keys, num_kv_heads, _ = k.shape
+    group = num_q_heads // num_kv_heads
     # The query heads of a key-value head as more rows of it: [num_kv_heads, group * num_rows, dim].
     rows = q.view(num_rows, num_kv_heads, group, -1).permute(1, 2, 0, 3).reshape(num_kv_heads, group * num_rows, -1)
-    scores = torch.bmm(rows.float() * (sm_scale / logit_cap), k.permute(1, 2, 0).float()).tanh_().mul_(logit_cap)
+    scale = sm_scale / logit_cap if logit_cap > 0 else sm_scale
+    scores = torch.bmm(rows.float() * scale, k.permute(1, 2, 0).float())
+    if logit_cap > 0:
+        scores.tanh_().mul_(logit_cap)
     scores.masked_fill_(~seen.repeat(group, 1), float("-inf"))
-    result = torch.bmm(torch.softmax(scores, dim=-1), v.transpose(0, 1).float())
+    if sinks is not None:
+        of_rows = sinks.float().view(num_kv_heads, group).repeat_interleave(num_rows, dim=1)
+        scores = torch.cat([scores, of_rows[..., None]], dim=-1)
+    result = torch.bmm(torch.softmax(scores, dim=-1)[..., :num_keys], v.transpose(0, 1).float())
     return result.view(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3).reshape(num_rows, num_q_heads, -1)

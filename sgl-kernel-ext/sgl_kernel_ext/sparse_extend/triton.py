@@ -10,7 +10,8 @@ late positions are the longest and start first.
                      every row sees all: no mask | masked
 
 Where the tiles are too few to fill the GPU, the keys of each are split among several programs (split-K): every program
-writes its share's result and log-sum-exp, and a second kernel weighs the shares.
+writes its share's result and log-sum-exp, and a second kernel weighs the shares. The running sums of the first share
+begin with the sink, which is so counted once.
 
 Compile keys: two of the first kernel (with and without a split), one of the second, whatever the batch is.
 """
@@ -146,6 +147,7 @@ def _attend(
         "kv_indices_ptr",
         "row_indptr_ptr",
         "row_positions_ptr",
+        "sinks_ptr",
         "num_requests",
         "num_rows",
         "num_splits",
@@ -160,6 +162,7 @@ def _sparse_extend_kernel(
     kv_indices_ptr,
     row_indptr_ptr,
     row_positions_ptr,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     num_requests,
@@ -185,6 +188,7 @@ def _sparse_extend_kernel(
     V_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,6 +237,10 @@ def _sparse_extend_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
+        if HAS_SINKS:
+            is_first = tl.program_id(2) == 0
+            top = tl.where(is_first, tl.load(sinks_ptr + head), top)  # in units of log2
+            total = tl.where(is_first, 1.0, total)
         for IS_MASKED in tl.static_range(2):
             acc, top, total = _attend(
                 acc,
@@ -332,6 +340,7 @@ def sparse_extend_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write `out`; arguments as in `sparse_extend`. One launch, two where keys are split, and no host synchronisation
@@ -369,6 +378,7 @@ def sparse_extend_triton(
         kv_indices.contiguous(),
         _on_device(row_indptr, q.device),
         row_positions.contiguous(),
+        q if sinks is None else sinks.float() * LOG2_E,  # one dtype, or another would compile the kernel again
         target,
         lse,
         num_requests,
@@ -394,6 +404,7 @@ def sparse_extend_triton(
         V_PAD=v_pad,
         HAS_CAP=logit_cap > 0,
         HAS_WINDOW=window >= 0,
+        HAS_SINKS=sinks is not None,
         IS_SPLIT=is_split,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -315,6 +315,17 @@ MLA = {
     "num_key_value_heads": 4,
 }
 LLAMA = ("llama", "LlamaForCausalLM")
+GPT_OSS = (
+    "gpt_oss",
+    "GptOssForCausalLM",
+    {
+        "sliding_window": 128,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+)
 LONG_ROPE = {
     "rope_scaling": {
         "rope_type": "longrope",
@@ -364,6 +375,13 @@ def test_model_is_served(tmp_path, name):
     model_refusals.check_model(model_config(tmp_path, model_type, architecture, **extra))
 
 
+def test_sinks_are_served_where_all_layers_are_in_one_pool(tmp_path):
+    config = model_config(tmp_path, *GPT_OSS[:2], **GPT_OSS[2])
+    assert config.has_attention_sinks
+    config.is_hybrid_swa = False
+    model_refusals.check_model(config, "listed")
+
+
 def test_long_rope_is_served_within_its_original_context(tmp_path):
     config = model_config(tmp_path, *LLAMA, **LONG_ROPE)
     config.context_len = 1024
@@ -372,7 +390,7 @@ def test_long_rope_is_served_within_its_original_context(tmp_path):
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "windows in a pool of their own": (*LLAMA, {"is_hybrid_swa": True}, "add --disable-hybrid-swa-memory"),
-    "sinks": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 128, "head_dim": 16}, "attention sinks"),
+    "sinks, and windows in a pool of their own": (*GPT_OSS, "add --disable-hybrid-swa-memory"),
     "state space": (
         "falcon_h1",
         "FalconH1ForCausalLM",
@@ -528,6 +546,12 @@ def test_flashinfer_serves_what_it_has_kernels_for(tmp_path, extra, dtype, word)
         model_refusals.check_flashinfer(config)
     assert 'kernel: "flashinfer"' in str(refused.value.code)
     assert word in str(refused.value.code)
+
+
+def test_flashinfer_knows_no_sinks(tmp_path):
+    config = model_config(tmp_path, *GPT_OSS[:2], **GPT_OSS[2])
+    with pytest.raises(StartRefused, match='kernel: "flashinfer": it knows no attention sinks'):
+        model_refusals.check_flashinfer(config)
 
 
 def test_statistics_of_layers_that_the_model_does_not_have_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +88,28 @@ def build_problem(
         row_positions=torch.tensor([p for r in rows for p in r], dtype=torch.int64),
         out=torch.full((num_rows, num_q_heads, v_head_dim), float("nan"), dtype=dtype),
     )
+
+
+def attend_with_sinks(problem: Problem, sinks: torch.Tensor, window: int = -1) -> torch.Tensor:
+    """[num_rows, num_q_heads, v_head_dim] fp64 with scores q.k / 4, weight by weight: exp(score) over the sum of all
+    that the row sees and exp(sink)."""
+    out = torch.zeros(problem.out.shape, dtype=torch.float64)
+    group = problem.q.shape[1] // problem.k_buffer.shape[1]
+    for i, (begin, end) in enumerate(itertools.pairwise(problem.row_indptr)):
+        slots = problem.kv_indices[problem.kv_indptr[i] :]
+        for row in range(begin, end):
+            position = int(problem.row_positions[row])
+            seen = slots[max(0, position - window) if window >= 0 else 0 : position + 1]
+            for head, sink in enumerate(sinks.double().tolist()):
+                k, v = (one[seen, head // group].double() for one in (problem.k_buffer, problem.v_buffer))
+                shares = (k @ problem.q[row, head].double() / 4).exp()
+                out[row, head] = shares @ v / (shares.sum() + math.exp(sink))
+    return out
+
+
+@pytest.fixture(scope="session")
+def with_sinks() -> Callable[..., torch.Tensor]:
+    return attend_with_sinks
 
 
 @pytest.fixture(scope="session")

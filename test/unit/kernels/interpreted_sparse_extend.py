@@ -50,6 +50,26 @@ def test_windows(make_problem, hard_requests, monkeypatch, num_splits, window):
     check(make_problem([(200, [3, 199])], num_q_heads=6, num_kv_heads=2), logit_cap=3.0, window=window)
 
 
+@pytest.mark.parametrize("window", [-1, 30])
+@pytest.mark.parametrize(
+    ("num_splits", "dtype", "num_q_heads", "num_kv_heads"),
+    [(1, torch.float32, 6, 2), (1, torch.bfloat16, 8, 1), (4, torch.float32, 3, 3), (32, torch.float32, 6, 2)],
+)
+def test_sinks(
+    make_problem, with_sinks, hard_requests, monkeypatch, num_splits, dtype, num_q_heads, num_kv_heads, window
+):
+    """A sink counts once, however many shares the keys are in."""
+    kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    requests = [*hard_requests, (200, [0, 1, 63, 64, *range(150, 170), 199])]
+    problem = make_problem(requests, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, v_head_dim=24, dtype=dtype)
+    sinks = torch.linspace(-4, 6, num_q_heads).bfloat16()
+    options = {"sm_scale": 0.25, "window": window, "sinks": sinks}
+    sparse_extend(*problem.inputs, **options, backend="triton", out=problem.out)
+    expected = with_sinks(problem, sinks, window)
+    torch.testing.assert_close(problem.out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(("dtype", "num_splits"), [(torch.float32, 2), (torch.float32, 32), (torch.bfloat16, 4)])
 def test_split_keys(make_problem, hard_requests, monkeypatch, dtype, num_splits):
     """More shares than blocks of keys, shares that a row sees nothing of, requests of one key."""

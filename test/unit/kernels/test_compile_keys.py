@@ -46,7 +46,10 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     index = torch.zeros(sum(kv_lens), dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
     kv_indices, positions = (odd_view(one) if rng.random() < 0.5 else one for one in index)
     options = {"sm_scale": 0.1, "logit_cap": shape.logit_cap, "backend": "triton"}
-    sparse_extend(q, k, v, kv_indptr, kv_indices, row_indptr, positions, **options)
+    sinks = torch.zeros(shape.num_q_heads) if shape.has_sinks and rng.random() < 0.7 else None
+    sinks = sinks if rng.random() < 0.5 or sinks is None else odd_view(sinks.bfloat16())
+    window = shape.window if rng.random() < 0.5 else -1
+    sparse_extend(q, k, v, kv_indptr, kv_indices, row_indptr, positions, **options, window=window, sinks=sinks)
 
     num_tokens = rng.choice([1, 3, 16, 40])
     locs = [odd_view(torch.arange(num_tokens)), torch.arange(num_tokens), torch.arange(num_tokens)]
@@ -88,8 +91,8 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
             serve(shape, rng)
     assert {(launch.kernel, launch.key) for launch in launches} <= at_start
     assert Counter(kernel for kernel, _ in at_start) == {
-        # With and without a split, and with and without a window where a layer has one.
-        "_sparse_extend_kernel": 4 if shape.window >= 0 else 2,
+        # With and without a split; and where layers have them, with and without a window, and sinks.
+        "_sparse_extend_kernel": 2 * (1 + (shape.window >= 0)) * (1 + shape.has_sinks),
         "_combine_splits_kernel": 1,
         "_copy_rotate_kernel": 1,
         "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads

@@ -37,6 +37,35 @@ def test_windows(make_problem, hard_requests, logit_cap, window):
     check(make_problem([*hard_requests, (1200, rows)]), logit_cap=logit_cap, window=window)
 
 
+@pytest.mark.parametrize("window", [-1, 0, 30])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 3), (6, 2), (8, 1)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sinks(make_problem, with_sinks, hard_requests, dtype, num_q_heads, num_kv_heads, window):
+    """Beside the formula, of a layer between two without sinks."""
+    requests = [*hard_requests, (200, list(range(200))), (600, [3, 70, *range(520, 560), 599])]
+    problem = make_problem(requests, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, v_head_dim=24, dtype=dtype)
+    sinks = torch.linspace(-4, 6, num_q_heads).bfloat16()
+    expected, tolerance = with_sinks(problem, sinks, window), TOLERANCE[dtype]
+    attention = SparseExtend(*problem.inputs[3:], backend="torch")
+    options = {"sm_scale": 0.25, "window": window}
+    for given in (None, sinks, None):
+        result = attention(*problem.inputs[:3], **options, sinks=given)
+        reference = sparse_extend_reference(*problem.inputs, **options, sinks=given)
+        torch.testing.assert_close(result.double(), reference, atol=tolerance, rtol=tolerance)
+        if given is not None:
+            torch.testing.assert_close(reference, expected)
+
+
+@pytest.mark.parametrize("logit_cap", [0.0, 3.0])
+def test_a_sink_that_is_nothing_or_all(make_problem, hard_requests, logit_cap):
+    problem = make_problem(hard_requests)
+    options = {"sm_scale": 0.25, "logit_cap": logit_cap, "backend": "torch"}
+    plain = sparse_extend(*problem.inputs, **options)
+    nothing, everything = (torch.full((4,), sink) for sink in (-float("inf"), 1e4))
+    torch.testing.assert_close(sparse_extend(*problem.inputs, **options, sinks=nothing), plain)
+    assert (sparse_extend(*problem.inputs, **options, sinks=everything) == 0).all()
+
+
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(3, 3), (4, 2), (6, 2), (8, 1), (12, 1)])
 def test_grouped_query_heads(make_problem, hard_requests, num_q_heads, num_kv_heads):
     check(make_problem(hard_requests, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads))
@@ -226,6 +255,7 @@ def test_layers_share_what_depends_on_positions(make_problem, hard_requests):
         ("q: ", {"q": torch.zeros(2, 3, 16)}),
         ("k_buffer", {"k_buffer": torch.zeros(20, 2, 16, dtype=torch.int8)}),
         ("v_buffer", {"v_buffer": torch.zeros(20, 1, 16)}),
+        ("sinks: shape \\(2,\\)", {"sinks": torch.zeros(2)}),
         ("out", {"out": torch.zeros(2, 4, 8)}),
         ("backend", {"backend": "cuda"}),
     ],
