@@ -116,7 +116,6 @@ PRESSURE = [
         tree_core="python",
         typed=True,
         kind="gpt_oss",
-        server=(("disable_hybrid_swa_memory", True),),
     ),
     Pressure(
         chunked=True,

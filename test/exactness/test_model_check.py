@@ -14,7 +14,6 @@ from exactness.runner import MODEL_DIR
 from tiny_models import make_model
 
 SMALL = {"max_total_tokens": 2048}
-ONE_POOL = {"disable_hybrid_swa_memory": True}
 BROKEN = {
     "another_base": f"rotary embedding of layer {LAYER}",
     "interleaved": f"keys of layer {LAYER}, moved by",
@@ -98,13 +97,13 @@ def test_what_the_check_would_find_if_ours_were_broken(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["runs", pytest.param("rows", marks=pytest.mark.all)])
 def test_attention_with_sinks_is_no_difference(attention: str) -> None:
-    found = start(tiny("gpt_oss"), config={"attention": attention}, dtype="float32", **ONE_POOL, **SMALL)
+    found = start(tiny("gpt_oss"), config={"attention": attention}, dtype="float32", **SMALL)
     assert isinstance(found, float), found
 
 
 @pytest.mark.slow
 def test_sinks_that_are_left_out_are_found() -> None:
-    found = start(tiny("gpt_oss"), broken_models.without_sinks, dtype="float32", **ONE_POOL, **SMALL)
+    found = start(tiny("gpt_oss"), broken_models.without_sinks, dtype="float32", **SMALL)
     assert "behind layer 0 rows computed by our kernel differ" in str(found)
 
 

@@ -34,7 +34,6 @@ OTHERS = [
     not in [replace(one, tree_core="rust", typed=False) for one in PAIRWISE]
 ]
 GPT_OSS: dict[str, Any] = {"kind": "gpt_oss", "layers": 4}  # sinks, windows shorter than a chunk, experts with biases
-ONE_POOL = ("disable_hybrid_swa_memory", True)
 # Case 12, and the other model classes.
 MODELS = [
     Config(rope="llama3"),
@@ -49,7 +48,7 @@ MODELS = [
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
     Config(kind="gemma3_mm", layers=4, chunked=True),
     Config(kind="qwen3_vl", page_size=16, tp_size=2),
-    Config(**GPT_OSS, page_size=16, chunked=True, server=(ONE_POOL,)),
+    Config(**GPT_OSS, page_size=16, chunked=True),
 ]
 MORE_MODELS = [
     Config(rope="linear", options=(("verify_share", 1.0),)),
@@ -83,11 +82,11 @@ MORE_MODELS = [
     Config(kind="kimi_k25", chunked=True, page_size=16),
     Config(kind="kimi_k25", tp_size=2, options=RUNS),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS, server=(("ep_size", 2),)),
-    Config(**GPT_OSS, tp_size=2, server=(ONE_POOL,)),
-    Config(**GPT_OSS, page_size=16, tp_size=2, chunked=True, overlap=False, options=RUNS, server=(ONE_POOL,)),
-    Config(**GPT_OSS, overlap=False, options=RUNS, server=(ONE_POOL,)),
-    Config(**GPT_OSS, chunked=True, server=(ONE_POOL, ("enable_mixed_chunk", True))),
-    Config(**GPT_OSS, tp_size=2, server=(ONE_POOL, ("ep_size", 2))),
+    Config(**GPT_OSS, tp_size=2),
+    Config(**GPT_OSS, page_size=16, tp_size=2, chunked=True, overlap=False, options=RUNS),
+    Config(**GPT_OSS, overlap=False, options=RUNS),
+    Config(**GPT_OSS, chunked=True, server=(("enable_mixed_chunk", True),)),
+    Config(**GPT_OSS, tp_size=2, server=(("ep_size", 2),)),
 ]
 MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]
 
