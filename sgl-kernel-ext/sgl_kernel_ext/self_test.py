@@ -316,6 +316,7 @@ def _attention_mass_case(shape: ModelShape, device: torch.device, of_chunks: boo
     options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap}
     options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks}
     options |= {"segment_starts": [0, 1, 64, 100, 300]} if of_chunks else {}
+    options |= {"sinks": _normal(rng, (heads,), shape.sinks, device)} if shape.sinks is not None else {}
     args = q, k, rows.to(device)
 
     def run(implementation: str) -> Sequence[torch.Tensor]:

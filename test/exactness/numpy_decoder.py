@@ -87,15 +87,17 @@ class Decoder:
         k_scale, v_scale = self._scales[layer]
         return _rounded(k / k_scale, self._kv_dtype) * k_scale, _rounded(v / v_scale, self._kv_dtype) * v_scale
 
-    def weights(self, q: Array, positions: npt.NDArray[np.int64], k: Array, layer: int | None = None) -> Array:
+    def weights(
+        self, layer: int, q: Array, positions: npt.NDArray[np.int64], k: Array, *, in_window: bool = False
+    ) -> Array:
         """softmax(q k) over the keys at or before each row's position: `[num_rows, num_heads, num_keys]`.
 
-        With the window and the sinks of a layer; None = without, as the methods score.
+        Those of the layer's window, if it has one and `in_window`; methods score without.
         """
         k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
         logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
         distance = positions[:, None] - np.arange(len(k))
-        window = None if layer is None or not self._windows else self._windows[layer]
+        window = self._windows[layer] if in_window and self._windows else None
         is_seen = (distance >= 0) & (distance < (window or math.inf))
         logits = np.where(is_seen[:, None, :], logits, -np.inf)
         sinks = self._weights.get(f"model.layers.{layer}.self_attn.sinks", np.full(self.num_heads, -np.inf))[:, None]
@@ -196,9 +198,10 @@ class Forward:
         q, k, v = self.project()
         self.k[self.layer, self.rows], self.v[self.layer, self.rows] = self.model.stored(self.layer, k, v)
         k, v = self.k[self.layer], self.v[self.layer]
-        self._x = self.model.finish(self.layer, self._x, self.model.weights(q, self.rows, k, self.layer), v)
+        weights = self.model.weights(self.layer, q, self.rows, k, in_window=True)
+        self._x = self.model.finish(self.layer, self._x, weights, v)
         self.layer += 1
-        return self.model.weights(q, self.rows, k)
+        return self.model.weights(self.layer - 1, q, self.rows, k)
 
     def log_probs(self) -> Array:
         return self.model.log_probs(self._x[-1])

@@ -478,7 +478,7 @@ class _Execution:
         keys = self.k[forward.layer].copy()
         keys[forward.rows] = k
         is_asking = np.isin(forward.rows, self.question)
-        return self.model.weights(q[is_asking], forward.rows[is_asking], keys)
+        return self.model.weights(forward.layer, q[is_asking], forward.rows[is_asking], keys)
 
     def _ask(self, segments: list[frozenset[int]], budgets: list[int]) -> frozenset[int]:
         """FusionRAG section 3.2: a first pass over the reused cache, of all that no method may drop.

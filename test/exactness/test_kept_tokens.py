@@ -98,7 +98,7 @@ def decode(model: Decoder, ids: list[int], spans: list[list[int]], answer: list[
         for layer in range(model.num_layers):
             q, k[layer, position], v[layer, position] = model.project(layer, x, position)
             seen = slice(0, position[0] + 1)
-            weights = np.nan_to_num(model.weights(q, position, k[layer, seen]))
+            weights = np.nan_to_num(model.weights(layer, q, position, k[layer, seen]))
             if step >= num_whole:
                 weights = weights * _mask(kept[layer], position[0] + 1, model.num_heads)
                 weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_chunk_cache.forward.whole_rows import whole_rows
+from sglang_chunk_cache.forward.whole_rows import sinks_of, whole_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -64,13 +64,21 @@ class Observer(Protocol):
     def observes(self, layer_id: int) -> bool:
         """Whether it looks at this layer."""
 
-    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+    def observe(
+        self,
+        layer: RadixAttention,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        row_lens: Sequence[int],
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """One layer, whose K is in its slots.
 
         Args:
             q: `[num_rows, num_q_heads * head_dim]` of the batch.
             positions: `[num_rows]` int64.
             row_lens: rows of each request.
+            sinks: `[num_q_heads]` of the layer's attention; None = it has none.
         """
 
     def finish(self) -> None:
@@ -116,7 +124,7 @@ def attending(
         if looking:
             whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
             for one in looking:
-                one.observe(layer, whole_q, positions, row_lens)
+                one.observe(layer, whole_q, positions, row_lens, **sinks_of(kwargs))
         return out
 
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:

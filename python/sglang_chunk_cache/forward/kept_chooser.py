@@ -69,10 +69,18 @@ class KeptChooser:
         """Every layer keeps tokens of its own."""
         return True
 
-    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+    def observe(
+        self,
+        layer: RadixAttention,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        row_lens: Sequence[int],
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Adds one layer; arguments as of `StatisticsTaker.observe`."""
         num_kv_heads = layer.tp_k_head_num
         q = q.view(-1, num_kv_heads, layer.tp_q_head_num // num_kv_heads, layer.qk_head_dim)
+        sinks_of = [None] * num_kv_heads if sinks is None else sinks.view(num_kv_heads, -1)
         stored = LayerKV.of(self._kv_pool, layer)
         for job in self._jobs:
             begin, end = job.kept.begin, job.kept.end
@@ -87,6 +95,7 @@ class KeptChooser:
                     sm_scale=layer.scaling,
                     logit_cap=layer.logit_cap,
                     k_scale=stored.k_scale,
+                    sinks=sinks_of[head],
                     backend=self._kernel,
                 )
                 scores += received[begin:end]

@@ -59,7 +59,8 @@ def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]
     kernels = [*dict.fromkeys((first, "torch"))]
     if prefill_backend != "flashinfer":
         return kernels
-    problem = flashinfer.unserved(shape.dtype, shape.head_dim, shape.v_head_dim, shape.kv_dtype)
+    dims = shape.head_dim, shape.v_head_dim
+    problem = flashinfer.unserved(shape.dtype, *dims, shape.kv_dtype, shape.sinks is not None)
     if problem is not None:
         logger.info("Chunk cache: not used: FlashInfer's kernel: %s", problem)
         return kernels
@@ -100,6 +101,12 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_h
         window=max(layers.windows),
         latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
         has_unrotated=any(one is None for one in layers.rotaries),
-        sinks=next((one.dtype for name, one in model_runner.model.named_parameters() if "sink" in name), None),
+        sinks=_sinks_of(layers),
         sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
     )
+
+
+def _sinks_of(layers: ModelLayers) -> torch.dtype | None:
+    """The dtype of attention sinks; None = no layer has any."""
+    parameters = (named for module in layers.modules for named in module.named_parameters())
+    return next((one.dtype for name, one in parameters if "sink" in name), None)

@@ -172,13 +172,21 @@ class StatisticsTaker:
         """Whether statistics are taken at this layer."""
         return layer_id in self._layers
 
-    def observe(self, layer: RadixAttention, q: torch.Tensor, positions: torch.Tensor, row_lens: Sequence[int]) -> None:
+    def observe(
+        self,
+        layer: RadixAttention,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        row_lens: Sequence[int],
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Adds one layer.
 
         Args:
             q: `[num_rows, num_q_heads * head_dim]` of the batch; K is in its slots.
             positions: `[num_rows]` int64.
             row_lens: rows of each request.
+            sinks: `[num_q_heads]` of the layer's attention; None = it has none.
         """
         self._is_observed = True
         heads, kv_heads = self._own_heads(layer)
@@ -202,6 +210,7 @@ class StatisticsTaker:
                 segment_starts=last.segment_starts,
                 skip_self=True,
                 row_starts=rows.starts,
+                sinks=None if sinks is None else sinks[heads],
                 backend=self._kernel,
             )
             assert by_segment is not None

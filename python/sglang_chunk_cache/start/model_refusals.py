@@ -34,9 +34,8 @@ def check_flashinfer(model_config: Any) -> None:
     from sgl_kernel_ext.sparse_extend.flashinfer import unserved
 
     dtype = model_config.dtype  # the pool's is known later
-    problem = unserved(dtype, model_config.head_dim, model_config.v_head_dim, dtype)
-    if model_config.has_attention_sinks:
-        problem = "it knows no attention sinks, which this model has"
+    dims = model_config.head_dim, model_config.v_head_dim
+    problem = unserved(dtype, *dims, dtype, model_config.has_attention_sinks)
     if problem is not None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 

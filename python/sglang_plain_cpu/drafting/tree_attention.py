@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_plain_cpu import torch_native
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -38,9 +39,21 @@ class TreeAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not forward_batch.forward_mode.is_target_verify():
-            out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            return out
+        args = q, k, v, layer, forward_batch, save_kv_cache
+        if forward_batch.forward_mode.is_target_verify():
+            return torch_native.forward(TreeAttention._verify, self, *args, **kwargs)
+        out: torch.Tensor = super().forward_extend(*args, **kwargs)
+        return out
+
+    def _verify(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
         pool, window = self.token_to_kv_pool, layer.sliding_window_size
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
@@ -58,15 +71,15 @@ class TreeAttention(TorchNativeAttnBackend):
             if window is not None and window > -1:
                 key_positions = torch.cat([torch.arange(length), positions[i]])
                 seen &= key_positions >= positions[i][:, None] - window
-            out = scaled_dot_product_attention(
-                queries[i],
-                keys[slots].transpose(0, 1).to(q.dtype),
-                values[slots].transpose(0, 1).to(q.dtype),
+            out = torch_native.attention(
+                queries[i : i + 1],
+                keys[slots].transpose(0, 1)[None].to(q.dtype),
+                values[slots].transpose(0, 1)[None].to(q.dtype),
                 attn_mask=seen,
                 enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
                 scale=layer.scaling,
             )
-            outs.append(out.transpose(0, 1).reshape(num_nodes, -1))
+            outs.append(out[0].transpose(0, 1).reshape(num_nodes, -1))
         return torch.cat(outs)
 
     def _run_sdpa_forward_decode(

@@ -40,6 +40,7 @@ def attention_mass(
     lse: torch.Tensor | None = None,
     row_starts: torch.Tensor | None = None,
     squared: bool = False,
+    sinks: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The softmax mass of one request's rows on its keys.
@@ -57,10 +58,11 @@ def attention_mass(
         segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
         skip_self: leave out of `received` what a row gives to the key at its own position.
         lse: [num_rows, num_q_heads] fp32, the log of the sum of exp(score) over the keys that a row sees, which flash
-            attention returns beside its output; None = found here.
+            attention returns beside its output, without sinks; None = found here.
         row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
             of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
         squared: sums of the squares of the softmax. Computed by torch on every device.
+        sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
 
     Returns:
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
@@ -74,7 +76,7 @@ def attention_mass(
         >>> received.shape, round(float(received.sum()), 3)
         (torch.Size([10]), 2.0)
     """
-    _check(q, k, row_positions, segment_starts, lse)
+    _check(q, k, row_positions, segment_starts, lse, sinks)
     sm_scale *= k_scale
     if q.shape[0] and k.shape[0] and not squared and resolve_backend(backend, q.device) == "triton":
         if row_starts is not None:
@@ -82,7 +84,10 @@ def attention_mass(
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
 
         return attention_mass_triton(
-            q, k, row_positions, segment_starts, lse, sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
+            *(q, k, row_positions, segment_starts, lse, sinks),
+            sm_scale=sm_scale,
+            logit_cap=logit_cap,
+            skip_self=skip_self,
         )
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
@@ -102,7 +107,7 @@ def attention_mass(
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1) if lse is None else scores.sub_(lse[rows].t()[:, :, None]).exp_()
+        weights = _softmax(scores, None if lse is None else lse[rows].t(), sinks)
         weights = (weights.square_() if squared else weights).sum(0)
         if row_starts is None:
             received[:num_keys] += weights.sum(0)
@@ -132,6 +137,16 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
     return scores
 
 
+def _softmax(scores: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of [num_q_heads, rows, num_keys] scores, which are overwritten; `lse` is [num_q_heads, rows]."""
+    if lse is None and sinks is None:
+        return torch.softmax(scores, dim=-1)
+    lse = scores.logsumexp(-1) if lse is None else lse
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    return scores.sub_(lse[..., None]).exp_()
+
+
 def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
     """[kv_len, num_segments] fp32, 1 where the key is of the segment; sums over it are products of matrices."""
     bounds = upload([np.array([*segment_starts, kv_len], dtype=np.int64)], device)[0]
@@ -145,6 +160,7 @@ def _check(
     row_positions: torch.Tensor,
     segment_starts: Sequence[int] | None,
     lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q, k: shapes {tuple(q.shape)} and {tuple(k.shape)} do not fit: head_dim or head count")
@@ -154,6 +170,8 @@ def _check(
         )
     if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32):
         raise ValueError(f"lse: {lse.dtype} {tuple(lse.shape)}, need float32 {tuple(q.shape[:2])}")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks: shape {tuple(sinks.shape)}, need one of each of the {q.shape[1]} query heads")
     if segment_starts is not None:
         starts = list(segment_starts)
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > k.shape[0]:

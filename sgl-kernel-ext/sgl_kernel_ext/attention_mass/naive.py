@@ -20,6 +20,7 @@ def attention_mass_reference(
     skip_self: bool = False,
     row_starts: torch.Tensor | None = None,
     squared: bool = False,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention_mass`, everything computed in `dtype`."""
@@ -31,7 +32,9 @@ def attention_mass_reference(
             scores = k[: position + 1, head // group].to(dtype) @ q[row, head].to(dtype) * (sm_scale * k_scale)
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
-            weights[row, : position + 1] += torch.softmax(scores, dim=0) ** (2 if squared else 1) / num_heads
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].to(dtype)])
+            weights[row, : position + 1] += torch.softmax(scores, dim=0)[: position + 1] ** (1 + squared) / num_heads
     given = weights if row_starts is None else weights * (torch.arange(kv_len, device=q.device) >= row_starts[:, None])
     received = given.sum(0)
     if skip_self:

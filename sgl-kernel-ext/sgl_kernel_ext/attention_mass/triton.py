@@ -215,6 +215,7 @@ def attention_mass_triton(
     row_positions: torch.Tensor,
     starts: Sequence[int] | None,
     lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *,
     sm_scale: float,
     logit_cap: float,
@@ -225,6 +226,7 @@ def attention_mass_triton(
     Args:
         starts: where segments begin, as in `attention_mass`; None = no segments.
         lse: `[num_rows, num_q_heads]`; with it and without segments the first pass is left out.
+        sinks: `[num_q_heads]`, added to the log-sum-exp of the rows, never to that of a segment.
     """
     check_dense(q=q, k=k)
     (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
@@ -261,6 +263,8 @@ def attention_mass_triton(
             *(firsts, found, num_heads * num_rows, num_pieces), BLOCK_ROWS=32, BLOCK_PIECES=32, num_warps=4
         )
         row_lse = found[0] if row_lse is None else row_lse
+    if sinks is not None:
+        row_lse = torch.logaddexp2(row_lse, (sinks.float() * LOG2_E)[:, None])
     _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
         *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
         *strides,

@@ -75,10 +75,14 @@ def variant() -> Literal["jit", "mask"]:
     return "jit" if _build_failure is None else "mask"
 
 
-def unserved(dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype) -> str | None:
+def unserved(
+    dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, has_sinks: bool = False
+) -> str | None:
     """What of a model FlashInfer has no kernel for; None where it has one."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
+    if has_sinks:
+        return "it knows no attention sinks, and this model has them"
     if dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, and this model runs in {dtype}"
     if kv_dtype != dtype:

@@ -226,8 +226,10 @@ class Forward:
         max_reqs: int | None = None,
         kv_dtype: torch.dtype | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.batch = batch
+        self.parts = {} if sinks is None else {"sinks": sinks}  # as a model hands them over
         case = BACKENDS[backend]
         num_pages = sum(-(-one.kv_len // page_size) for one in batch) + 1
         max_reqs = max_reqs or sum(len(one.runs) for one in batch)
@@ -295,7 +297,7 @@ class Forward:
         forward_batch = self._forward_batch(chosen)
         with forward_context(ForwardContext(self.backend)):
             self.backend.init_forward_metadata(forward_batch)
-            return self.layer(*self._rows(chosen), forward_batch).view(-1, Q_HEADS, DIM)
+            return self.layer(*self._rows(chosen), forward_batch, **self.parts).view(-1, Q_HEADS, DIM)
 
     def fused(self, num_padded: int = 0, chosen: list[int] | None = None) -> list[torch.Tensor]:
         """`[num_rows, q_heads, dim]` per request; `num_padded` rows more are of no request.
@@ -319,7 +321,7 @@ class Forward:
         given = [one.clone() for one in rows]
         with forward_context(ForwardContext(self.backend)), attending(self.backend, attention):
             self.backend.init_forward_metadata(forward_batch)
-            out = self.layer(*rows, forward_batch).view(-1, Q_HEADS, DIM)
+            out = self.layer(*rows, forward_batch, **self.parts).view(-1, Q_HEADS, DIM)
         assert vars(self.backend).keys().isdisjoint({"forward", "init_forward_metadata"})
         for one, before in zip(rows, given, strict=True):
             torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
@@ -337,7 +339,9 @@ class Forward:
         """`[num_rows, q_heads, dim]` of request i: each row sees every position up to its own."""
         rows = zip(self.batch[i].positions, self.q[i].split(1), strict=True)
         k, v, scale = self.k[i], self.v[i], self.layer.scaling
-        return torch.cat([reference_kernels.attend(q, k[: at + 1], v[: at + 1], scale)[0] for at, q in rows])
+        return torch.cat(
+            [reference_kernels.attend(q, k[: at + 1], v[: at + 1], scale, **self.parts)[0] for at, q in rows]
+        )
 
     @property
     def rows(self) -> FusedRows:
@@ -404,6 +408,23 @@ def test_there_may_be_as_many_runs_as_requests_can_run(published, backend):
     batch = requests(pairs, single_rows[::2], [(0, 5)])
     forward = Forward(published, backend, batch, 1, max_reqs=sum(len(one.runs) for one in batch))
     forward.check(forward.fused())
+
+
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if not name.startswith("flashinfer")])
+def test_sinks_arrive_at_the_backend_and_at_our_kernel_beside_it(published, backend):
+    """FlashInfer's backend has none, and SGLang starts no model that has them with it."""
+    batch = BATCHES["fused and plain"]
+    plain = [i for i, one in enumerate(batch) if one.is_plain]
+    forward = Forward(published, backend, batch, 16, sinks=SINKS)
+    forward.check(forward.fused())
+    forward = Forward(published, backend, batch, 16, sinks=SINKS)
+    beside_our_kernel = forward.fused(chosen=plain)
+    forward.check(beside_our_kernel)
+    by_stock = Forward(published, backend, batch, 16, sinks=SINKS).stock(plain)
+    assert torch.equal(torch.cat([beside_our_kernel[i] for i in plain]), by_stock)
 
 
 SCALES = (0.5, 0.125)

@@ -1,8 +1,7 @@
 """Kernels of SGLang's attention backends, in torch on the CPU.
 
 Each takes the arguments of the kernel whose name it bears and reads nothing else. Whatever SGLang's call may hold
-beyond them (sinks, windows, caps) is refused, since no model that we serve has it. K and V in FP8 are the scales of the
-call times what is stored.
+beyond them (windows, caps) is refused. K and V in FP8 are the scales of the call times what is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,12 @@ import torch
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[q_len, q_heads, dim]` of one sequence and its natural log-sum-exp `[q_len, q_heads]`, in fp32.
 
@@ -24,6 +28,7 @@ def attend(
         q: `[q_len, q_heads, dim]`.
         k, v: `[kv_len, kv_heads, dim]`.
         causal: the last query sees every key, the one before it all but the last.
+        sinks: `[q_heads]`, a logit that takes part in the softmax and has no value.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (one.float().repeat_interleave(group, dim=1) for one in (k, v))
@@ -32,6 +37,8 @@ def attend(
         hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
         scores.masked_fill_(hidden[:, None], float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float())
     weights = (scores - lse[..., None]).exp() if len(k) else scores
     return torch.einsum("qhk,khd->qhd", weights, v), lse
 
@@ -43,7 +50,19 @@ def _spans(indptr: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _attend_paged(
-    q, k_cache, v_cache, k_table, v_table, kv_lens, q_indptr, max_q_len, scale, out, dtype, kv_scales=(1.0, 1.0)
+    q,
+    k_cache,
+    v_cache,
+    k_table,
+    v_table,
+    kv_lens,
+    q_indptr,
+    max_q_len,
+    scale,
+    out,
+    dtype,
+    kv_scales=(1.0, 1.0),
+    sinks=None,
 ):
     """Caches `[pages, page_size, heads, dim]`, tables `[batch, pages]`; written to `out` where it is given."""
     spans = _spans(q_indptr)
@@ -59,7 +78,7 @@ def _attend_paged(
             cache[table[i, :num_pages].long()].flatten(0, 1)[:kv_len].float() * one
             for cache, table, one in zip((k_cache, v_cache), (k_table, v_table), kv_scales, strict=True)
         )
-        out[begin:end] = attend(q[begin:end], k, v, scale)[0]
+        out[begin:end] = attend(q[begin:end], k, v, scale, sinks=sinks)[0]
     return out
 
 
@@ -86,6 +105,7 @@ def flash_attn_with_kvcache(
     ver,
     k_descale=None,
     v_descale=None,
+    sinks=None,
 ):
     assert causal
     assert window_size == (-1, -1)
@@ -102,7 +122,7 @@ def flash_attn_with_kvcache(
         assert k_descale.shape == v_descale.shape == (len(cache_seqlens), k_cache.shape[2])
         scales = [one.unique().item() for one in (k_descale, v_descale)]
     lens = (cache_seqlens, cu_seqlens_q, max_seqlen_q)
-    return _attend_paged(q, k_cache, v_cache, *tables, *lens, softmax_scale, out, dtype, scales)
+    return _attend_paged(q, k_cache, v_cache, *tables, *lens, softmax_scale, out, dtype, scales, sinks)
 
 
 # --- FlashInfer -------------------------------------------------------------------------------------------------------
@@ -211,7 +231,6 @@ def trtllm_batch_context_with_kv_cache(
     """Caches are `[pages, heads, page_size, dim]`."""
     assert causal
     assert window_left == -1
-    assert sinks is None
     assert kv_cache_sf is None
     assert batch_size == len(seq_lens)
     assert cum_seq_lens_kv.diff().tolist() == seq_lens.tolist()
@@ -219,7 +238,7 @@ def trtllm_batch_context_with_kv_cache(
     caches = (cache.transpose(1, 2) for cache in kv_cache)
     tables = (block_tables, block_tables)
     lens = (seq_lens, cum_seq_lens_q, max_q_len)
-    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
+    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale), sinks)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -242,14 +261,13 @@ def trtllm_batch_decode_with_kv_cache(
 ):
     """One query per sequence."""
     assert window_left == -1
-    assert sinks is None
     assert kv_cache_sf is None
     assert int(seq_lens.max()) <= max_seq_len
     caches = (cache.transpose(1, 2) for cache in kv_cache)
     tables = (block_tables, block_tables)
     indptr = torch.arange(len(seq_lens) + 1)
     lens = (seq_lens, indptr, 1)
-    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
+    return _attend_paged(query, *caches, *tables, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale), sinks)
 
 
 def trtllm_fmha_v2_prefill(
@@ -277,7 +295,6 @@ def trtllm_fmha_v2_prefill(
     assert input_layout == "Q_PAGED_KV_NHD"
     assert mask_mode == "causal"
     assert window_left == -1
-    assert sinks is None
     assert batch_size == len(seq_lens)
     assert cum_seq_lens_kv.diff().tolist() == seq_lens.tolist()
     assert int(seq_lens.max()) <= max_kv_len
@@ -290,7 +307,7 @@ def trtllm_fmha_v2_prefill(
         k, v = kv.unbind(1)
         k_table = v_table = block_tables
     lens = (seq_lens, cum_seq_lens_q, max_q_len)
-    return _attend_paged(query, k, v, k_table, v_table, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale))
+    return _attend_paged(query, k, v, k_table, v_table, *lens, bmm1_scale, out, out_dtype, (1.0, bmm2_scale), sinks)
 
 
 def backends_on_the_cpu() -> types.SimpleNamespace:

@@ -19,7 +19,14 @@ from sglang_chunk_cache.kv.model_layers import ModelLayers
 def choose(monkeypatch):
     """`choose_kernel` on a GPU on which the named implementations are wrong, without the GPU."""
 
-    def made(asked: str, wrong: set[str], backend: str = "fa3", kv_dtype=torch.bfloat16, variant="jit") -> str:
+    def made(
+        asked: str,
+        wrong: set[str],
+        backend: str = "fa3",
+        kv_dtype=torch.bfloat16,
+        variant: str = "jit",
+        has_sinks: bool = False,
+    ) -> str:
         def check(shape, device, implementations):
             assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 64)
             return [
@@ -33,7 +40,10 @@ def choose(monkeypatch):
         runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16, prefill_attention_backend_str=backend)
         pool = SimpleNamespace(dtype=kv_dtype)
         attention, rotary = RadixAttention(4, 64, 1.0, 2, 0), RotarySpec(64, True, torch.ones(32))
-        layers = ModelLayers(torch.nn.Module(), (torch.nn.Module(),), (attention,), (rotary,))
+        layer = torch.nn.Module()
+        if has_sinks:
+            layer.sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        layers = ModelLayers(torch.nn.Module(), (layer,), (attention,), (rotary,))
         return kernels.choose_kernel(asked, runner, pool, layers)
 
     return made
@@ -57,6 +67,7 @@ def test_the_first_that_agrees_with_its_definition_serves(choose, asked, wrong, 
         ({"wrong": {"flashinfer", "triton"}}, "torch", "by triton is wrong by 7.0"),
         ({"variant": "mask"}, "triton", "not used: FlashInfer's kernel, whose variant could not be built"),
         ({"kv_dtype": torch.float8_e4m3fn}, "triton", "not used: FlashInfer's kernel: it reads K and V of the model's"),
+        ({"has_sinks": True}, "triton", "not used: FlashInfer's kernel: it knows no attention sinks"),
     ],
 )
 def test_beside_flashinfers_backend_its_kernel_serves_where_it_fits(choose, caplog, how, chosen, told):

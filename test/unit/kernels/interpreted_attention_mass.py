@@ -71,6 +71,18 @@ def test_segments_of_several_pieces(starts, kv_dtype):
     check((q, k.to(kv_dtype), rows), segment_starts=starts)
 
 
+@pytest.mark.parametrize("starts", [None, [0, 0, 7, 40]])
+@pytest.mark.parametrize("has_lse", [False, True])
+def test_sinks(starts, has_lse):
+    """They are of no segment, and in front of a log-sum-exp that was given too."""
+    q, k, positions = build(67, [0, 1, 5, 31, 66])
+    scores = torch.einsum("rhd,khd->rhk", q, k.repeat_interleave(2, dim=1)) * 0.25
+    scores.masked_fill_(torch.arange(67) > positions[:, None, None], float("-inf"))
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 4.0]).bfloat16()
+    lse = torch.logsumexp(scores, -1) if has_lse else None
+    check((q, k, positions), lse=lse, segment_starts=starts, sinks=sinks, skip_self=not has_lse)
+
+
 def test_a_question():
     """A quarter of an 8B model's heads, and chunks of uneven lengths."""
     q, k, rows = build(1100, list(range(1068, 1100)), num_q_heads=8, num_kv_heads=2, head_dim=128)

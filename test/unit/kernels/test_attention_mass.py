@@ -114,6 +114,26 @@ def test_hard_rows(kv_len, positions, dtype, logit_cap):
     check(problem, logit_cap=logit_cap, segment_starts=[0, kv_len // 3, kv_len // 2])
 
 
+@pytest.mark.parametrize("given", [{}, {"skip_self": True}, {"squared": True}, {"logit_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(("kv_len", "positions"), HARD)
+def test_sinks_take_a_share_of_every_row(kv_len, positions, given):
+    problem = build(kv_len, positions)
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 4.0]).bfloat16()
+    _, by_segment = check(problem, segment_starts=[0, kv_len // 2], sinks=sinks, **given)
+    assert (by_segment.sum(1) < 1).all()
+
+
+def test_the_mass_of_a_row_with_a_sink_is_the_formula():
+    problem = build(9, [4, 8], num_q_heads=2, num_kv_heads=1)
+    sinks = torch.tensor([1.0, 2.0])
+    shares = torch.einsum("rhd,kd->rhk", problem.q, problem.k[:, 0]).mul(0.25).exp()
+    shares[0, :, 5:] = 0
+    expected = (shares / (shares.sum(-1, keepdim=True) + sinks.exp()[:, None])).mean(1)
+    received, by_segment = attention_mass(*problem.inputs, sm_scale=0.25, segment_starts=[0, 3], sinks=sinks)
+    torch.testing.assert_close(received, expected.sum(0))
+    torch.testing.assert_close(by_segment, torch.stack([expected[:, :3].sum(1), expected[:, 3:].sum(1)], 1))
+
+
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (3, 3), (4, 2), (6, 2), (8, 2), (8, 1)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_grouped_query_heads(num_q_heads, num_kv_heads, dtype):
@@ -300,6 +320,7 @@ def test_inputs_are_not_written():
         ("segment_starts", {"segment_starts": [0, 5, 4]}),
         ("segment_starts", {"segment_starts": [0, 11]}),
         ("segment_starts", {"segment_starts": [0, -1]}),
+        ("sinks: shape \\(2,\\)", {"sinks": torch.zeros(2)}),
     ],
 )
 def test_bad_arguments_are_named(field, change):

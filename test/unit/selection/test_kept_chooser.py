@@ -22,13 +22,14 @@ KEPT = KeptTokens(begin=7, end=55, room=11)
 
 
 class Pool:
-    """K of two layers, in slots that are in no order."""
+    """K of two layers, in slots that are in no order; perhaps sinks."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_sinks: bool = False) -> None:
         rng = torch.Generator().manual_seed(0)
         self.k = [2 * torch.randn(120, NUM_KV_HEADS, HEAD_DIM, generator=rng) for _ in range(NUM_LAYERS)]
         self.q = torch.randn(NUM_LAYERS, PROMPT_LEN, NUM_Q_HEADS, HEAD_DIM, generator=rng)
         self.slots = torch.randperm(120, generator=rng)[:PROMPT_LEN]
+        self.sinks = 4 * torch.randn(NUM_LAYERS, NUM_Q_HEADS, generator=rng) if has_sinks else [None] * NUM_LAYERS
 
     dtype = torch.float32
 
@@ -53,7 +54,8 @@ def observe(pool: Pool, packing: Packing, begin: int, end: int) -> None:
             logit_cap=0.0,
         )
         q = torch.cat([torch.full_like(pool.q[layer_id, :3], 9.0), pool.q[layer_id, begin:end]]).flatten(1)
-        chooser.observe(layer, q, torch.cat([torch.arange(3), torch.arange(begin, end)]), [3, end - begin])
+        positions = torch.cat([torch.arange(3), torch.arange(begin, end)])
+        chooser.observe(layer, q, positions, [3, end - begin], pool.sinks[layer_id])
     chooser.finish()
 
 
@@ -64,8 +66,9 @@ def reference(pool: Pool, layer: int, head: int) -> list[int]:
     for row in range(PROMPT_LEN - WINDOW, PROMPT_LEN):
         for q_head in range(head * group, (head + 1) * group):
             keys = pool.k[layer][pool.slots[: row + 1], head].double()
-            weights = torch.softmax(keys @ pool.q[layer, row, q_head].double() * 0.3, dim=0)
-            for i, weight in enumerate(weights.tolist()):
+            weights = (keys @ pool.q[layer, row, q_head].double() * 0.3).exp()
+            sink = 0.0 if pool.sinks[layer] is None else pool.sinks[layer][q_head].double().exp()
+            for i, weight in enumerate((weights / (weights.sum() + sink)).tolist()):
                 scores[i] += weight
     own = scores[KEPT.begin : KEPT.end]
     pooled = [max(own[max(i - 3, 0) : i + 4]) for i in range(len(own))]
@@ -73,9 +76,10 @@ def reference(pool: Pool, layer: int, head: int) -> list[int]:
     return sorted(KEPT.begin + i for i in best)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cuts", [[40], [40, 70], [58], [57, 59, 89]])
-def test_the_choice_is_that_of_the_definition(cuts: list[int]) -> None:
-    pool, packing = Pool(), Packing()
+def test_the_choice_is_that_of_the_definition(cuts: list[int], has_sinks: bool) -> None:
+    pool, packing = Pool(has_sinks), Packing()
     bounds = [*cuts, PROMPT_LEN]
     for begin, end in itertools.pairwise(bounds):
         if end > PROMPT_LEN - WINDOW:

@@ -59,6 +59,7 @@ def received_of_question(rows: RowsAtLayer, *, squared: bool = False) -> torch.T
         sm_scale=rows.sm_scale,
         logit_cap=rows.logit_cap,
         squared=squared,
+        sinks=rows.sinks,
     )
     return received
 
@@ -101,11 +102,12 @@ def test_shape_and_promises_of_a_scorer(name: str) -> None:
         torch.testing.assert_close(getattr(rows, field), tensor, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, NUM_Q_HEADS)], ids=["", "sinks"])
 @pytest.mark.parametrize("logit_cap", [0.0, 2.0])
-@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag", "infoflow"])
-def test_scores_equal_the_definition(name: str, logit_cap: float) -> None:
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_equal_the_definition(name: str, logit_cap: float, sinks: torch.Tensor | None) -> None:
     for seed in range(3):
-        rows = dataclasses.replace(make_rows(seed), logit_cap=logit_cap)
+        rows = dataclasses.replace(make_rows(seed), logit_cap=logit_cap, sinks=sinks)
         torch.testing.assert_close(scorer_of(name)(rows).double(), expected(name, rows), atol=1e-5, rtol=1e-5)
 
 

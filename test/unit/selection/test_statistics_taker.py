@@ -34,6 +34,7 @@ def totals(
     *,
     one_by_one: bool = False,
     which: str = "sampled",
+    sinks: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[ChunkSums]]:
     """What each rank would give to the sum, and the requests' sums."""
     q, k, slots = tensors
@@ -65,7 +66,7 @@ def totals(
             scaling=0.25,
             logit_cap=0.0,
         )
-        taker.observe(layer, own, torch.arange(KV_LEN), [KV_LEN])
+        taker.observe(layer, own, torch.arange(KV_LEN), [KV_LEN], None if sinks is None else sinks[q_heads])
         taker.finish()
         found.append(sums)
     return parts, found
@@ -84,8 +85,9 @@ def test_two_heads_are_sampled_of_a_model_with_many() -> None:
 def test_ranks_add_up(
     monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, expected: list[bool]
 ) -> None:
-    (whole,), _ = totals(monkeypatch, tensors, 1, which=which)
-    parts, _ = totals(monkeypatch, tensors, len(expected), which=which)
+    sinks = torch.linspace(-1, 4, NUM_Q_HEADS)
+    (whole,), _ = totals(monkeypatch, tensors, 1, which=which, sinks=sinks)
+    parts, _ = totals(monkeypatch, tensors, len(expected), which=which, sinks=sinks)
     torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-6)
     assert [bool(part.any()) for part in parts] == expected
 
@@ -99,19 +101,25 @@ def test_chunks_of_a_request_together_give_what_they_give_one_by_one(
     torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, NUM_Q_HEADS)], ids=["", "sinks"])
 @pytest.mark.parametrize(("which", "heads"), [("sampled", [0, 4]), ("all", list(range(NUM_Q_HEADS)))])
 def test_the_sums_are_those_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, heads: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    tensors: tuple[torch.Tensor, ...],
+    which: str,
+    heads: list[int],
+    sinks: torch.Tensor | None,
 ) -> None:
     q, k, slots = tensors
-    _, (sums,) = totals(monkeypatch, tensors, 1, which=which)
+    _, (sums,) = totals(monkeypatch, tensors, 1, which=which, sinks=sinks)
     start, end = SPANS[2]
     rows = torch.arange(start, end)
     # Parts of the keys: the first token, the rest in front of the first chunk, each chunk, and the text between.
     bounds = [0, 1, 2, 8, 9, 15]
     kv_heads = [head // (NUM_Q_HEADS // NUM_KV_HEADS) for head in heads]
+    options = {"sm_scale": 0.25, "segment_starts": bounds, "sinks": None if sinks is None else sinks[heads]}
     received, by_segment = attention_mass_reference(
-        q[rows][:, heads], k[slots[:end]][:, kv_heads], rows, sm_scale=0.25, segment_starts=bounds, skip_self=True
+        q[rows][:, heads], k[slots[:end]][:, kv_heads], rows, **options, skip_self=True
     )
     assert by_segment is not None
     found = sums.statistics(2)

@@ -36,6 +36,7 @@ class RowsAtLayer:
         options: of the method, as far as they are given.
         kernel: backend of the operations.
         are_written: whether the K and V of the rows lie in their slots already.
+        sinks: `[num_q_heads]` of the layer's attention; None = it has none.
     """
 
     q: torch.Tensor
@@ -54,6 +55,7 @@ class RowsAtLayer:
     options: Options = ()
     kernel: str = "auto"
     are_written: bool = False
+    sinks: torch.Tensor | None = None
 
     @property
     def question_q(self) -> torch.Tensor:
@@ -93,6 +95,7 @@ class RowsAtLayer:
             sm_scale=self.sm_scale,
             logit_cap=self.logit_cap,
             squared=squared,
+            sinks=self.sinks,
             backend=self.kernel,
         )
         return received if self.tp_size == 1 else received / self.tp_size
