@@ -104,11 +104,14 @@ class Config:
         }
 
 
-def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = "exactness.cases") -> dict[str, Any]:
+def run_cases(
+    config: Config, *, is_ours: bool, names: list[str], module: str = "exactness.cases", within_s: float = 850
+) -> dict[str, Any]:
     """Per case what it returned, or else all replies; a case that failed is a string with its traceback.
 
     Args:
         names: of cases in `module`; numbers behind a name, with spaces between, are arguments of the case.
+        within_s: when it is given up; less than what pytest waits for a test.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -122,7 +125,7 @@ def run_cases(config: Config, *, is_ours: bool, names: list[str], module: str = 
         pipes.append(receiver)
         processes.append(process)
     try:
-        results = pipes[0].recv() if pipes[0].poll(850) else "no answer within 850 s"
+        results = pipes[0].recv() if pipes[0].poll(within_s) else f"no answer within {within_s} s"
     except EOFError:
         results = "the scheduler process died"
     finally:

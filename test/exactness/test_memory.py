@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 BUDGET = 256
 SHORT, LONG = (2_000, 6_000), (6_000, 25_000, 100_000)
+LONG_S = 3600
 
 
 @cache
@@ -26,7 +27,8 @@ def measured(method: str | None, lens: tuple[int, ...], step_len: int = BUDGET) 
         server=(("max_running_requests", 4), ("max_prefill_tokens", step_len)),
     )
     names = [f"{method or 'epic'} {length}" for length in lens]
-    found = run_cases(config, is_ours=method is not None, names=names, module="exactness.memory_cases")
+    module = "exactness.memory_cases"
+    found = run_cases(config, is_ours=method is not None, names=names, module=module, within_s=LONG_S - 60)
     assert not any(isinstance(one, str) for one in found.values()), found
     return {length: found[name] for length, name in zip(lens, names, strict=True)}
 
@@ -40,7 +42,9 @@ def growth(found: dict[int, Any]) -> float:
 @pytest.mark.parametrize(
     ("method", "lens"),
     [
-        (method, SHORT) if lens is SHORT else pytest.param(method, lens, marks=pytest.mark.all)
+        (method, SHORT)
+        if lens is SHORT
+        else pytest.param(method, lens, marks=[pytest.mark.all, pytest.mark.timeout(LONG_S)])
         for lens in (SHORT, LONG)
         for method in ("epic", "cacheblend")
     ],
