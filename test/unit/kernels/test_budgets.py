@@ -24,7 +24,7 @@ SLOW = [(arch, name) for arch in SHARED for name in SHAPES if (arch, name) not i
 # Slower than they could be there, and right: these spill, or have more shared memory than a smaller card of the kind.
 OVER = {
     (89, "28/4 heads x 128, bfloat16"), (100, "32/8 heads x 128, bfloat16 float8_e4m3fn"),
-    (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"),
+    (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"), (100, "64/8 heads x 64, bfloat16, window 127, sinks"),
 }  # fmt: skip
 
 
