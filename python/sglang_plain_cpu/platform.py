@@ -3,6 +3,7 @@
 `TorchCpuPlatform` is found by name through the entry point. It fills in what the user left open:
 - device `cpu`, attention `torch_native`, sampling `pytorch`, no compilation, no graphs;
 - a float32 checkpoint stays float32;
+- one KV pool for layers with a window and without;
 - a KV pool of at most a quarter of the free memory (`memory`);
 - CPUs per rank (`threads`);
 - operations that SGLang has for accelerators only (`patches`).
@@ -45,6 +46,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return
         if server_args.attention_backend is None:
             server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.attention_backend == "torch_native":  # it reads every layer by the slots of one pool
+            server_args.disable_hybrid_swa_memory = True
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
         if server_args.lora_backend == "csgmv":  # SGLang's default, in Triton

@@ -10,6 +10,7 @@ that names the flag or the property of the model. What SGLang chooses by itself 
 
 from __future__ import annotations
 
+import copy
 import errno
 import socket
 from collections.abc import Callable, Iterable
@@ -237,7 +238,9 @@ def check_resolved(server_args: Any) -> None:
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
-    model_config = model_config_of(server_args)
+    model_config = copy.copy(model_config_of(server_args))
+    if _value(server_args, "disable_hybrid_swa_memory"):  # SGLang may have read the model before that was resolved
+        model_config.is_hybrid_swa = False
     check_model(model_config, "checked" if args is None else args.parsed_config.models)
     _check_determinism(server_args, args)
     _check_chosen(server_args)
