@@ -193,7 +193,10 @@ def test_stats_and_variants(empty, tokenizer, passages):
     assert first["where"]["tier"] == "pool"
     assert first["where"]["home"] == "path"
     assert empty.get("/chunk_cache/variants?limit=1&offset=1").json()["variants"] == [second]
-    assert empty.get(f"/chunk_cache/variants?key={first['key']}").json()["variants"] == [first]
+    of_one = empty.get(f"/chunk_cache/variants?key={first['key']}").json()
+    (described,) = of_one["variants"]
+    assert described == {**first, "system": described["system"], "context": []}
+    assert (bool(described["system"]), of_one["tiers"]) == (True, {})
 
 
 # Pins.
