@@ -114,7 +114,8 @@ PRESSURE = [
         loading="prefetch",
         options=(*UPKEEP, *VERIFY),
         target=(("kl", 0.01),),
-        server=(("enable_mixed_chunk", True),),
+        server=(("enable_mixed_chunk", True), ("disable_hybrid_swa_memory", True)),
+        kind="gpt_oss",
     ),
     Pressure(
         max_total_tokens=3072,  # a chunk is reused behind the same system prompt only
