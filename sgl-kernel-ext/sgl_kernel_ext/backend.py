@@ -49,6 +49,16 @@ def check_dense(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: stride {tensor.stride(2)} of the last dimension, need 1")
 
 
+def check_sinks(sinks: torch.Tensor | None, num_q_heads: int) -> None:
+    """Attention sinks, where there are any, are one of each query head.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if sinks is not None and sinks.shape != (num_q_heads,):
+        raise ValueError(f"sinks: shape {tuple(sinks.shape)}, need one of each query head, [{num_q_heads}]")
+
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -102,9 +102,9 @@ def case_positions_that_observers_see(s: Session) -> None:
     seen: list[list[int]] = []
     stock = StatisticsTaker.observe
 
-    def observe(self: Any, layer: Any, q: Any, positions: Any, row_lens: Any) -> None:
-        seen.append(positions.tolist())
-        stock(self, layer, q, positions, row_lens)
+    def observe(self: Any, rows: Any) -> None:
+        seen.append(rows.positions.tolist())
+        stock(self, rows)
 
     StatisticsTaker.observe = observe
     try:

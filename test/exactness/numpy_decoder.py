@@ -39,14 +39,13 @@ class Decoder:
     ) -> None:
         config = json.loads((folder / "config.json").read_text())
         config = config.get("text_config", config)
-        weights = load_file(folder / "model.safetensors")
-        start = next(name for name in weights if name.endswith("embed_tokens.weight")).removesuffix(
-            "embed_tokens.weight"
-        )
-        self._weights = {
-            f"model.{name.removeprefix(start)}" if name.startswith(start) else name.removeprefix("language_model."): one
-            for name, one in ((name, value.astype(np.float64)) for name, value in weights.items())
-        }
+        stored = load_file(folder / "model.safetensors")
+        first = next(name for name in stored if name.endswith("embed_tokens.weight"))
+        start = first.removesuffix("embed_tokens.weight")
+        self._weights: dict[str, Array] = {}
+        for name, value in stored.items():
+            own = f"model.{name.removeprefix(start)}" if name.startswith(start) else name
+            self._weights[own.removeprefix("language_model.")] = value.astype(np.float64)
         kinds = config.get("layer_types") or []
         self._windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
         self._num_chosen: int = config.get("num_experts_per_tok", 0)
@@ -97,13 +96,17 @@ class Decoder:
         k = np.repeat(k, self.num_heads // self.num_kv_heads, axis=1)
         logits = np.einsum("rhd,khd->rhk", q, k) / math.sqrt(self.head_dim)
         distance = positions[:, None] - np.arange(len(k))
-        window = self._windows[layer] if in_window and self._windows else None
+        window = self.window(layer) if in_window else None
         is_seen = (distance >= 0) & (distance < (window or math.inf))
         logits = np.where(is_seen[:, None, :], logits, -np.inf)
         sinks = self._weights.get(f"model.layers.{layer}.self_attn.sinks", np.full(self.num_heads, -np.inf))[:, None]
         top = np.maximum(logits.max(axis=-1, keepdims=True), sinks)
         exp = np.exp(logits - top)
         return exp / (exp.sum(axis=-1, keepdims=True) + np.exp(sinks - top))
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a row of a layer sees; None = all."""
+        return self._windows[layer] if self._windows else None
 
     def finish(self, layer: int, x: Array, weights: Array, v: Array) -> Array:
         """The rows behind this layer."""
@@ -200,8 +203,9 @@ class Forward:
         k, v = self.k[self.layer], self.v[self.layer]
         weights = self.model.weights(self.layer, q, self.rows, k, in_window=True)
         self._x = self.model.finish(self.layer, self._x, weights, v)
+        scored = weights if self.model.window(self.layer) is None else self.model.weights(self.layer, q, self.rows, k)
         self.layer += 1
-        return self.model.weights(self.layer - 1, q, self.rows, k)
+        return scored
 
     def log_probs(self) -> Array:
         return self.model.log_probs(self._x[-1])

@@ -114,7 +114,7 @@ PRESSURE = [
         loading="prefetch",
         options=(*UPKEEP, *VERIFY),
         target=(("kl", 0.01),),
-        server=(("enable_mixed_chunk", True), ("disable_hybrid_swa_memory", True)),
+        server=(("enable_mixed_chunk", True),),
         kind="gpt_oss",
     ),
     Pressure(

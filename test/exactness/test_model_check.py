@@ -14,7 +14,7 @@ from exactness.broken_models import LAYER, start
 from exactness.runner import MODEL_DIR
 from tiny_models import make_model
 
-SMALL = {"max_total_tokens": 2048, "disable_hybrid_swa_memory": True}
+SMALL = {"max_total_tokens": 2048}
 BROKEN = {
     "another_base": f"rotary embedding of layer {LAYER}",
     "interleaved": f"keys of layer {LAYER}, moved by",

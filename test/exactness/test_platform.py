@@ -20,7 +20,7 @@ CASE = "prompts"
     ],
 )
 def test_first_tokens_are_those_of_transformers(kind: str) -> None:
-    config = Config(kind=kind, layers=4, server=(("disable_hybrid_swa_memory", True),))
+    config = Config(kind=kind, layers=4)
     replies = run_cases(config, is_ours=False, names=[CASE], module="exactness.platform_cases")[CASE]
     assert not isinstance(replies, str), replies
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model_dir, dtype=torch.float32).eval()

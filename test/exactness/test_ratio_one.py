@@ -33,7 +33,6 @@ OTHERS = [
     if (config := Config(page_size=page, tp_size=tp, chunked=chunked, overlap=overlap, options=options))
     not in [replace(one, tree_core="rust", typed=False) for one in PAIRWISE]
 ]
-ONE_POOL = (("disable_hybrid_swa_memory", True),)
 # Case 12, and the other model classes.
 MODELS = [
     Config(rope="llama3"),
@@ -47,7 +46,7 @@ MODELS = [
     Config(kind="deepseek_v2", page_size=16, chunked=True),
     Config(kind="gemma3", layers=4, page_size=16),  # windows shorter than a chunk, two rotary bases
     Config(kind="gemma3_mm", layers=4, chunked=True),
-    Config(kind="gpt_oss", layers=4, page_size=16, chunked=True, server=ONE_POOL),  # attention sinks
+    Config(kind="gpt_oss", layers=4, page_size=16, chunked=True),  # attention sinks
     Config(kind="qwen3_vl", page_size=16, tp_size=2),
 ]
 MORE_MODELS = [
@@ -73,9 +72,9 @@ MORE_MODELS = [
     Config(kind="qwen3_moe", chunked=True),
     Config(kind="mistral_window"),
     Config(kind="gemma3_mm", layers=4, page_size=16, tp_size=2, options=RUNS),
-    Config(kind="gpt_oss", layers=4, tp_size=2, server=ONE_POOL),
-    Config(kind="gpt_oss", layers=4, chunked=True, overlap=False, options=RUNS, server=ONE_POOL),
-    Config(kind="gpt_oss", layers=4, server=(*ONE_POOL, ("enable_mixed_chunk", True)), chunked=True),
+    Config(kind="gpt_oss", layers=4, tp_size=2),
+    Config(kind="gpt_oss", layers=4, chunked=True, overlap=False, options=RUNS),
+    Config(kind="gpt_oss", layers=4, server=(("enable_mixed_chunk", True),), chunked=True),
     Config(kind="mistral3", page_size=16, chunked=True),
     Config(kind="mistral3", tp_size=2, options=RUNS),
     Config(kind="qwen2_5_vl", chunked=True),

@@ -17,7 +17,7 @@ from exactness.numpy_decoder import Decoder
 from exactness.runner import Config, run_cases
 from exactness.selection_cases import CASES, GROUPING, SELECTING, Run
 from exactness.selection_reference import Choose, Result, Scores, Store, best, focused_chunks
-from exactness.test_ratio_one import ONE_POOL, RUNS
+from exactness.test_ratio_one import RUNS
 
 TOLERANCE = 1e-3  # log-probabilities, fp32 against fp64
 EXACT_TOLERANCE = 1e-5  # log-probabilities, fp32 against fp32
@@ -38,7 +38,7 @@ MORE_CONFIGS = [
     Config(layers=4, rope="yarn", page_size=16),
     Config(layers=4, kind="qwen2", tp_size=2, page_size=16),
     Config(layers=4, kind="qwen3"),
-    Config(layers=4, kind="gpt_oss", page_size=16, server=ONE_POOL),
+    Config(layers=4, kind="gpt_oss", page_size=16),
     Config(layers=4, kind="mistral3", chunked=True),
     Config(layers=4, kind="qwen3_vl"),
     Config(layers=6, chunked=True, overlap=False, tree_core="python", typed=True),

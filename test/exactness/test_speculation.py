@@ -8,7 +8,7 @@ import pytest
 
 from exactness import cases, speculation_cases
 from exactness.runner import Config, run_cases
-from exactness.test_ratio_one import ONE_POOL, RUNS, compare
+from exactness.test_ratio_one import RUNS, compare
 
 TREES = {"speculative_num_draft_tokens": 8, "speculative_ngram_max_bfs_breadth": 4}
 CHAINS = {"speculative_num_draft_tokens": 8, "speculative_ngram_max_bfs_breadth": 1}
@@ -31,7 +31,7 @@ WITH_EVERY_CASE = CONFIGS[1]
 OTHERS = [
     drafted("NGRAM", CHAINS, **PAGES),
     drafted("NGRAM", TREES, tp_size=2, chunked=True),
-    drafted("NGRAM", {**TREES, **dict(ONE_POOL)}, kind="gpt_oss", layers=4),
+    drafted("NGRAM", TREES, kind="gpt_oss", layers=4),
     drafted("STANDALONE", DRAFTED_CHAIN, draft="self"),
     drafted("STANDALONE", DRAFTED_TREE, draft="qwen3", tree_core="python", overlap=False),
     drafted("EAGLE", DRAFTED_CHAIN, draft="llama_eagle", **PAGES),

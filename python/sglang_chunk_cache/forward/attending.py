@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_chunk_cache.forward.whole_rows import sinks_of, whole_rows
+from sglang_chunk_cache.forward.whole_rows import whole_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -58,28 +59,32 @@ class Attention(Protocol):
         """The forward has ended: what was made of its rows for all layers is given back."""
 
 
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of a batch at one layer, whose K is in its slots.
+
+    Attributes:
+        q: `[num_rows, num_q_heads * head_dim]` of the batch.
+        positions: `[num_rows]` int64.
+        row_lens: rows of each request.
+        sinks: `[num_q_heads]` of the layer's attention; None = it has none.
+    """
+
+    layer: RadixAttention
+    q: torch.Tensor
+    positions: torch.Tensor
+    row_lens: Sequence[int]
+    sinks: torch.Tensor | None = None
+
+
 class Observer(Protocol):
     """What looks on in a forward, without a trace in its result."""
 
     def observes(self, layer_id: int) -> bool:
         """Whether it looks at this layer."""
 
-    def observe(
-        self,
-        layer: RadixAttention,
-        q: torch.Tensor,
-        positions: torch.Tensor,
-        row_lens: Sequence[int],
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """One layer, whose K is in its slots.
-
-        Args:
-            q: `[num_rows, num_q_heads * head_dim]` of the batch.
-            positions: `[num_rows]` int64.
-            row_lens: rows of each request.
-            sinks: `[num_q_heads]` of the layer's attention; None = it has none.
-        """
+    def observe(self, seen: ObservedRows) -> None:
+        """One layer."""
 
     def finish(self) -> None:
         """The forward has ended."""
@@ -123,8 +128,9 @@ def attending(
         looking = [one for one in observers if is_final and one.observes(layer.layer_id)]
         if looking:
             whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
+            seen = ObservedRows(layer, whole_q, positions, row_lens, kwargs.get("sinks"))
             for one in looking:
-                one.observe(layer, whole_q, positions, row_lens, **sinks_of(kwargs))
+                one.observe(seen)
         return out
 
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:

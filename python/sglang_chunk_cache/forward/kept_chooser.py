@@ -10,7 +10,6 @@ gathered one layer and one KV head at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,9 @@ from sglang_chunk_cache.kv.packing import Packing
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_chunk_cache.forward.attending import ObservedRows
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,12 @@ class KeptChooser:
         """Every layer keeps tokens of its own."""
         return True
 
-    def observe(
-        self,
-        layer: RadixAttention,
-        q: torch.Tensor,
-        positions: torch.Tensor,
-        row_lens: Sequence[int],
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Adds one layer; arguments as of `StatisticsTaker.observe`."""
+    def observe(self, seen: ObservedRows) -> None:
+        """Adds one layer."""
+        layer, row_lens = seen.layer, seen.row_lens
         num_kv_heads = layer.tp_k_head_num
-        q = q.view(-1, num_kv_heads, layer.tp_q_head_num // num_kv_heads, layer.qk_head_dim)
-        sinks_of = [None] * num_kv_heads if sinks is None else sinks.view(num_kv_heads, -1)
+        q = seen.q.view(-1, num_kv_heads, layer.tp_q_head_num // num_kv_heads, layer.qk_head_dim)
+        sinks = [None] * num_kv_heads if seen.sinks is None else seen.sinks.view(num_kv_heads, -1)
         stored = LayerKV.of(self._kv_pool, layer)
         for job in self._jobs:
             begin, end = job.kept.begin, job.kept.end
@@ -91,11 +85,11 @@ class KeptChooser:
                 received, _ = attention_mass(
                     q[rows, head],
                     stored.k[job.slots, head : head + 1],
-                    positions[rows],
+                    seen.positions[rows],
                     sm_scale=layer.scaling,
                     logit_cap=layer.logit_cap,
                     k_scale=stored.k_scale,
-                    sinks=sinks_of[head],
+                    sinks=sinks[head],
                     backend=self._kernel,
                 )
                 scores += received[begin:end]

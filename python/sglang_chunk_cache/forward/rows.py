@@ -22,7 +22,7 @@ import torch
 from sgl_kernel_ext.sparse_extend import SparseExtend
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.runs import StockServedRequests
-from sglang_chunk_cache.forward.whole_rows import sinks_of, whole_rows
+from sglang_chunk_cache.forward.whole_rows import whole_rows
 from sglang_chunk_cache.kv.layer_kv import LayerKV, write_kv
 
 if TYPE_CHECKING:
@@ -116,25 +116,26 @@ class FusedRows:
     ) -> torch.Tensor:
         """Writes K and V of the rows and attends: `[num_rows, num_q_heads * v_head_dim]`; `parts` are `whole_rows`'."""
         q, k = whole_rows(q, k, layer, parts)
-        sinks = sinks_of(parts)
+        sinks = parts.get("sinks")
         if save_kv_cache and k is not None:
             write_kv(self.kv_pool, layer, batch.out_cache_loc[: len(k)], k, v)
         if self.beside is None or not any(itertools.compress(self.row_lens, self.beside.are_served)):
-            return self._attend_own(q, layer, **sinks)
+            return self._attend_own(q, layer, sinks)
         view = copy.copy(batch)
         view.out_cache_loc = self.beside.slots  # by which some read the rows' K
         view._attn_output = None  # in a graph, room for all rows
         q = q.reshape(len(q), -1)  # as a model gives it to its backend
         their_k, their_v = (None if one is None else self._taken(one, are_served=True) for one in (k, v))
         their_q = self._taken(q, are_served=True)
-        theirs = self.beside.runs.attend(their_q, their_k, their_v, layer, view, save_kv_cache=False, **sinks)
-        return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer, **sinks))
+        given = {} if sinks is None else {"sinks": sinks}  # not every backend has the argument
+        theirs = self.beside.runs.attend(their_q, their_k, their_v, layer, view, save_kv_cache=False, **given)
+        return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer, sinks))
 
     def finish(self) -> None:
         """The forward has ended; what the kernel has made of the whole prompt is given back."""
         self._attention.forget()
 
-    def _attend_own(self, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def _attend_own(self, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None) -> torch.Tensor:
         kv = LayerKV.of(self.kv_pool, layer)
         out = self._attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

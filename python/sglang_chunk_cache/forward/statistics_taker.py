@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from sglang_chunk_cache.forward.attending import ObservedRows
+
 
 MAX_HEADS, NUM_HEADS = 4, 2
 """Query heads that are `sampled`: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
@@ -172,30 +174,17 @@ class StatisticsTaker:
         """Whether statistics are taken at this layer."""
         return layer_id in self._layers
 
-    def observe(
-        self,
-        layer: RadixAttention,
-        q: torch.Tensor,
-        positions: torch.Tensor,
-        row_lens: Sequence[int],
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Adds one layer.
-
-        Args:
-            q: `[num_rows, num_q_heads * head_dim]` of the batch; K is in its slots.
-            positions: `[num_rows]` int64.
-            row_lens: rows of each request.
-            sinks: `[num_q_heads]` of the layer's attention; None = it has none.
-        """
+    def observe(self, seen: ObservedRows) -> None:
+        """Adds one layer."""
         self._is_observed = True
+        layer, sinks = seen.layer, seen.sinks
         heads, kv_heads = self._own_heads(layer)
         if not len(heads):
             return
-        if self._row_lens != list(row_lens):  # rows leave, but never without their number
-            self._row_lens = list(row_lens)
-            self._rows = [_rows_of(jobs, positions, row_lens) for jobs in self._groups]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
+        if self._row_lens != list(seen.row_lens):  # rows leave, but never without their number
+            self._row_lens = list(seen.row_lens)
+            self._rows = [_rows_of(jobs, seen.positions, seen.row_lens) for jobs in self._groups]
+        q = seen.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
         stored = LayerKV.of(self._kv_pool, layer)
         sums = iter(self._sums)
         for jobs, rows in zip(self._groups, self._rows, strict=True):

@@ -1,6 +1,6 @@
 """Rows as a model hands them to its attention, put together: latent attention has its rotated dimensions apart.
 
-Verbs: `whole_rows`, `sinks_of` (what else a model may hand over).
+Verb: `whole_rows`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ def whole_rows(
     if parts.get("k_rope") is not None and k is not None:
         k = torch.cat([_by_head(k, layer.tp_k_head_num), _by_head(parts["k_rope"], layer.tp_k_head_num)], -1)
     return q, k
-
-
-def sinks_of(parts: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The attention sinks among `parts`, to be handed on by their name; empty where a model has none."""
-    return {name: value for name, value in parts.items() if name == "sinks" and value is not None}
 
 
 def _by_head(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

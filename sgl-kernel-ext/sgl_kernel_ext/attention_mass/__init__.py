@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sgl_kernel_ext.backend import Backend, resolve_backend
+from sgl_kernel_ext.backend import Backend, check_sinks, resolve_backend
 from sgl_kernel_ext.transfer import upload
 
 __all__ = ["attention_mass"]
@@ -76,7 +76,8 @@ def attention_mass(
         >>> received.shape, round(float(received.sum()), 3)
         (torch.Size([10]), 2.0)
     """
-    _check(q, k, row_positions, segment_starts, lse, sinks)
+    _check(q, k, row_positions, segment_starts, lse)
+    check_sinks(sinks, q.shape[1])
     sm_scale *= k_scale
     if q.shape[0] and k.shape[0] and not squared and resolve_backend(backend, q.device) == "triton":
         if row_starts is not None:
@@ -160,7 +161,6 @@ def _check(
     row_positions: torch.Tensor,
     segment_starts: Sequence[int] | None,
     lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q, k: shapes {tuple(q.shape)} and {tuple(k.shape)} do not fit: head_dim or head count")
@@ -170,8 +170,6 @@ def _check(
         )
     if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32):
         raise ValueError(f"lse: {lse.dtype} {tuple(lse.shape)}, need float32 {tuple(q.shape[:2])}")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks: shape {tuple(sinks.shape)}, need one of each of the {q.shape[1]} query heads")
     if segment_starts is not None:
         starts = list(segment_starts)
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > k.shape[0]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kernel_ext.backend import FP8, Backend, resolve_backend
+from sgl_kernel_ext.backend import FP8, Backend, check_sinks, resolve_backend
 from sgl_kernel_ext.sparse_extend.torch_blocked import IndPtr, TorchPlan
 
 __all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
@@ -111,7 +111,8 @@ class SparseExtend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer; arguments, result and errors as in `sparse_extend`."""
-        _check(q, k_buffer, v_buffer, sm_scale * k_scale, sinks)
+        _check(q, k_buffer, v_buffer, sm_scale * k_scale)
+        check_sinks(sinks, q.shape[1])
         if self._num_rows != q.shape[0]:
             raise ValueError(f"row_positions: {self._num_rows} entries, but q has {q.shape[0]} rows")
         shape = (q.shape[0], q.shape[1], v_buffer.shape[2])
@@ -205,9 +206,7 @@ def sparse_extend(
     return attention(q, k_buffer, v_buffer, **scales, window=window, sinks=sinks, out=out)
 
 
-def _check(
-    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, score_scale: float, sinks: torch.Tensor | None
-) -> None:
+def _check(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, score_scale: float) -> None:
     for name, tensor in (("q", q), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, need three dimensions")
@@ -222,7 +221,5 @@ def _check(
         )
     if q.shape[2] != k_buffer.shape[2] or q.shape[1] % k_buffer.shape[1]:
         raise ValueError(f"q: {tuple(q.shape)} does not fit k_buffer {tuple(k_buffer.shape)}: head_dim or head count")
-    if sinks is not None and tuple(sinks.shape) != q.shape[1:2]:
-        raise ValueError(f"sinks: {tuple(sinks.shape)}, need one of each query head, [{q.shape[1]}]")
     if not score_scale > 0:
         raise ValueError(f"sm_scale, k_scale: their product is {score_scale}, need a positive number")

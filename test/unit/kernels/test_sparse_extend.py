@@ -48,7 +48,7 @@ def test_sinks(make_problem, hard_requests, dtype, logit_cap, window):
 
 
 def test_sinks_of_other_heads_are_an_error(make_problem):
-    with pytest.raises(ValueError, match=r"sinks: \(3,\), need one of each query head, \[4\]"):
+    with pytest.raises(ValueError, match=r"sinks: shape \(3,\), need one of each query head, \[4\]"):
         check(make_problem([(5, [4])]), sinks=torch.zeros(3))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from chunk_cache.options.kept_tokens import KeptTokens
 from sglang_chunk_cache.forward import kept_chooser as module
+from sglang_chunk_cache.forward.attending import ObservedRows
 from sglang_chunk_cache.forward.kept_chooser import KeptChooser, choose_kept
 from sglang_chunk_cache.kv import packer
 from sglang_chunk_cache.kv.assembler import KVAssembler
@@ -55,7 +56,7 @@ def observe(pool: Pool, packing: Packing, begin: int, end: int) -> None:
         )
         q = torch.cat([torch.full_like(pool.q[layer_id, :3], 9.0), pool.q[layer_id, begin:end]]).flatten(1)
         positions = torch.cat([torch.arange(3), torch.arange(begin, end)])
-        chooser.observe(layer, q, positions, [3, end - begin], pool.sinks[layer_id])
+        chooser.observe(ObservedRows(layer, q, positions, [3, end - begin], pool.sinks[layer_id]))
     chooser.finish()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sglang_chunk_cache.forward import statistics_taker as module
+from sglang_chunk_cache.forward.attending import ObservedRows
 from sglang_chunk_cache.forward.statistics_taker import StatisticsTaker, observed_heads
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 
@@ -66,7 +67,8 @@ def totals(
             scaling=0.25,
             logit_cap=0.0,
         )
-        taker.observe(layer, own, torch.arange(KV_LEN), [KV_LEN], None if sinks is None else sinks[q_heads])
+        own_sinks = None if sinks is None else sinks[q_heads]
+        taker.observe(ObservedRows(layer, own, torch.arange(KV_LEN), [KV_LEN], own_sinks))
         taker.finish()
         found.append(sums)
     return parts, found

@@ -31,7 +31,7 @@ from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
-from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, sinks_of, whole_rows
+from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, whole_rows
 from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
 from sglang_chunk_cache.kv.model_layers import ModelLayers, cut_residual, cut_rows
 
@@ -221,12 +221,12 @@ class LayerwiseForward:
         """Attention of one layer over the rows that are left; `parts` as of `whole_rows`."""
         q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        sinks = sinks_of(parts)
+        sinks = parts.get("sinks")
         if self.is_scoring_pass:
-            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, **sinks)
+            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
             for i, request in enumerate(self._requests):
                 if request.asks_first:
-                    request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer, **sinks))
+                    request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer, sinks))
             return out
         layer_id = layer.layer_id
         began = time.perf_counter()
@@ -234,19 +234,19 @@ class LayerwiseForward:
         chosen: list[torch.Tensor | None] = []
         for i, request in enumerate(self._requests):
             selects = request.selects_at(layer_id)
-            chosen.append(request.select(layer_id, self._rows_at(i, q, k, v, layer, **sinks)) if selects else None)
+            chosen.append(request.select(layer_id, self._rows_at(i, q, k, v, layer, sinks)) if selects else None)
             if selects and request.writes_all and save_kv_cache:
                 rows = self._row_range(i)
                 write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
         q, k, v = self._cut(q, k, v, batch, chosen)
         for i, request in enumerate(self._requests):
             if request.corrects:
-                request.correct(self._rows_at(i, q, k, v, layer, **sinks))
+                request.correct(self._rows_at(i, q, k, v, layer, sinks))
             if request.observes:
-                request.observe(layer_id, self._rows_at(i, q, k, v, layer, **sinks))
+                request.observe(layer_id, self._rows_at(i, q, k, v, layer, sinks))
             request.finish_layer()
         self._count_seconds(time.perf_counter() - began)
-        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, **sinks)
+        out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
         cut = self._cut_later
         return out if cut is None else out.new_zeros(cut.num_rows, out.shape[1]).index_copy_(0, cut.index, out)
 
@@ -266,7 +266,7 @@ class LayerwiseForward:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: RadixAttention,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None,
     ) -> RowsAtLayer:
         rows, pool = self._row_range(i), self._rows.kv_pool
         return RowsAtLayer(
