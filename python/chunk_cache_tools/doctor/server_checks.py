@@ -17,7 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from chunk_cache.advice import ADVICE, Level
-from chunk_cache.index.need import OBSTACLES, Need
+from chunk_cache.index.need import Need
 from chunk_cache.types import REASONS
 from chunk_cache_tools.doctor.checks import Check
 from chunk_cache_tools.requirements import pinned
@@ -103,11 +103,11 @@ class DoctorClient(ServerClient):
 
 def stored_of(variants: Sequence[ToldVariant], below: tuple[str, ...], need: Need) -> Stored:
     """What a prompt may be given of the variants of a chunk; as `ChunkIndex.best` says it."""
-    obstacles = [need.obstacle(one) for one in variants]
-    there = [one for one, obstacle in zip(variants, obstacles, strict=True) if obstacle is None and one.tokens]
+    allowed, obstacle = need.sort_out(variants)
+    there = [one for one in allowed if one.tokens]
     if there:
         return Stored(max(one.tokens for one in there), tuple(sorted({one.kind for one in there})), below)
-    return Stored(below=below, reason=next((one for one in OBSTACLES if one in obstacles), "evicted"))
+    return Stored(below=below, reason=obstacle or "evicted")
 
 
 def count_chunks(text: str) -> Counts:

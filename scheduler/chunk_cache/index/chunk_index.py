@@ -73,7 +73,7 @@ MAX_GONE_KEYS = 4096
 _NOT_STORED = Lookup(None, 0, "not_stored")
 _EVICTED = Lookup(None, 0, "evicted")
 _PARTITION_SHARE = Lookup(None, 0, "partition_share")
-_PASSED_OVER = tuple(Lookup(None, 0, reason) for reason in OBSTACLES)
+_PASSED_OVER = {reason: Lookup(None, 0, reason) for reason in OBSTACLES}
 
 
 class ChunkIndex:
@@ -300,11 +300,7 @@ class ChunkIndex:
         peers = self._by_key.get(key)
         if peers is None:
             return self._gone_keys.get(key, _NOT_STORED)
-        allowed, passed_over = list(peers), None
-        if need is not None:
-            obstacles = [need.obstacle(peer) for peer in peers]
-            allowed = [peer for peer, obstacle in zip(peers, obstacles, strict=True) if obstacle is None]
-            passed_over = next((one for one in _PASSED_OVER if one.reason in obstacles), None)
+        allowed, obstacle = (list(peers), None) if need is None else need.sort_out(peers)
         for prepared in [p for p in allowed if p.is_prepared and resolve(p) == 0]:
             self._forget_gone(prepared)
             allowed.remove(prepared)
@@ -323,7 +319,7 @@ class ChunkIndex:
             if best is None or share < best_share:
                 best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
         if best is None:
-            return passed_over or self._gone_keys.get(key, _EVICTED)
+            return self._gone_keys.get(key, _EVICTED) if obstacle is None else _PASSED_OVER[obstacle]
         charge = None if need is None or best.system == need.system else system_charge(best, need.system)
         return Lookup(best, best_len, None, best_cfo, charge)
 

@@ -1,6 +1,7 @@
 """Need: where a prompt needs a chunk, and which of its variants may be used there.
 
     Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
+    Need.sort_out                   which of several may be used, and what hinders the others
     unit_cfo_of                     what a variant costs behind another context and system prompt
     system_charge                   what of that the system prompt costs
 
@@ -13,9 +14,9 @@ context chunks count alike, and all of it owes to its system prompt. A prepared 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.reusability import first_places, unit_cfo
@@ -41,6 +42,9 @@ class Described(Protocol):
     def context(self) -> tuple[bytes, ...]: ...
     @property
     def statistics(self) -> ChunkStatistics | None: ...
+
+
+_Variant = TypeVar("_Variant", bound=Described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,13 @@ class Need:
         if self.is_system_fixed and (variant.system != self.system or self._has_other_text(variant)):
             return "other_system"
         return None
+
+    def sort_out(self, variants: Iterable[_Variant]) -> tuple[list[_Variant], str | None]:
+        """Those that may be used, in their order, and the first of `OBSTACLES` that others have."""
+        found = [(one, self.obstacle(one)) for one in variants]
+        obstacles = {obstacle for _, obstacle in found}
+        allowed = [one for one, obstacle in found if obstacle is None]
+        return allowed, next((one for one in OBSTACLES if one in obstacles), None)
 
     def _has_other_text(self, variant: Described) -> bool:
         """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
