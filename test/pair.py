@@ -1,4 +1,4 @@
-"""Pair: a prefill server and a decode server with SGLang's gateway in front, as `docs/disaggregation.md` starts them.
+"""Pair: a prefill server and a decode server with SGLang's gateway in front, as `docs/fleet.md` starts them.
 
 A context manager: ready when the gateway knows both, gone with all processes when it is left. KV goes from one to the
 other by Mooncake over TCP (`make mooncake`). `http` asks the gateway.
@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Self
 
 import httpx
-from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port
 
+from doc_pages import blocks, section
 from gateway import Gateway
 from server_fixture import Server
 
-PAGE = ROOT / "docs" / "disaggregation.md"
 RETRACTION = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 """By default a decode server does not start where less than 10 GiB of memory are free."""
 
 
 def commands() -> list[list[str]]:
     """The command lines of the page: prefill server, decode server, gateway."""
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    return [shlex.split(block.replace("\\\n", " ")) for block in blocks[:3]]
+    found = blocks(section("fleet.md", "Prefill and decode apart"), "bash")
+    return [shlex.split(block.replace("\\\n", " ")) for block in found[:3]]
 
 
 class PairGateway(Gateway):

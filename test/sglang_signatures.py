@@ -2,7 +2,7 @@
 
 Verbs: `check_signatures` (the differences, one sentence each; runs with any version of SGLang), `current_signatures`
 (what `sglang_signatures.json` holds, computed), `overrides` (methods that a class of ours overrides), `tables` (of
-docs/compatibility.md). `python test/sglang_signatures.py` writes `sglang_signatures.json` and that page's section anew.
+docs/touched.md). `python test/sglang_signatures.py` writes `sglang_signatures.json` and that page's section anew.
 
 `sglang_signatures.json` says for each dotted path what `inspect.signature` gave; null for what has none. Names that the
 CPU platform puts something in the place of are read from SGLang's source instead: some exist only with another CPU
@@ -212,7 +212,7 @@ def _attributes(cls: type) -> frozenset[str]:
     return frozenset(assigned.union(*(vars(base).get("__annotations__", ()) for base in bases)))
 
 
-# docs/compatibility.md
+# docs/touched.md
 
 
 def tables() -> str:
@@ -221,13 +221,13 @@ def tables() -> str:
     puts = [(_short(patch.target), _how(patch), patch.why, patch.breaks.rstrip(".")) for patch in PATCHES]
     return "\n".join(
         [
-            "### By the chunk cache\n",
-            f"#### Replaced and wrapped ({len(hooks)})\n",
+            "## By the chunk cache\n",
+            f"### Replaced and wrapped ({len(hooks)})\n",
             *_table(("in `sglang.srt`", "how", "why", "what a change of its meaning would break in silence"), hooks),
             *_overridden(hook_table.OVERRIDES),
             *_touched(hook_table.TOUCHED),
-            "\n### By the CPU platform\n",
-            f"#### Replaced, wrapped and registered ({len(puts)})\n",
+            "\n## By the CPU platform\n",
+            f"### Replaced, wrapped and registered ({len(puts)})\n",
             *_table(("in `sglang.srt`", "ours", "why", "what a change of its meaning would break in silence"), puts),
             *_overridden(patches.OVERRIDES),
             *_touched(patches.TOUCHED),
@@ -241,13 +241,13 @@ def _overridden(handlers: Iterable[str]) -> Iterator[str]:
         (f"`{ours.__name__}`", _short(_path(_without_ours(ours))), ", ".join(f"`{name}`" for name in overrides(ours)))
         for ours in classes
     ]
-    yield f"\n#### Overridden methods ({sum(len(overrides(ours)) for ours in classes)})\n"
+    yield f"\n### Overridden methods ({sum(len(overrides(ours)) for ours in classes)})\n"
     yield from _table(("class", "of", "overrides"), rows)
 
 
 def _touched(touches: Iterable[hook_table.Touch | patches.Touch]) -> Iterator[str]:
     rows = [(_short(touch.name), f"`{touch.file}`", touch.why, touch.breaks.rstrip(".")) for touch in touches]
-    yield f"\n#### Touched otherwise ({len(rows)})\n"
+    yield f"\n### Touched otherwise ({len(rows)})\n"
     yield from _table(("in `sglang.srt`", "by", "why", "what a change of its meaning would break in silence"), rows)
 
 
@@ -272,7 +272,7 @@ BEGIN, END = "<!-- made by python test/sglang_signatures.py -->\n", "<!-- end --
 
 def main() -> None:
     FILE.write_text(json.dumps(current_signatures(), indent=1) + "\n")
-    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
+    page = Path(__file__).parents[1] / "docs" / "touched.md"
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
 

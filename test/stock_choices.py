@@ -1,12 +1,12 @@
 """What SGLang chooses on a GPU for checkpoints that people use, and what the chunk cache refuses; no GPU is needed.
 
-Verbs: `choices` (for every generation of GPUs, each in a process of its own), `tables` (of docs/compatibility.md).
+Verbs: `choices` (for every generation of GPUs, each in a process of its own), `tables` (of docs/checkpoints.md).
 `python test/stock_choices.py` writes that page's section anew.
 
 torch is made to tell of a GPU, and SGLang's own functions do the rest. `checkpoints.json` holds configurations as far
 as they matter to a start: `config` is config.json (on top of that of `like`), `hf_quant_config` the file of that name,
 `flags` what the command line adds, `source` where it is from. `with` lists flags that help: the entry is there without
-them, and with each of them. `list` is "most served" or "hybrid" (docs/compatibility.md says which are); `downloads` are
+them, and with each of them. `list` is "most served" or "hybrid" (docs/checkpoints.md says which are); `downloads` are
 millions in thirty days, the most that was seen in 2026.
 """
 
@@ -322,7 +322,7 @@ def _write_choices(file: Path) -> None:
         file.write_text(json.dumps({gpu: asdict(one) for gpu, one in found}))
 
 
-# docs/compatibility.md
+# docs/checkpoints.md
 
 
 def accepted(name: str) -> str | None:
@@ -358,7 +358,8 @@ def count() -> str:
 
 def tables() -> str:
     """The tables as Markdown, and what they count."""
-    served, refused = [], []
+    served: dict[str, list[str]] = {}
+    refused = []
     for name, checkpoint in checkpoints().items():
         title = f"**{name}**" if checkpoint.get("list") == "most served" else name
         found = [one.ours[name] for one in choices().values()]
@@ -367,11 +368,12 @@ def tables() -> str:
             reason = str(found[-1].reason).removeprefix("this model cannot be served with --chunk-cache because ")
             refused.append(f"| {title} | {reason.rstrip('.')} | {_help(name)} |")
         else:
-            served.append(f"| {title} | `{kv}` | {' | '.join(map(_cell, found))} |")
+            served.setdefault(f"`{kv}` | {' | '.join(map(_cell, found))}", []).append(title)
     gpus = " | ".join(f"{gpu.name} ({name})" for name, gpu in GPUS.items())
-    head = f"| checkpoint | KV cache | {gpus} |\n| --- | --- |{' --- |' * len(GPUS)}"
+    rows = [f"| {'<br>'.join(names)} | {cells} |" for cells, names in served.items()]
+    head = f"| checkpoints | KV cache | {gpus} |\n| --- | --- |{' --- |' * len(GPUS)}"
     rest = ["", "| checkpoint | refused because | what helps |\n| --- | --- | --- |", *refused]
-    return "\n".join([count(), "", head, *served, *rest])
+    return "\n".join([count(), "", head, *rows, *rest])
 
 
 def _help(name: str) -> str:
@@ -394,7 +396,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         _write_choices(Path(sys.argv[1]))
         return
-    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
+    page = Path(__file__).parents[1] / "docs" / "checkpoints.md"
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
 

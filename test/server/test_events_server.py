@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import subprocess
 import sys
 import time
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port
 
 from chunk_cache_tools.holders import Holders, Source
+from doc_pages import blocks, section
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, STRICT
 from server.contract import encode, marked
@@ -63,8 +62,8 @@ def launch(model_dir: Path, tmp_path: Path) -> Iterator[Callable[[], AdminServer
 
 
 def run_page(server: AdminServer, model_dir: Path) -> Any:
-    """What the program of docs/events.md prints, with the addresses and salt of this server."""
-    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "events.md").read_text(), re.DOTALL)[0]
+    """What the program of docs/fleet.md prints, with the addresses and salt of this server."""
+    program = blocks(section("fleet.md", "Events"), "python")[0]
     events = server.config["events"]  # type: ignore[attr-defined]
     own = {
         "tcp://127.0.0.1:5557": events["endpoint"],

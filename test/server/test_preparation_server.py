@@ -12,7 +12,7 @@ from server.conftest import TRAINED_MODEL as MODEL
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/training.md"),
+    pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/benchmarks.md"),
 ]
 
 

@@ -29,7 +29,7 @@ from server_fixture import Server
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/training.md"),
+    pytest.mark.skipif(not MODEL.exists(), reason=f"no trained model in {MODEL.name}; see docs/benchmarks.md"),
 ]
 RANDOM = MethodSpec("random")
 # What is asked of each family, and of how many prompts: the whole gate must not take more than three minutes.

@@ -145,7 +145,7 @@ def model_card(run: Run, accuracy: dict[str, dict[str, float]], num: int) -> str
         f"# Question answering over synthetic notes, {num_params / 1e6:.2f} M parameters, training seed {run.seed}",
         "",
         "A Llama trained from scratch to measure what reuse of chunk KV does to answers. It knows the words and",
-        "sentences of `benchmark/quality/synthetic/` and nothing else. How it was made: `docs/training.md`.",
+        "sentences of `benchmark/quality/synthetic/` and nothing else. How it was made: `docs/benchmarks.md`.",
         "",
         f"- command: `OMP_NUM_THREADS=1 python benchmark/quality/train/train.py --seed {run.seed} --out FOLDER`",
         f"- steps: {run.step} of {run.num_steps}, on one CPU core, fp32; the weights are stored in bfloat16",

@@ -5,7 +5,7 @@
 The number of steps is fixed, never the time, so a seed gives the same weights on the same machine. FOLDER gets
 `checkpoint.pt` (every --save-every steps, at the end, and when the process is asked to stop by SIGTERM or Ctrl-C) and
 `log.jsonl`. `--resume` goes on from the checkpoint and ends at the same bits as a run that was never stopped.
-`export.py` makes a model folder of the checkpoint. See `docs/training.md`.
+`export.py` makes a model folder of the checkpoint. See `docs/benchmarks.md`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _parser() -> CommandParser:
             "--replies kept.jsonl --out explain.svg",
         ),
         exit_codes={0: "the pictures are written", 2: "the command is wrong, or the server does not answer"},
-        page="docs/explain.md",
+        page="docs/doctor.md#what-became-of-each-token",
     )
     add = parser.add_argument
     add_server_flags(parser)

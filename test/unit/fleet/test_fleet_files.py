@@ -17,6 +17,7 @@ import yaml
 from benchmark.common.machine import ROOT
 
 from chunk_cache_tools.requirements import DISTRIBUTION, pinned
+from doc_pages import blocks, section
 from gateway import find_gateway
 
 FOLDER = ROOT / "docs" / "fleet"
@@ -126,7 +127,7 @@ def value_of(words: Sequence[str], flag: str) -> str:
 
 def commands(program: str) -> Iterator[list[str]]:
     """Of the page, the compose file and the manifests."""
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
+    for block in blocks(section("fleet.md", "Start"), "bash"):
         yield from (shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.startswith(program))
     texts = (service.get("command", "") for service in COMPOSE["services"].values())
     yield from (shlex.split(text) for text in texts if text.startswith(program))

@@ -11,7 +11,7 @@ from sglang_chunk_cache.start.pool_check import POOL_DTYPES
 from sglang_chunk_cache.start.refusals import ATTENTION_BACKENDS
 from stock_choices import GPUS, LLAMA, STARTS, Choice, accepted, checkpoints, choices
 
-PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 BACKENDS = {"sm_80": "flashinfer", "sm_90": "fa3", "sm_100": "trtllm_mha"}
 """What stock SGLang 0.5.23 prefers for most models."""
 
