@@ -36,10 +36,6 @@ class Experiment:
     stored: str = WARMED
     neighbours: Neighbours | None = None
 
-    def num_needed(self, conditions: Sequence[Condition]) -> int:
-        """Replies, the reference's included."""
-        return len(self._distinct()) * (1 + len(conditions))
-
     def num_missing(self, conditions: Iterable[Condition]) -> int:
         """Replies that are not in the log, the reference's included."""
         prompts = self._distinct()

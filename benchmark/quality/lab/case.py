@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from benchmark.quality.lab.many import behind
-from benchmark.quality.lab.rows import KV, Attend, Change, RowModel, attention_of
+from benchmark.quality.lab.rows import KV, Change, RowModel, attention_of
 from benchmark.quality.prompts import Prompt
 
 
@@ -75,10 +75,9 @@ class Case:
 
     @classmethod
     @torch.no_grad()
-    def build(cls, model: RowModel, prompt: Prompt, *, own_len: int, turned: bool = True) -> Case:
+    def build(cls, model: RowModel, prompt: Prompt, *, own_len: int) -> Case:
         """Args:
         own_len: tokens of the full prefill's own answer, at most.
-        turned: False leaves K at the rotation with which it was computed.
         """
         ids, spans = _tokens(model, prompt)
         gold = _ids(model, prompt.answer)
@@ -91,7 +90,7 @@ class Case:
         head_len = spans[0][0]
         head, nothing = KV(full.k[:, :head_len], full.v[:, :head_len]), [ids[:0]] * len(spans)
         for (start, end), alone in zip(spans, behind(model, head, nothing, [ids[a:b] for a, b in spans]), strict=True):
-            reused.k[:, start:end] = model.turn(alone.k, start - head_len) if turned else alone.k
+            reused.k[:, start:end] = model.turn(alone.k, start - head_len)
             reused.v[:, start:end] = alone.v
         reused.k[:, spans[-1][1] :], reused.v[:, spans[-1][1] :] = 0, 0
         return cls(model, ids, spans, gold, own, full, reused, full_gold, full_own, full_finds)
@@ -102,27 +101,19 @@ class Case:
         rows: torch.Tensor,
         *,
         cache: KV | None = None,
-        bias: torch.Tensor | None = None,
-        answer_bias: torch.Tensor | None = None,
         change: Change | None = None,
-        attend: Attend | None = None,
-        shift: int = 0,
     ) -> Judged:
         """Computes `rows` (positions in the chunks, ascending) and the tail over a copy of `cache`.
 
         Args:
             cache: that of the reused chunks where it is left out.
-            bias: see `RowModel.run`, for the rows and the tail.
-            attend, shift: see `RowModel.run`, for the rows, the tail and answers.
-            answer_bias: `[1, prompt_len]` or `[num_layers, 1, prompt_len]`, the same for the rows of answers.
+            change: see `RowModel.run`.
         """
         kv = (self.reused if cache is None else cache).clone()
         positions = torch.cat([rows, torch.arange(self.tail_start, self.prompt_len)])
-        hidden = self.model.run(
-            kv, self.ids[positions], positions, bias=bias, change=change, attend=attend, shift=shift
-        )[-1:]
-        gold = _read(self.model, kv, hidden, self.gold, self.prompt_len, answer_bias, attend, shift)
-        own = _read(self.model, kv, hidden, self.own, self.prompt_len, answer_bias, attend, shift)
+        hidden = self.model.run(kv, self.ids[positions], positions, change=change)[-1:]
+        gold = _read(self.model, kv, hidden, self.gold, self.prompt_len)
+        own = _read(self.model, kv, hidden, self.own, self.prompt_len)
         return self.judged(gold, own, len(rows))
 
     def judged(self, gold: torch.Tensor, own: torch.Tensor, num_rows: int) -> Judged:
@@ -159,26 +150,6 @@ class Case:
         self.model.run(cache, ids, positions, observe=observe)
         return torch.stack(found)
 
-    def attribution(self) -> torch.Tensor:
-        """How much of the own answer's loss each reused token's K and V explain, by a first-order estimate.
-
-        The gradient of the answer's log-likelihood by the reused K and V, times what a full prefill would change of
-        them: `[num_layers, num_kv_heads, prompt_len, 2]` (K, V); positive where the true value makes it likelier.
-        """
-        k = self.reused.k[:, : self.tail_start].clone().requires_grad_()
-        v = self.reused.v[:, : self.tail_start].clone().requires_grad_()
-        tail = torch.cat([self.ids[self.tail_start :], self.own[:-1]])
-        with torch.enable_grad():
-            hidden = self.model.run_tail(tail, k, v)[-len(self.own) :]
-            self.model.log_probs(hidden).gather(1, self.own[:, None]).mean().backward()
-        assert k.grad is not None
-        assert v.grad is not None
-        gains = []
-        for grad, true, reused in ((k.grad, self.full.k, k), (v.grad, self.full.v, v)):
-            gains.append((grad * (true[:, : self.tail_start] - reused.detach())).sum(-1))
-        both = torch.stack(gains, -1).transpose(1, 2)
-        return torch.nn.functional.pad(both, (0, 0, 0, self.prompt_len - self.tail_start))
-
 
 def with_room(part: torch.Tensor, num: int) -> torch.Tensor:
     """KV `[num_layers, len, ...]` with `num` more places."""
@@ -210,21 +181,9 @@ def _greedy(
     return torch.tensor(tokens), torch.stack(rows)
 
 
-def _read(
-    model: RowModel,
-    cache: KV,
-    hidden: torch.Tensor,
-    answer: torch.Tensor,
-    start: int,
-    bias: torch.Tensor | None = None,
-    attend: Attend | None = None,
-    shift: int = 0,
-) -> torch.Tensor:
+def _read(model: RowModel, cache: KV, hidden: torch.Tensor, answer: torch.Tensor, start: int) -> torch.Tensor:
     """Distributions `[len(answer), vocab]` of an answer's tokens behind the prompt whose last state is `hidden`."""
     if len(answer) > 1:
         positions = torch.arange(start, start + len(answer) - 1)
-        if bias is not None:
-            shape = (*bias.shape[:-2], len(positions), start)
-            bias = torch.nn.functional.pad(bias.expand(shape), (0, len(positions)))
-        hidden = torch.cat([hidden, model.run(cache, answer[:-1], positions, bias=bias, attend=attend, shift=shift)])
+        hidden = torch.cat([hidden, model.run(cache, answer[:-1], positions)])
     return model.log_probs(hidden)

@@ -1,14 +1,13 @@
-"""Choices: which reused tokens are recomputed, by rules that a server could follow and by oracles that it could not.
+"""Choices: which reused tokens are recomputed, by rules that a server could follow.
 
-The ratio counts the tokens of the reused chunks. `RULES` follow from what a server knows; the oracles of `choices` see
-what a full prefill gives: they say what a ratio could do at best.
+The ratio counts the tokens of the reused chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -99,11 +98,6 @@ class Reused:
         """How far K and V of layer 1 lie from those of a full prefill: CacheBlend's score."""
         full, reused = self.case.full, self.case.reused
         return (full.k[1] - reused.k[1]).square().sum((1, 2)) + (full.v[1] - reused.v[1]).square().sum((1, 2))
-
-    @cached_property
-    def gradient(self) -> torch.Tensor:
-        """How much of the own answer's loss a token explains, by `Case.attribution`; without its sign."""
-        return self.case.attribution().sum((0, 1, 3)).abs()
 
     def num_rows(self, ratio: float) -> int:
         return max(1, math.ceil(ratio * (self.end - self.start)))
@@ -260,31 +254,6 @@ RULES: Mapping[str, Rule] = {
 }
 """What a server could follow. `usual` are the tokens that other questions attend to most, `words` those at words of the
 question: both are known before the forward, as with `epic`."""
-NEED_TAILS = tuple(name for name in RULES if name.startswith("usual"))
-
-
-def choices(case: Case, supporting: Sequence[int], ratio: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of `Case.judge`) of every rule and oracle at a ratio; `supporting` chunks hold the answer."""
-    reused = Reused(case)
-    for name, rule in RULES.items():
-        if name != "nothing" and name not in NEED_TAILS:
-            yield name, reused.arguments(rule(reused, ratio))
-    gradient = reused.gradient
-    oracle = reused.best_tokens(gradient, ratio)
-    yield "oracle: tokens by gradient", {"rows": oracle}
-    yield "oracle: tokens by gradient, drift", reused.with_drift(oracle)
-    yield "oracle: blocks of 16 by gradient", {"rows": reused.best_pieces(gradient, ratio, BLOCK)}
-    yield "oracle: passages by gradient", {"rows": reused.best_pieces(gradient, ratio)}
-    passages = [case.spans[i] for i in supporting if i > 0]
-    if passages:
-        yield "supporting passages", {"rows": reused.first_of(passages, ratio)}
-
-
-def best_passages(case: Case, ratio: float) -> dict[str, Any]:
-    """Oracle: whole passages by what recomputing each alone does to the own answer, tried one by one."""
-    reused = Reused(case)
-    losses = {span: case.judge(torch.arange(*span)).own_loss for span in reused.spans}
-    return {"rows": reused.first_of(sorted(losses, key=lambda span: losses[span]), ratio)}
 
 
 def _draw(case: Case) -> torch.Generator:

@@ -1,6 +1,6 @@
 """RowModel: a pretrained model that computes chosen rows of a prompt over a KV cache that one may change.
 
-The instrument behind `study.py` and `storing.py`. It runs the modules of a Hugging Face model of Llama's shape (Llama,
+The instrument behind `storing.py`. It runs the modules of a Hugging Face model of Llama's shape (Llama,
 Qwen2, Qwen3, Mistral) or of Gemma 3 one layer at a time, outside any server, so that an experiment can put any K and V
 in front of any row:
 
@@ -25,11 +25,6 @@ Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 Change = Callable[[int, "KV", torch.Tensor, torch.Tensor], None]
 """`change(layer, cache, k, v)`: may change the cache before the rows' new K and V are written into it."""
-
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(q, k, v, mask)`: q `[num_rows, num_heads, head_dim]`, k and v `[kv_len, num_kv_heads, head_dim]`, mask
-`[num_rows, kv_len]`, added to the scaled scores; gives `[num_rows, num_heads, head_dim]`."""
 
 
 @dataclass
@@ -82,17 +77,13 @@ class RowModel:
         bias: torch.Tensor | None = None,
         observe: Observer | None = None,
         change: Change | None = None,
-        attend: Attend | None = None,
-        shift: int = 0,
     ) -> torch.Tensor:
         """Computes rows over the cache and writes their K and V into it; each row sees all positions up to its own.
 
         Args:
             ids, positions: `[num_rows]` int64, positions ascending.
             change: called at every layer once its K and V are known.
-            attend: in the place of softmax attention.
-            shift: rows are rotated for positions so much smaller than those at which they are stored.
-            bias: `[num_rows, kv_len]` or `[num_layers, num_rows, kv_len]`, added to the scaled scores of attention.
+            bias: `[num_rows, kv_len]`, added to the scaled scores of attention.
 
         Returns:
             Hidden states behind the last norm, `[num_rows, hidden_size]`.
@@ -100,7 +91,7 @@ class RowModel:
         kv_len = int(positions[-1]) + 1
         masks = self.masks(positions, kv_len)
         x = self.embed(ids)
-        rotations = self.rotations(positions - shift)
+        rotations = self.rotations(positions)
         for index in range(self.num_layers):
             kind = self.kind(index)
             q, k, v = self.project(index, x, *rotations[kind])
@@ -111,25 +102,7 @@ class RowModel:
             keys, values = cache.k[index, :kv_len], cache.v[index, :kv_len]
             if observe is not None:
                 observe(index, q, keys)
-            added = mask if bias is None else mask + (bias if bias.dim() == 2 else bias[index])
-            x = self.finish(index, x, (attend or softmax_attention)(q, keys, values, added))
-        return self.norm(x)
-
-    def run_tail(self, ids: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Hidden states of rows right behind a cache `[num_layers, len, ...]` that they leave as it is.
-
-        Gradients flow to `k` and `v`.
-        """
-        start = k.shape[1]
-        positions = torch.arange(start, start + len(ids))
-        masks = self.masks(positions, start + len(ids))
-        x = self.embed(ids)
-        rotations = self.rotations(positions)
-        for index in range(self.num_layers):
-            kind = self.kind(index)
-            q, new_k, new_v = self.project(index, x, *rotations[kind])
-            keys, values = torch.cat([k[index], new_k]), torch.cat([v[index], new_v])
-            x = self.finish(index, x, softmax_attention(q, keys, values, masks[kind]))
+            x = self.finish(index, x, softmax_attention(q, keys, values, mask if bias is None else mask + bias))
         return self.norm(x)
 
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -213,7 +186,10 @@ def attention_of(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As every model attends; see `Attend`. All may have one more dimension in front."""
+    """Attention of q `[num_rows, num_heads, head_dim]` over k and v `[kv_len, num_kv_heads, head_dim]`.
+
+    `mask` `[num_rows, kv_len]` is added to the scaled scores. All may have one more dimension in front.
+    """
     q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(-3), enable_gqa=True).transpose(-3, -2)
 
