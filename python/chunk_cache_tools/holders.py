@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from chunk_cache.events.event_keys import EventKeys
-from chunk_cache.events.event_messages import END_SEQ, MEDIA, AllBlocksCleared, Batch, BlockStored, read_batch
+from chunk_cache.events.event_messages import END_SEQ, MEDIA, TOPIC, AllBlocksCleared, Batch, BlockStored, read_batch
 from chunk_cache.keys import Partition, chunk_key, partition_key
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class Holders:
         replicas: sources by name, such as the addresses by which a gateway knows them.
         salt: that of the servers.
         encode: makes token ids of a text, without special tokens; None = chunks are asked for by key or token ids.
-        topic: that of the servers.
 
     Example:
         >>> source = Source("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
@@ -72,14 +71,13 @@ class Holders:
         salt: str,
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
-        topic: str = "chunks",
     ) -> None:
         self._keys = EventKeys(salt)
         self._encode = encode
         self._changed = threading.Condition()  # of what followers know
         self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._followers = {name: _Follower(self._context, source, topic) for name, source in replicas.items()}
+        self._followers = {name: _Follower(self._context, source) for name, source in replicas.items()}
         self._thread = threading.Thread(target=self._follow, name="chunk-holders", daemon=True)
         self._thread.start()
 
@@ -182,12 +180,12 @@ class _Held:
 class _Follower:
     """One replica, as its events tell it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source, topic: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source) -> None:
         self.held = _Held()
         self.is_known = False
         self.live = context.socket(zmq.SUB)
         self.live.connect(source.endpoint)
-        self.live.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.live.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
         self.replay = context.socket(zmq.DEALER)
         self.replay.setsockopt(zmq.IMMEDIATE, 1)  # no question waits for a replica that is not there
         self.replay.connect(source.replay_endpoint)

@@ -38,6 +38,8 @@ from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.tiers.variant_search import Held, is_better
 
+MAX_DERIVED_SHARE = 0.25
+"""Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
 
@@ -151,7 +153,7 @@ class ChunkManager:
         self._ratio = ratio
         self._page_size = page_size
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
-        self._max_derived = math.inf if capacity is None else config.contexts_share * capacity
+        self._max_derived = math.inf if capacity is None else MAX_DERIVED_SHARE * capacity
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
         self._is_by_frequency = config.eviction == "frequency-reuse"

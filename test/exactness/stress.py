@@ -77,7 +77,7 @@ CONTEXTS = (("remember", "contexts"), ("max_variants_per_chunk", 4))
 VERIFY = (("verify_share", 1.0),)
 BOUNDS = (("max_variants", 30), ("max_variants_per_chunk", 2), ("max_generation", 1), ("max_path_tokens", 2000))
 APART = (("system_prompts", "same"), ("remember", "contexts"))
-FOR_ALL = (("statistics_heads", "all"), ("options", {"focus_window": 2, "drift": 0.5, "deviation": "v", "seed": 3}))
+FOR_ALL = (("options", {"focus_window": 2, "drift": 0.5, "deviation": "v", "seed": 3}),)
 PRESSURE = [
     Pressure(force_retract=True, options=(*VERIFY, *FOR_ALL), target=(("kl", 0.01),), kind="deepseek_v2"),
     # Without the room for reused chunks, so that requests are admitted until the pool overflows.

@@ -21,13 +21,11 @@ from sglang_chunk_cache.kv.model_layers import ModelLayers
 logger = logging.getLogger(__name__)
 
 
-def choose_kernel(
-    asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str = "sampled"
-) -> str:
+def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
     """The backend of our operations.
 
     Args:
-        asked, statistics_heads: `kernel` and `statistics_heads` of `--chunk-cache-config`.
+        asked: `kernel` of `--chunk-cache-config`.
 
     Raises:
         StartRefused: the one that was asked for by name does not agree with its definition, or reads no FP8.
@@ -38,7 +36,7 @@ def choose_kernel(
     first = resolve_backend(asked, device, has_flashinfer=True)
     if device.type == "cpu":
         return first
-    shape = _shape_of(model_runner, kv_pool, layers, statistics_heads)
+    shape = _shape_of(model_runner, kv_pool, layers)
     candidates = [first] if asked != "auto" else _by_itself(first, shape, model_runner.prefill_attention_backend_str)
     for kernel in candidates:
         failed = _failures(kernel, shape, device)
@@ -84,7 +82,7 @@ def _told(result: Result) -> str:
     return f"{what} {result.failure or f'is wrong by {result.error:.1f} times what is allowed'}"
 
 
-def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_heads: str) -> ModelShape:
+def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers) -> ModelShape:
     layer, rotary = layers.attentions[0], layers.rotary
     return ModelShape(
         dtype=model_runner.dtype,
@@ -102,7 +100,7 @@ def _shape_of(model_runner: Any, kv_pool: Any, layers: ModelLayers, statistics_h
         latent_dim=layer.v_head_dim if is_latent(kv_pool) else 0,
         has_unrotated=any(one is None for one in layers.rotaries),
         sinks=_sinks_of(layers),
-        sampled_heads=len(observed_heads(layer.tp_q_head_num, statistics_heads)),
+        sampled_heads=len(observed_heads(layer.tp_q_head_num)),
     )
 
 

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 MAX_HEADS, NUM_HEADS = 4, 2
-"""Query heads that are `sampled`: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
+"""Query heads that are looked at: all of a model that has no more than `MAX_HEADS`, else `NUM_HEADS`, evenly spread."""
 
 
-def observed_heads(num_heads: int, which: str = "sampled") -> list[int]:
-    """Which query heads of a model are looked at, ascending; `which` is one of `config.STATISTICS_HEADS`."""
-    count = num_heads if which == "all" or num_heads <= MAX_HEADS else NUM_HEADS
+def observed_heads(num_heads: int) -> list[int]:
+    """Which query heads of a model are looked at, ascending."""
+    count = num_heads if num_heads <= MAX_HEADS else NUM_HEADS
     return [i * num_heads // count for i in range(count)]
 
 
@@ -117,9 +117,7 @@ def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[i
 class StatisticsTaker:
     """See the head of this file."""
 
-    def __init__(
-        self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto", heads: str = "sampled"
-    ) -> None:
+    def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
         self._jobs = jobs
         self._kernel = kernel
         self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device)))
@@ -127,7 +125,6 @@ class StatisticsTaker:
         self._kv_pool = kv_pool
         group = get_tp_group()
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
-        self._which_heads = heads
         self._num_observed = 1
         self._heads: tuple[torch.Tensor, torch.Tensor] | None = None
         self._row_lens: list[int] = []
@@ -143,13 +140,11 @@ class StatisticsTaker:
         layers: Sequence[int],
         kv_pool: Any,
         kernel: str,
-        heads: str,
         computed: Sequence[tuple[int, int]],
     ) -> StatisticsTaker | None:
         """None where no chunk that will be remembered is computed in this forward of `batch`.
 
         Args:
-            heads: one of `config.STATISTICS_HEADS`.
             computed: per request, the positions within which this forward computes what is not reused.
         """
         if not layers:
@@ -168,7 +163,7 @@ class StatisticsTaker:
             sums = state.sums = state.sums or ChunkSums(spans, len(layers))
             slots = req_to_token[pool_indices[i], : max(end for _, _, end in ranges)].to(torch.int64)
             jobs += [_Job(spans, sums, i, chunk, first, end, slots[:end]) for chunk, first, end in ranges]
-        return cls(jobs, layers, kv_pool, kernel, heads) if jobs else None
+        return cls(jobs, layers, kv_pool, kernel) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
         """Whether statistics are taken at this layer."""
@@ -216,7 +211,7 @@ class StatisticsTaker:
         """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
         if self._heads is None:
             first = layer.tp_q_head_num * self._tp_rank
-            observed = observed_heads(layer.tp_q_head_num * self._tp_size, self._which_heads)
+            observed = observed_heads(layer.tp_q_head_num * self._tp_size)
             heads = [h - first for h in observed if 0 <= h - first < layer.tp_q_head_num]
             group = layer.tp_q_head_num // layer.tp_k_head_num
             both = np.array([heads, [h // group for h in heads]], dtype=np.int64)

@@ -154,9 +154,7 @@ def _observers(
     ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
     kv_pool = model_runner.token_to_kv_pool
-    statistics = StatisticsTaker.plan(
-        batch, chunks.statistics_layers, kv_pool, chunks.kernel, chunks.config.statistics_heads, spans
-    )
+    statistics = StatisticsTaker.plan(batch, chunks.statistics_layers, kv_pool, chunks.kernel, spans)
     kept = KeptChooser.plan(batch, kv_pool, chunks.kernel, model_runner.model_config.num_hidden_layers)
     return tuple(one for one in (statistics, kept) if one is not None)
 

@@ -10,17 +10,6 @@ from typing import Any
 
 from sglang_chunk_cache.flags.server_args import refuse
 
-ARCHITECTURES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
-    *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "CohereForCausalLM", "StableLmForCausalLM"),
-    *("GemmaForCausalLM", "Gemma3ForCausalLM", "ArceeForCausalLM", "Starcoder2ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM"),
-    "GptOssForCausalLM",
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
-    *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
-    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-)
-"""Those that the exactness matrix runs; all that is served where `models` is "listed"."""
 SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
@@ -40,13 +29,13 @@ def check_flashinfer(model_config: Any) -> None:
         refuse(f'--chunk-cache-config: kernel: "flashinfer": {problem}; use "auto" or "triton".')
 
 
-def check_model(model_config: Any, models: str = "checked") -> None:
-    """Checks a model by its resolved `ModelConfig`; `models` of `--chunk-cache-config`.
+def check_model(model_config: Any) -> None:
+    """Checks a model by its resolved `ModelConfig`.
 
     Raises:
         StartRefused: the model does not work with the chunk cache.
     """
-    reason = model_reason(model_config) or (_architecture_reason(model_config) if models == "listed" else None)
+    reason = model_reason(model_config)
     if reason is not None:
         refuse(f"this model cannot be served with --chunk-cache because {reason}.")
 
@@ -153,10 +142,3 @@ def _longrope_reason(model_config: Any, rope: dict[str, Any]) -> str | None:
         f"its long rope turns all keys by other angles where a prompt is longer than {original_len} tokens; add "
         f"--context-length {original_len}"
     )
-
-
-def _architecture_reason(model_config: Any) -> str | None:
-    architectures = model_config.hf_config.architectures or ["unknown"]
-    if architectures[0] not in ARCHITECTURES:
-        return f'its architecture {architectures[0]} is not listed, and "models" of --chunk-cache-config is "listed"'
-    return None

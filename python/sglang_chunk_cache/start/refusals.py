@@ -241,7 +241,7 @@ def check_resolved(server_args: Any) -> None:
     model_config = copy.copy(model_config_of(server_args))
     if _value(server_args, "disable_hybrid_swa_memory"):  # SGLang may have read the model before that was resolved
         model_config.is_hybrid_swa = False
-    check_model(model_config, "checked" if args is None else args.parsed_config.models)
+    check_model(model_config)
     _check_determinism(server_args, args)
     _check_chosen(server_args)
     if kernel == "flashinfer":

@@ -180,7 +180,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     layers = describe_model(model_runner.model, model_runner.model_config.context_len)
     check_scales(allocator.get_kvcache(), layers.attentions, backends)
     check_windows(model_runner.sliding_window_size, layers.windows, backends)
-    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers, config.statistics_heads)
+    kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))
     manager = ChunkManager(

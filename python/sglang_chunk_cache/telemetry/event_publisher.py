@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
 
 from chunk_cache.events.event_keys import EventKeys
 from chunk_cache.events.event_log import EventLog
-from chunk_cache.events.event_messages import Batch, message_of
+from chunk_cache.events.event_messages import TOPIC, Batch, message_of
 
 if TYPE_CHECKING:
     from chunk_cache.options.event_config import EventConfig
@@ -51,7 +51,7 @@ class EventPublisher:
                 replay_endpoint=config.replay_endpoint,
                 buffer_steps=BUFFER_LEN,
                 max_queue_size=MAX_QUEUED,
-                topic=config.topic,
+                topic=TOPIC,
                 bind=True,
             )
         except zmq.ZMQError as error:

@@ -16,6 +16,7 @@ from chunk_cache.events.event_log import POOL, Event
 MEDIA = {POOL: "GPU", "host": "CPU_PINNED", "disk": "DISK", "remote": "EXTERNAL"}
 """Names of the tiers in SGLang's events; the pool has that of the GPU wherever it is."""
 
+TOPIC = "chunks"
 END_SEQ = b"\xff" * 8
 """In the place of a sequence number: a replay is over."""
 

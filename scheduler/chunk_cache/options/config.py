@@ -17,12 +17,11 @@ from chunk_cache.options.tier_config import TierConfig, parse_tiers, shown_url
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 ATTENTIONS = ("auto", "runs", "rows")
-MODELS = ("checked", "listed", "any")
+MODELS = ("checked", "any")
 SYSTEM_PROMPTS = ("any", "same")
 TRUST = ("any", "warmed")
 REMEMBER = ("misses", "contexts")
 STATISTICS_LAYERS = ("sampled", "all", "none")
-STATISTICS_HEADS = ("sampled", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,6 @@ class Config:
     remember: str = "misses"
     """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
     `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
-    contexts_share: float = 0.25
-    """Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
     promote_uses: int = 8
     """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
     refresh_uses: int = 0
@@ -79,8 +76,7 @@ class Config:
     """First tokens of a passage that the administration and its page show beside its key; 0 = none."""
     models: str = "checked"
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
-    starts; `listed`: only architectures that the tests run, which are checked too; `any`: also those that fail the
-    check, which is logged: their answers may be wrong."""
+    starts; `any`: also those that fail the check, which is logged: their answers may be wrong."""
     kernel: str = "auto"
     """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
     where it fits the model; torch where these fail their test at the start, and on a CPU."""
@@ -97,9 +93,6 @@ class Config:
     """How the model of `--chunk-cache-selector` runs, where there is one."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
-
-    statistics_heads: str = "sampled"
-    """Query heads whose attention that is: one of `STATISTICS_HEADS`."""
     options: Options = ()
     """Parameters of methods, where a request leaves them out: each counts for every method that has it."""
 
@@ -138,7 +131,6 @@ _MINIMUM = {
 }
 _MAXIMUM = {
     "ageing": ALPHA.maximum,
-    "contexts_share": 1.0,
     "partition_share": 1.0,
     "keep_share": 0.9,  # more would leave running requests next to nothing
     "verify_share": 1.0,
@@ -151,7 +143,6 @@ _CHOICES = {
     "remember": REMEMBER,
     "system_prompts": SYSTEM_PROMPTS,
     "trust": TRUST,
-    "statistics_heads": STATISTICS_HEADS,
 }
 
 

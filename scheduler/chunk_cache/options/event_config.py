@@ -32,12 +32,6 @@ def _salt(value: object, path: str) -> str:
     return value
 
 
-def _topic(value: object, path: str) -> str:
-    if not isinstance(value, str) or not is_unicode(value):
-        raise config_error(path, f"{show(value)} is not a string", "give a string")
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class EventConfig:
     """How events are published."""
@@ -48,8 +42,6 @@ class EventConfig:
     """Secret of the replicas and of those who may ask what they hold; without it the hashes tell nothing."""
     replay_endpoint: str | None = field(default=None, metadata={"parse": _replay_endpoint})
     """Where missed events are asked for; null = nowhere. Ports as of `endpoint`."""
-    topic: str = field(default="chunks", metadata={"parse": _topic})
-    """Topic of the messages."""
 
 
 def port_of(endpoint: str) -> int | None:

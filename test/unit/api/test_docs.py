@@ -13,7 +13,7 @@ from chunk_cache.gate.target import KEYS as TARGET_KEYS
 from chunk_cache.gate.verification_ledger import MEASURES
 from chunk_cache.gate.verification_queue import DROPPED
 from chunk_cache.methods import METHODS
-from chunk_cache.options.config import STATISTICS_HEADS, STATISTICS_LAYERS, Config
+from chunk_cache.options.config import STATISTICS_LAYERS, Config
 from chunk_cache.options.event_config import EventConfig
 from chunk_cache.options.request_options import KEYS, MODES
 from chunk_cache.options.selector_config import SelectorConfig
@@ -64,7 +64,7 @@ def test_keys_reasons_and_options_are_told() -> None:
     options = {option.name for method in METHODS.values() for option in method.options_schema}
     configs = (Config, TierConfig, SelectorConfig, EventConfig)
     keys = (*KEYS, *ROUTE_KEYS, *(key for config in configs for key in config.__dataclass_fields__))
-    choices = (*MODES, *STATISTICS_LAYERS, *STATISTICS_HEADS, *METHODS, *Status)
+    choices = (*MODES, *STATISTICS_LAYERS, *METHODS, *Status)
     tier_reasons = (f"tier_{reason}" for reason in TIER_REASONS if reason != "full")  # of writes alone
     gate = (*TARGET_KEYS, *DROPPED, *MEASURES)
     assert not told((*keys, *choices, *options, *REASONS, *tier_reasons, *gate, *Cause))
@@ -75,7 +75,7 @@ def test_what_is_refused_and_served_is_told() -> None:
     flags = (f"--{field.replace('_', '-')}" for field in fields)
     variables = (rule.name for rule in refusals.VARIABLE_RULES)
     values = (value for served in refusals.CHOICE_RULES.values() for value in served)
-    assert not told((*flags, *variables, *values, *model_refusals.ARCHITECTURES, *model_refusals.ROPE_TYPES))
+    assert not told((*flags, *variables, *values, *model_refusals.ROPE_TYPES))
 
 
 def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

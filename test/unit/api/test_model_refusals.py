@@ -169,13 +169,6 @@ def test_model_is_refused_with_one_sentence(tmp_path, name):
     assert "\n" not in str(refused.value.code)
 
 
-def test_only_listed_models_are_served_where_that_is_asked_for(tmp_path):
-    (tmp_path / "llama").mkdir()
-    model_refusals.check_model(model_config(tmp_path / "llama", *LLAMA), "listed")
-    with pytest.raises(StartRefused, match=r'architecture PersimmonForCausalLM is not listed, and "models"'):
-        model_refusals.check_model(model_config(tmp_path, "stablelm", "PersimmonForCausalLM"), "listed")
-
-
 @pytest.mark.parametrize("prefix", ["Llava", "Qwen2_5_VL", "Gemma3"])
 def test_texts_of_a_model_that_sees_images_are_served(tmp_path, prefix):
     import transformers

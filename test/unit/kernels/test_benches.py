@@ -12,10 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[3] / "benchmark" / "kernel"
 SMALL = {
-    "attention_mass": ["--kv-len", "128", "--num-rows", "1", "16"],
-    "copy_rotate": ["--num-layers", "2", "--num-tokens", "128"],
     "forward": ["--num-layers", "2", "--hidden", "64", "--kv-heads", "4", "--mlp", "128", "--tokens", "128"],
-    "kv_deviation": ["--num-tokens", "128"],
     "sparse_extend": ["--kv-len", "128", "--shares", "0.15", "1"],
 }
 
@@ -40,9 +37,3 @@ def test_writes_a_table_with_its_floor(op: str, tmp_path: Path) -> None:
 
 def test_every_benchmark_is_tested() -> None:
     assert {path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py")} == set(SMALL)
-
-
-def test_a_wrong_number_is_named(tmp_path: Path) -> None:
-    done = run("copy_rotate", "--num-tokens", "100", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert "--num-tokens: 100 must be a multiple of 128" in done.stderr

@@ -20,18 +20,16 @@ def test_every_field_can_be_given() -> None:
         "max_path_tokens": 1000,
         "max_generation": 0,
         "min_reuse_len": 16,
-        "models": "listed",
+        "models": "any",
         "kernel": "torch",
         "attention": "runs",
         "statistics_layers": "all",
-        "statistics_heads": "all",
         "options": {"deviation": "v", "ends": 20, "focus_window": 3, "layers": (0, 2)},
         "eviction": "frequency-reuse",
         "ageing": 2.5,
         "keep_share": 0.5,
         "partition_share": 0.3,
         "remember": "contexts",
-        "contexts_share": 0.5,
         "system_prompts": "same",
         "trust": "warmed",
         "promote_uses": 3,
@@ -45,7 +43,7 @@ def test_every_field_can_be_given() -> None:
         "tiers": None,
         "draft_on_gpu": True,
         "selector": {"timeout_s": 1.0, "max_bytes": 10, "num_threads": 2},
-        "events": {"endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": "t", "salt": "x"},
+        "events": {"endpoint": "tcp://*:5557", "replay_endpoint": None, "salt": "x"},
     }
     found = describe(parse_config(given))
     del given["events"]["salt"]  # a secret
@@ -97,7 +95,6 @@ def test_every_field_can_be_given() -> None:
         ({"verify_file": "a"}, "--chunk-cache-config: verify_file: nothing is verified; give verify_share too"),
         ({"kernel": "cuda"}, "unknown kernel 'cuda'; known values: auto, torch, triton"),
         ({"kernel": []}, "unknown kernel []"),
-        ({"statistics_heads": 2}, "statistics_heads: unknown statistics_heads 2; known values: sampled, all"),
         ({"options": []}, "--chunk-cache-config: options: [] is not an object; give an object of options"),
         (
             {"options": {"sed": 1}},
@@ -110,7 +107,6 @@ def test_every_field_can_be_given() -> None:
         ({"options": {"first_ratio": 0.5}}, "options.first_ratio: 0.5 is smaller than last_ratio 0.94"),
         ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
         ({"system_prompts": None}, "system_prompts: unknown system_prompts null; known values: any, same"),
-        ({"contexts_share": 1.5}, "contexts_share: 1.5 is not a number in [0, 1]; give such a number"),
         *[
             (
                 {"statistics_layers": value},

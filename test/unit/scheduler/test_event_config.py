@@ -19,7 +19,7 @@ def events(**changes: object) -> EventConfig:
 
 def test_what_is_given_and_what_is_not() -> None:
     assert parse_config({}).events is parse_config({"events": None}).events is None
-    assert events() == EventConfig("tcp://*:5557", "secret", "tcp://*:5558", "chunks")
+    assert events() == EventConfig("tcp://*:5557", "secret", "tcp://*:5558")
     for endpoint in ("tcp://127.0.0.1:1", "tcp://[::1]:65535", "tcp://a-b.c:5557", "ipc:///run/x", "ipc://@x"):
         assert events(endpoint=endpoint, replay_endpoint=None).endpoint == endpoint
 
@@ -30,20 +30,18 @@ def test_the_salt_is_not_shown() -> None:
     assert describe(config)["events"] == {
         "endpoint": "tcp://*:5557",
         "replay_endpoint": "tcp://*:5558",
-        "topic": "chunks",
     }
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (5, "events: 5 is not an object; give an object with endpoint, salt, replay_endpoint, topic"),
+        (5, "events: 5 is not an object; give an object with endpoint, salt, replay_endpoint"),
         ({**GIVEN, "port": 1}, "events.port: unknown key 'port'; known keys: endpoint, "),
         ({"salt": "x"}, "events.endpoint: null is not an address of ZMQ; give one such as tcp://*:5557 or ipc://"),
         ({"endpoint": "tcp://*:1"}, "events.salt: null is not a salt; give a secret text, the same to all replicas"),
         ({**GIVEN, "salt": ""}, "events.salt: '' is not a salt; "),
         ({**GIVEN, "salt": "\ud800"}, "events.salt: '\\ud800' is not a salt; "),
-        ({**GIVEN, "topic": 1}, "events.topic: 1 is not a string; "),
         ({**GIVEN, "replay_endpoint": "tcp://*:5557"}, "events.replay_endpoint: is that of endpoint; give another"),
         *[
             ({**GIVEN, key: value}, f"events.{key}: {value!r} is not an address of ZMQ; ")
