@@ -3,7 +3,8 @@
 A server without `--chunk-cache` (one that was rolled back, or some of a fleet) drops the passages of `chunk_cache`, and
 answers without them, with status 200. So the server is asked once; where it knows no chunks, passages go into the text.
 
-Verbs: `put` (passages into a body), `arrived` (whether the model has read them, by the headers of the reply).
+Verbs: `put` (passages into a body), `arrived` (whether the model has read them, by the headers of the reply),
+`without_separators` (a body whose texts are marked, for a server that would read the marks as text).
 Promises: the model reads the same text in either way, and the log says so where it is the second.
 """
 
@@ -15,6 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from chunk_cache.errors import request_error
+from chunk_cache.options.defaults import DEFAULT_SEPARATOR
 from chunk_cache.prompt.passage import Passage, write_passage
 from chunk_cache_tools.server_client import ServerClient
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _PAGE, _TITLE = "/chunk_cache", "<title>Chunk cache</title>"
 _HEADER = "x-chunk-cache"
+_TEXTS = ("text", "prompt", "messages", "content", "system")
+"""Keys of bodies under which there is text that a model reads."""
 
 
 class PassageWriter:
@@ -65,6 +69,20 @@ class PassageWriter:
         plain = {key: value for key, value in body.items() if key != "chunk_cache"}
         return put_in_front("".join(written), plain)
 
+    def without_separators(self, body: Mapping[str, Any], separator: str = DEFAULT_SEPARATOR) -> dict[str, Any]:
+        """A copy of a body of any route whose texts have separators: without them, where the server knows no chunks.
+
+        Args:
+            separator: `--chunk-cache-separator` of the server.
+
+        Raises:
+            ServerGone: the server is asked, and does not answer.
+        """
+        if self._knows():
+            return dict(body)
+        kept = {key: value for key, value in body.items() if key != "chunk_cache"}
+        return {key: _stripped(value, separator) if key in _TEXTS else value for key, value in kept.items()}
+
     def arrived(self, body: Mapping[str, Any], reply_headers: Mapping[str, str]) -> bool:
         """Whether the model has read the passages that `put` gave to this body.
 
@@ -93,6 +111,16 @@ class PassageWriter:
                 self._url,
             )
         self._knows_chunks = knows_chunks
+
+
+def _stripped(value: Any, separator: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(separator, "")
+    if isinstance(value, list):
+        return [_stripped(each, separator) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _stripped(each, separator) if key in _TEXTS else each for key, each in value.items()}
+    return value
 
 
 def put_in_front(text: str, body: dict[str, Any]) -> dict[str, Any]:

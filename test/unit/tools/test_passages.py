@@ -91,3 +91,19 @@ def test_a_server_that_fails_is_not_taken_for_one_without_chunks(asked: Any) -> 
     asked[1]["/chunk_cache"] = httpx.Response(503)
     with pytest.raises(ServerGone, match="503"):
         PassageWriter(URL).put(CHAT, PASSAGES)
+
+
+def test_separators_are_taken_out_for_a_server_that_would_read_them(asked: Any) -> None:
+    _, replies = asked
+    parts = [{"type": "text", "text": "<|chunk|>a<|chunk|>b"}, {"type": "image_url", "image_url": "<|chunk|>"}]
+    messages = [{"role": "system", "content": "s<|chunk|>"}, {"role": "user", "content": parts}]
+    body = {"messages": messages, "prompt": ["x<|chunk|>y", "z"], "stop": "<|chunk|>", "chunk_cache": {"ratio": 0.5}}
+    found = PassageWriter(URL).without_separators(body)
+    assert found["messages"][0]["content"] == "s"
+    assert found["messages"][1]["content"] == [{"type": "text", "text": "ab"}, parts[1]]
+    assert (found["prompt"], found["stop"], "chunk_cache" in found) == (["xy", "z"], "<|chunk|>", False)
+    assert body["messages"] is messages
+    assert messages[0]["content"] == "s<|chunk|>", "the caller's own stays"
+    assert PassageWriter(URL).without_separators({"text": "a#b"}, "#") == {"text": "ab"}
+    replies["/chunk_cache"] = httpx.Response(200, text=PAGE)
+    assert PassageWriter(URL).without_separators(body) == body
