@@ -36,7 +36,7 @@ from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import make_plan
+from chunk_cache.plan.planning import make_plan
 
 Rankings: TypeAlias = "np.ndarray[tuple[int, int, int], np.dtype[np.float32]]"
 PARTITION = Partition()

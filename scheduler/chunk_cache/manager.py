@@ -33,7 +33,8 @@ from chunk_cache.methods import METHODS, Ranking, Stage
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
-from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
+from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.tiers.variant_search import Held, is_better

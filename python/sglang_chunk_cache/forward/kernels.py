@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from sgl_kernel_ext.backend import FP8, resolve_backend
-from sgl_kernel_ext.self_test import ModelShape, Result, check_kernels
+from sgl_kernel_ext.self_test import Result, check_kernels
+from sgl_kernel_ext.self_test_cases import ModelShape
 from sgl_kernel_ext.sparse_extend import flashinfer
 from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.forward.statistics_taker import observed_heads

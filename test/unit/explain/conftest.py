@@ -11,7 +11,7 @@ import pytest
 from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import make_plan
+from chunk_cache.plan.planning import make_plan
 from chunk_cache.types import Span
 from chunk_cache_tools.explain.shown_prompt import PromptTokens, tokenize
 from chunk_cache_tools.explain.states import Explanation, explain

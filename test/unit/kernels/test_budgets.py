@@ -10,7 +10,7 @@ import importlib.util
 import pytest
 import torch
 
-from sgl_kernel_ext.self_test import cases, common_shapes
+from sgl_kernel_ext.self_test_cases import cases, common_shapes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

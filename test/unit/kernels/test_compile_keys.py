@@ -16,7 +16,7 @@ from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
 from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
 from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
 from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq  # noqa: E402
-from sgl_kernel_ext.self_test import ModelShape, cases, common_shapes, shape_of  # noqa: E402
+from sgl_kernel_ext.self_test_cases import ModelShape, cases, common_shapes, shape_of  # noqa: E402
 from sgl_kernel_ext.sparse_extend import sparse_extend  # noqa: E402
 
 LATENT = shape_of(16, 1, 576, torch.bfloat16, v_head_dim=512, rotary_dim=64, is_neox=False, latent_dim=512)

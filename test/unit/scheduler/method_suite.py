@@ -28,7 +28,8 @@ from chunk_cache.methods import METHODS, Method, Options, Stage, num_rows_at
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.options.request_options import RequestOptions, dumps, loads, parse_request
-from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
+from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 
 RATIOS = st.floats(0, 1)
 LENS = st.integers(0, 600)

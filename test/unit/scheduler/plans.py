@@ -9,7 +9,8 @@ from typing import Any
 from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
+from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.types import Span
 
 NOT_STORED = Lookup(None, 0, "not_stored")

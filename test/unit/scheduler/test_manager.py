@@ -23,7 +23,8 @@ from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
 from chunk_cache.options.config import REMEMBER, Config
-from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan
+from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
 from chunk_cache.tiers.tier_ledger import Traits, context_digest
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch

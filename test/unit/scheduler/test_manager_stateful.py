@@ -13,7 +13,8 @@ from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager, Forgo, Keep
 from chunk_cache.options.config import REMEMBER, Config
-from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.plan.planning import replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 

@@ -9,7 +9,7 @@ import pytest
 
 from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.plan.chunk_plan import ChunkPlan
-from chunk_cache.plan.recompute_plan import replan_without_load
+from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.types import REASONS, Status
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 

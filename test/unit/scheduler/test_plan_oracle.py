@@ -17,7 +17,8 @@ from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
 from chunk_cache.options.request_options import MODES, RequestOptions
-from chunk_cache.plan.recompute_plan import RecomputePlan, make_plan, replan_without_load
+from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import Selection
 from chunk_cache.types import REASONS, Span, Status
 from unit.scheduler.method_suite import given_options

@@ -10,7 +10,8 @@ import pytest
 
 from chunk_cache.methods import METHODS, STAND_IN, Stage
 from chunk_cache.options.request_options import parse_request
-from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.plan.planning import replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from chunk_cache.plan.plan_steps import PlanStep, needs_steps, next_step, part_of
-from chunk_cache.plan.recompute_plan import RecomputePlan, replan_without_load
+from chunk_cache.plan.planning import replan_without_load
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from unit.scheduler.plans import NOT_STORED, hit, outcome, plan_of
 
 
