@@ -203,4 +203,7 @@ def parse_tiers(value: object, path: str) -> TierConfig | None:
         raise config_error(
             f"{path}.costs", f"has not all of {', '.join(asked_for)}", "give the cost of each tier, or none"
         )
+    if config.costs and config.write != "through":
+        problem = f"with write: {config.write} nothing would be kept: a tier is chosen when a chunk is computed"
+        raise config_error(f"{path}.costs", problem, 'give "write": "through", or leave one of them out')
     return config

@@ -23,7 +23,7 @@ def test_everything_can_be_given():
                 "host_bytes": "1.5GiB",
                 "disk": {"path": "/chunks", "max_bytes": "2TB"},
                 "remote": {"url": "redis://host"},
-                "write": "evict",
+                "write": "through",
                 "loading": "layerwise",
                 "max_variants_per_chunk": 3,
                 "timeout_s": 2,
@@ -39,7 +39,7 @@ def test_everything_can_be_given():
         host_bytes=3 * 2**29,
         disk=DiskConfig("/chunks", 2 * 10**12),
         remote=RemoteConfig("redis://host"),
-        write="evict",
+        write="through",
         loading="layerwise",
         max_variants_per_chunk=3,
         timeout_s=2.0,
@@ -56,6 +56,9 @@ def test_everything_can_be_given():
 def test_short_forms():
     assert parse_tiers({"disk": "/chunks"}, "tiers") == TierConfig(disk=DiskConfig("/chunks"))
     assert parse_tiers({"remote": "redis://host"}, "tiers") == TierConfig(remote=RemoteConfig("redis://host"))
+    assert parse_tiers({"disk": "/chunks", "write": "evict"}, "tiers") == TierConfig(
+        disk=DiskConfig("/chunks"), write="evict"
+    )
     assert parse_tiers(None, "tiers") is None
 
 
@@ -102,6 +105,10 @@ def test_no_bytes(value):
         ({"disk": "/x", "controller": 1}, "tiers.controller: 1 is not a boolean"),
         ({"disk": "/x", "throttle": {"tape": {}}}, "tiers.throttle.tape: unknown key 'tape'"),
         ({"disk": "/x", "throttle": {"disk": {}}}, "tiers.throttle.disk.bytes_per_s: null is not a number"),
+        (
+            {"disk": "/x", "costs": {"disk": 1}, "write": "evict"},
+            "tiers.costs: with write: evict nothing would be kept: a tier is chosen when a chunk is computed; give ",
+        ),
         ({"disk": "/x", "costs": {"disk": -1}}, "tiers.costs.disk: -1 is not a number of at least 0"),
         ({"disk": "/x", "host_bytes": 9, "costs": {"disk": 1}}, "tiers.costs: has not all of host, disk"),
     ],
