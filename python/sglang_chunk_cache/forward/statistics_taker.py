@@ -4,9 +4,9 @@ Verbs: `plan` (which chunks of a batch are computed in this forward), `observe` 
 go to the requests).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
-that `statistics_layers` names, by a few of the model's query heads unless `statistics_heads` says all: attention that
-is written out costs several times that of a kernel that keeps it to itself, and a few heads tell nearly what all do
-(docs/variants.md has the numbers). A token whose KV was found and not computed has no statistics.
+that `statistics_layers` names, by a few of the model's query heads: attention that is written out costs several times
+that of a kernel that keeps it to itself, and a few heads tell nearly what all do (docs/variants.md has the numbers). A
+token whose KV was found and not computed has no statistics.
 """
 
 from __future__ import annotations
