@@ -80,7 +80,7 @@ async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
 
 
 async def _warm(admin: Admin, request: Request) -> Response:
-    """Computes chunks ahead of time, each alone or behind its neighbours."""
+    """Computes chunks ahead of time, each behind filler, behind its neighbours, or alone."""
     lines = await warm(admin, body.parse_warm(await _json(request)), request)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
