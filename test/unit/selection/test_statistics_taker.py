@@ -34,11 +34,12 @@ def totals(
     tp_size: int,
     *,
     one_by_one: bool = False,
-    which: str = "sampled",
+    max_heads: int = module.MAX_HEADS,
     sinks: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[ChunkSums]]:
     """What each rank would give to the sum, and the requests' sums."""
     q, k, slots = tensors
+    monkeypatch.setattr(module, "MAX_HEADS", max_heads)
     parts: list[torch.Tensor] = []
     found = []
     for rank in range(tp_size):
@@ -55,7 +56,7 @@ def totals(
         )
         sums = ChunkSums(SPANS, 1)
         jobs = [module._Job(SPANS, sums, 0, i, a, b, slots[:b]) for i, (a, b) in enumerate(SPANS)]
-        taker = StatisticsTaker(jobs, [1], pool, heads=which)
+        taker = StatisticsTaker(jobs, [1], pool)
         if one_by_one:
             taker._groups = [[job] for job in jobs]
         own = q[:, q_heads].flatten(1)
@@ -78,18 +79,17 @@ def test_two_heads_are_sampled_of_a_model_with_many() -> None:
     assert observed_heads(NUM_Q_HEADS) == [0, 4]
     assert observed_heads(32) == [0, 16]
     assert [observed_heads(n) for n in (1, 2, 4)] == [[0], [0, 1], [0, 1, 2, 3]]
-    assert observed_heads(NUM_Q_HEADS, "all") == list(range(NUM_Q_HEADS))
 
 
 @pytest.mark.parametrize(
-    ("which", "expected"), [("sampled", [True, True]), ("sampled", [True, False, True, False]), ("all", [True] * 4)]
+    ("max_heads", "expected"), [(4, [True, True]), (4, [True, False, True, False]), (NUM_Q_HEADS, [True] * 4)]
 )
 def test_ranks_add_up(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], which: str, expected: list[bool]
+    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...], max_heads: int, expected: list[bool]
 ) -> None:
     sinks = torch.linspace(-1, 4, NUM_Q_HEADS)
-    (whole,), _ = totals(monkeypatch, tensors, 1, which=which, sinks=sinks)
-    parts, _ = totals(monkeypatch, tensors, len(expected), which=which, sinks=sinks)
+    (whole,), _ = totals(monkeypatch, tensors, 1, max_heads=max_heads, sinks=sinks)
+    parts, _ = totals(monkeypatch, tensors, len(expected), max_heads=max_heads, sinks=sinks)
     torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=1e-6)
     assert [bool(part.any()) for part in parts] == expected
 
@@ -104,16 +104,16 @@ def test_chunks_of_a_request_together_give_what_they_give_one_by_one(
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, NUM_Q_HEADS)], ids=["", "sinks"])
-@pytest.mark.parametrize(("which", "heads"), [("sampled", [0, 4]), ("all", list(range(NUM_Q_HEADS)))])
+@pytest.mark.parametrize(("max_heads", "heads"), [(4, [0, 4]), (NUM_Q_HEADS, list(range(NUM_Q_HEADS)))])
 def test_the_sums_are_those_of_the_definition(
     monkeypatch: pytest.MonkeyPatch,
     tensors: tuple[torch.Tensor, ...],
-    which: str,
+    max_heads: int,
     heads: list[int],
     sinks: torch.Tensor | None,
 ) -> None:
     q, k, slots = tensors
-    _, (sums,) = totals(monkeypatch, tensors, 1, which=which, sinks=sinks)
+    _, (sums,) = totals(monkeypatch, tensors, 1, max_heads=max_heads, sinks=sinks)
     start, end = SPANS[2]
     rows = torch.arange(start, end)
     # Parts of the keys: the first token, the rest in front of the first chunk, each chunk, and the text between.
