@@ -1,7 +1,9 @@
 """Planning: a prompt and what is stored of its chunks become a `RecomputePlan`.
 
-make_plan             decide
-replan_without_load   the same request when its chunks cannot be brought in after all
+    make_plan             decide
+    replan_without_load   the same request when its chunks cannot be brought in after all
+
+Promise: the same lookups give the same plan, on every rank.
 """
 
 from __future__ import annotations
