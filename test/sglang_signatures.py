@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from doc_pages import write_made_part
 from sglang_chunk_cache.start import hook_table
 from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS
 from sglang_plain_cpu import patches
@@ -267,14 +268,12 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
         yield f"| {' | '.join(row)} |"
 
 
-BEGIN, END = "<!-- made by python test/sglang_signatures.py -->\n", "<!-- end -->\n"
+PROGRAM = "test/sglang_signatures.py"
 
 
 def main() -> None:
     FILE.write_text(json.dumps(current_signatures(), indent=1) + "\n")
-    page = Path(__file__).parents[1] / "docs" / "touched.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
+    write_made_part("touched.md", PROGRAM, tables())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from doc_pages import write_made_part
+
 CHECKPOINTS = Path(__file__).with_name("checkpoints.json")
 
 
@@ -389,16 +391,11 @@ def _cell(choice: Choice) -> str:
     return backends if choice.page_size == 1 else f"{backends}, pages of {choice.page_size}"
 
 
-BEGIN, END = "<!-- made by python test/stock_choices.py -->\n", "<!-- end -->\n"
-
-
 def main() -> None:
     if len(sys.argv) > 1:
         _write_choices(Path(sys.argv[1]))
         return
-    page = Path(__file__).parents[1] / "docs" / "checkpoints.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}")
+    write_made_part("checkpoints.md", "test/stock_choices.py", tables())
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ _TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 KINDS: tuple[str, ...] = tuple(_CLASSES)
+_KIMI = "KimiK25ForConditionalGeneration"
 
 # Parameters of `rope` by name; the original context is a quarter of the model's, so that tests cross it.
 _ROPE: dict[str, dict[str, Any]] = {
@@ -127,6 +128,16 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def architecture_of(kind: str) -> str:
+    """The class that the configuration of such a model names."""
+    return _KIMI if kind == "kimi_k25" else _class_of(kind)
+
+
+def _class_of(kind: str) -> str:
+    """The class in transformers."""
+    return f"{_CLASSES[kind][0]}{'ForConditionalGeneration' if kind in _TOWERS else 'ForCausalLM'}"
 
 
 def make_model(
@@ -185,7 +196,7 @@ def make_model(
     if tower:
         around = {**around, "tie_word_embeddings": config.tie_word_embeddings}
         config = getattr(transformers, f"{prefix}Config")(text_config=config.to_dict(), vision_config=tower, **around)
-    model_class = getattr(transformers, f"{prefix}{'ForConditionalGeneration' if tower else 'ForCausalLM'}")
+    model_class = getattr(transformers, _class_of(kind))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
@@ -220,7 +231,7 @@ def _wrap_kimi(out_dir: Path) -> None:
     config = out_dir / "config.json"
     text = json.loads(config.read_text())
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    wrapped = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    wrapped = {"architectures": [_KIMI], "model_type": "kimi_k25", "text_config": text}
     wrapped |= {
         "vision_config": {**tower, "patch_size": 4, "text_hidden_size": text["hidden_size"], "vt_hidden_size": 32}
     }

@@ -1,4 +1,4 @@
-"""Result files and the numbers in them: `Spread`, `mean_and_error`, `named`, `markdown_table`, `write_result`.
+"""Result files and the numbers in them: `Spread`, `named`, `markdown_table`, `write_result`.
 
 Results that the documentation cites lie in `benchmark/results/`, each as JSON (everything) and Markdown (to be read).
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import re
 import shlex
 import statistics
@@ -63,12 +62,6 @@ def without_folders(text: str) -> str:
 def named(path: Path) -> str:
     """A file by its name and the first digits of its sha256."""
     return f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error, NaN of a single value."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 def result_dir(args: argparse.Namespace, name: str) -> Path:

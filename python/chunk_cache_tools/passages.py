@@ -66,8 +66,7 @@ class PassageWriter:
             asked = {**(body.get("chunk_cache") or {}), "chunks": given}
             return {**body, "chunk_cache": asked if self._template is None else {**asked, "template": self._template}}
         written = (write_passage(Passage(one["text"], id=one.get("id") or ""), self._template) for one in given)
-        plain = {key: value for key, value in body.items() if key != "chunk_cache"}
-        return put_in_front("".join(written), plain)
+        return put_in_front("".join(written), _without_options(body))
 
     def without_separators(self, body: Mapping[str, Any], separator: str = DEFAULT_SEPARATOR) -> dict[str, Any]:
         """A copy of a body of any route whose texts have separators: without them, where the server knows no chunks.
@@ -80,8 +79,8 @@ class PassageWriter:
         """
         if self._knows():
             return dict(body)
-        kept = {key: value for key, value in body.items() if key != "chunk_cache"}
-        return {key: _stripped(value, separator) if key in _TEXTS else value for key, value in kept.items()}
+        stripped: dict[str, Any] = _stripped(_without_options(body), separator)
+        return stripped
 
     def arrived(self, body: Mapping[str, Any], reply_headers: Mapping[str, str]) -> bool:
         """Whether the model has read the passages that `put` gave to this body.
@@ -111,6 +110,10 @@ class PassageWriter:
                 self._url,
             )
         self._knows_chunks = knows_chunks
+
+
+def _without_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != "chunk_cache"}
 
 
 def _stripped(value: Any, separator: str) -> Any:

@@ -4,9 +4,8 @@
 
     check_kernels   results for the shapes of one model; what a server runs at its start
 
-The cases of a model meet every compile key that its requests can meet, so that nothing compiles later. Inputs are small
-and poisoned: slots that nobody may read hold NaN. Triton compiles a key in one to two seconds, and once for all starts
-(it keeps them on disk).
+The cases of a model (`self_test_cases`) meet every compile key that its requests can meet, so that nothing compiles
+later. Triton compiles a key in one to two seconds, and once for all starts (it keeps them on disk).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import pytest
 from benchmark.common.machine import ROOT
 from benchmark.common.server import free_port, offline_env, signal_group
 
+from doc_pages import blocks
 from server.conftest import FLAGS, TRAINED_MODEL
 from server.contract import prime
 from server_fixture import Server
@@ -58,12 +59,12 @@ KEY = re.compile(r"\b[0-9a-f]{32}\b")
 """Of a chunk, as an example has it."""
 
 
-def blocks() -> list[tuple[str, int, str]]:
+def shell_blocks() -> list[tuple[str, int, str]]:
     """(page, number, commands) of every fenced block of a shell that is run here."""
     found = []
     for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         text = page.read_text(encoding="utf-8")
-        for number, block in enumerate(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)):
+        for number, block in enumerate(blocks(text, "bash")):
             kept = [line for line in _lines(block) if not any(what in line for what in ELSEWHERE)]
             if kept:
                 found.append((page.name, number, "\n".join(kept)))
@@ -79,7 +80,7 @@ def _lines(block: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-BLOCKS = blocks()
+BLOCKS = shell_blocks()
 STARTS = [one for one in BLOCKS if "sglang.launch_server" in one[2]]
 ASKS = {page: [one for one in BLOCKS if one[0] == page and one not in STARTS] for page, _, _ in BLOCKS}
 

@@ -176,7 +176,7 @@ class TierWriter:
     def _save(self, variant: Variant, moment: Moment) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
         only = None
-        if moment is Moment.STORED and self._cheapest is not None and self._config.write == "through":
+        if moment is Moment.STORED and self._cheapest is not None:
             cheapest = self._cheapest(variant)
             only = () if cheapest is None else (cheapest,)
         if not self._targets(moment, only):

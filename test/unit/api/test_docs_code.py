@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,24 @@ from typing import Any
 import pytest
 import sglang
 
+from doc_pages import blocks
+
 ROOT = Path(__file__).parents[3]
 METHODS_PAGE = ROOT / "docs" / "methods.md"
 
 
-def blocks(page: Path) -> list[str]:
-    """The blocks of Python, without the indentation that they have in a list."""
-    found = re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(block) for block in found]
+def python_of(page: Path) -> list[str]:
+    return blocks(page.read_text(encoding="utf-8"), "python")
 
 
 PAGES = [
-    page for page in (*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/*.md"))) if blocks(page) and page != METHODS_PAGE
+    page for page in (*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/*.md"))) if python_of(page) and page != METHODS_PAGE
 ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_and_calls_are_those_of_the_code(page: Path) -> None:
-    _Reader().visit(ast.parse("\n".join(blocks(page)), page.name))
+    _Reader().visit(ast.parse("\n".join(python_of(page)), page.name))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_the_method_of_the_page_is_added_and_passes_the_suites(tmp_path: Path) -
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     page = METHODS_PAGE.read_text(encoding="utf-8").partition("## Adding a method")[2]
-    scorer, test = blocks(METHODS_PAGE)
+    scorer, test = python_of(METHODS_PAGE)
     paths = re.findall(r"`((?:python|scheduler|test)/[\w/-]+\.py)`", page)
     scorer_file, registry, test_file = (tmp_path / path for path in paths)
     (line,) = re.findall(r"`(LayerMethod\(.*\),)`", page)

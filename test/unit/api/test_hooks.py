@@ -13,6 +13,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import sglang_signatures as signatures
+from doc_pages import made_part
 from sglang_chunk_cache.flags.server_args import StartRefused
 from sglang_chunk_cache.start import hooks
 from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED, Hook
@@ -75,7 +76,7 @@ def test_what_is_touched_is_touched_where_the_table_says(touch):
 
 def test_the_docs_have_the_tables():
     page = (ROOT / "docs" / "touched.md").read_text()
-    assert signatures.BEGIN + signatures.tables() + "\n" + signatures.END in page, "python test/sglang_signatures.py"
+    assert made_part(signatures.PROGRAM, signatures.tables()) in page, f"python {signatures.PROGRAM}"
 
 
 @pytest.fixture

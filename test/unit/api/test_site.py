@@ -16,6 +16,7 @@ import pytest
 
 from browser import MISSING, find_chromium, messages, open_browser
 from chunk_cache_tools.command import COMMANDS
+from doc_pages import blocks
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
@@ -85,10 +86,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """(page, words) of every command that the documents show, without comments and variables."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         indented = re.findall(r"^    ((?:python|make|sglang|chunk-cache) .*)$", text, re.MULTILINE)
         inline = re.findall(r"`(chunk-cache [^`]*)`", text)
-        for line in [*("\n".join(blocks).replace("\\\n", " ").splitlines()), *indented, *inline]:
+        for line in [*("\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()), *indented, *inline]:
             if re.match(r"[a-z.]", line) and not line.startswith(('"', "'")):
                 try:
                     words = shlex.split(line, comments=True)
