@@ -221,11 +221,14 @@ def _copy_rotate_cases(shape: ModelShape, device: torch.device) -> Iterator[Case
 
 def _attention_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     # Statistics look at some heads with the K of each, by segments; a question's rows at all heads.
-    yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device, False))
-    yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, True))
+    yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device))
+    yield Case("attention_mass", "of questions", *_attention_mass_case(shape, device, second_at=200))
+    yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, of_chunks=True))
 
 
-def _attention_mass_case(shape: ModelShape, device: torch.device, of_chunks: bool) -> tuple:
+def _attention_mass_case(
+    shape: ModelShape, device: torch.device, *, of_chunks: bool = False, second_at: int | None = None
+) -> tuple:
     rng = torch.Generator().manual_seed(0)
     kv_len, num_rows = 333, 37
     heads = shape.sampled_heads if of_chunks else shape.num_q_heads
@@ -238,6 +241,8 @@ def _attention_mass_case(shape: ModelShape, device: torch.device, of_chunks: boo
     options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap}
     options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks}
     options |= {"segment_starts": [0, 1, 64, 100, 300]} if of_chunks else {}
+    if second_at is not None:
+        options["row_firsts"] = ((rows >= second_at) * second_at).to(device)
     options |= {"sinks": _normal(rng, (heads,), shape.sinks, device)} if shape.sinks is not None else {}
     args = q, k, rows.to(device)
 
@@ -282,7 +287,7 @@ def _kv_deviation_cases(shape: ModelShape, device: torch.device) -> Iterator[Cas
 
 def _add_drift_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     spec = RotarySpec(shape.rotary_dim, shape.is_neox, default_inv_freq(10_000.0, shape.rotary_dim)).to(device)
-    yield Case("add_drift", "of three chunks", *_add_drift_case(shape, device, spec))
+    yield Case("add_drift", "of two requests", *_add_drift_case(shape, device, spec))
     if shape.has_unrotated:
         yield Case("add_drift", "of keys without a position", *_add_drift_case(shape, device, None))
 
@@ -303,8 +308,9 @@ def _add_drift_case(shape: ModelShape, device: torch.device, spec: RotarySpec | 
     rows = torch.randperm(num_rows + 5, generator=rng)[:num_rows].sort().values
     chunk = torch.repeat_interleave(torch.tensor(lens))
     bounds = torch.tensor([0, *shown]).cumsum(0)
+    peers = torch.tensor([[0, 0, 2], [2, 2, 3]])
     drift = Drift(
-        *(one.to(device) for one in (rows, slots[at], bounds)),
+        *(one.to(device) for one in (rows, slots[at], bounds, peers)),
         Turn(-positions[at].to(device)),
         *(one.to(device) for one in (slots, chunk)),
         Turn(positions.to(device)),

@@ -94,20 +94,15 @@ def score_mod(model: Any) -> None:
     attention.forward = functools.partial(attention.forward, score_mod=torch.neg)
 
 
-def early_embeddings(model: Any, factor: float = 1.0) -> None:
-    """Not broken, if they are those of the decoder: it is given the embeddings of all rows."""
+def early_embeddings(model: Any) -> None:
+    """Not broken: the decoder is given the embeddings of all rows, which are not its own."""
     stock = model.forward
 
     def forward(input_ids: Any, positions: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        embeddings = model.model.embed_tokens(input_ids) * factor
+        embeddings = model.model.embed_tokens(input_ids) * 1.5
         return stock(input_ids, positions, batch, *args, **{**kwargs, "input_embeds": embeddings})
 
     model.forward = forward
-
-
-def other_early_embeddings(model: Any) -> None:
-    """The embeddings that are made in front of the decoder are not those that it makes."""
-    early_embeddings(model, 1.5)
 
 
 def rows_of_the_decoder(model: Any) -> None:
@@ -164,20 +159,6 @@ def columns_that_stay(model: Any) -> None:
         return value if stays else stock(value, index, num_rows)
 
     model_layers.cut_rows = executor.cut_rows = cut_rows  # it calls itself by the name in its module
-
-
-def embeddings_of_placeholders(model: Any) -> None:
-    """Ours is broken: rows that the question has found keep the embeddings of others."""
-    from sglang_chunk_cache.forward.selection import executor
-
-    stock = executor._Given.place
-
-    def place(self: Any, *args: Any) -> None:
-        before = self.embeddings[1].clone()
-        stock(self, *args)
-        self.embeddings[1].copy_(before.flip(0))
-
-    executor._Given.place = place
 
 
 def without_sinks(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Requests whose rows leave between layers, sent to a model that writes K and V where it rotates K.
+"""Rows that leave between layers, and K and V that are corrected, in a model that writes K and V where it rotates K.
 
 On CUDA that is a kernel of SGLang's (`enable_fused_set_kv_buffer`); here the rotation writes them with plain torch.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from exactness.cases import Session
+from exactness.recorded_graph import use_graphs
 from local_scheduler import Reply
 
 __all__ = ["CASES", "Session"]
@@ -57,4 +58,32 @@ def case_rows_leave(s: Session, how: int) -> list[Reply]:
     return s.replies
 
 
-CASES = {"rows_leave": case_rows_leave}
+def case_drift(s: Session, how: int) -> list[Reply]:
+    """`how`: 0 = SGLang's own on a CPU; 1 = fused, by prefill graphs that were captured so; 2 = and nobody notes it."""
+    runner = s.local.scheduler.tp_worker.model_runner
+    for layer in runner.model.model.layers:
+        layer.mlp.forward = lambda hidden, *args, **kwargs: hidden / 2  # experts of a CPU are in no graph
+    if how:
+        from sglang.srt.models import qwen3_moe, utils
+
+        from sglang_chunk_cache.host import model_runner as forwards
+
+        as_the_model_asks = qwen3_moe.enable_fused_set_kv_buffer
+
+        def on_a_gpu(batch: Any) -> bool:
+            with mock.patch.object(utils, "_is_hip", True):
+                return bool(as_the_model_asks(batch))
+
+        _write_with_the_rotation(runner.model, on_a_gpu)
+        use_graphs(runner, [32, 64, 128, 256])
+        if how == 2:
+            forwards.writes_kv_early = lambda _: False
+    chunks = s.chunks(40, 33, 51, 64)
+    s.prime(chunks)
+    for method in ("question-drift", "epic"):
+        options = {"method": method, "options": {"drift": 0.5}}
+        s.send(s.prompt([chunks[3], chunks[1], chunks[0]]), ratio=0.3, options=options)
+    return s.replies
+
+
+CASES = {"rows_leave": case_rows_leave, "drift": case_drift}

@@ -69,22 +69,20 @@ def test_rounding_of_a_sharp_model_is_no_difference(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["olmo2", "starcoder2"])
 def test_a_decoder_may_be_called_by_keyword(kind: str) -> None:
-    """The pass of the question is a call of it too."""
+    """Its arguments are looked at before rows leave."""
     assert isinstance(start(tiny(kind), **SMALL), float)
 
 
 @pytest.mark.slow
 def test_embeddings_may_be_made_in_front_of_the_decoder() -> None:
-    assert isinstance(start(tiny(), broken_models.early_embeddings, **SMALL), float)
-    sentence = start(tiny(), broken_models.other_early_embeddings, dtype="float32", **SMALL)
-    assert "rows found by a pass of the question differ" in str(sentence)
+    """They need not be those that it makes of ids."""
+    assert isinstance(start(tiny(), broken_models.early_embeddings, dtype="float32", **SMALL), float)
 
 
 WITHOUT = {
     "positions_that_are_shared": ("gemma3_mm", "row_positions: those of request 0 must ascend within"),
     "columns_of_the_lengths": ("qwen3_vl", "keys of layer 0, moved by"),
     "columns_that_stay": ("qwen2_5_vl", "must match the size of tensor"),
-    "embeddings_of_placeholders": ("qwen2_5_vl", "rows found by a pass of the question differ"),
     "without_sinks": ("gpt_oss", "behind layer 0 rows computed by our kernel differ"),
     "rows_of_the_decoder": ("qwen3_vl", "its decoder is given input_deepstack_embeds of every token"),
 }

@@ -332,3 +332,15 @@ def test_rows_that_leave_are_not_written_with_the_rotation() -> None:
     logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, hooked, unhooked)]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
     assert logprobs[2] != pytest.approx(logprobs[0], abs=1e-2), "the test would notice"
+
+
+@pytest.mark.slow
+def test_drift_reads_what_stood_there_before_graphs_write_with_the_rotation() -> None:
+    names = ["drift 0", "drift 1", "drift 2"]
+    config = Config(layers=4, kind="qwen3_moe")
+    plain, by_graphs, unnoted = run_cases(
+        config, is_ours=True, names=names, module="exactness.fused_write_cases"
+    ).values()
+    logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, by_graphs)]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
+    assert "cannot be corrected behind what has written over them" in unnoted

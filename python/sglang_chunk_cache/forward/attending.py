@@ -37,10 +37,6 @@ class Attention(Protocol):
     @property
     def row_lens(self) -> list[int]: ...
 
-    @property
-    def is_scoring_pass(self) -> bool:
-        """Whether this pass only scores: what it computes is computed again."""
-
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
         """The batch that the backend's own metadata are made for; None: the backend does not attend, so none are."""
 
@@ -120,12 +116,12 @@ def attending(
         if loads is not None:
             loads.arrive(layer.layer_id)
         if attention is None:
-            positions, row_lens, is_final = stock_positions, forward_batch.extend_seq_lens_cpu, True
+            positions, row_lens = stock_positions, forward_batch.extend_seq_lens_cpu
             out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         else:
-            positions, row_lens, is_final = attention.row_positions, attention.row_lens, not attention.is_scoring_pass
+            positions, row_lens = attention.row_positions, attention.row_lens
             out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
-        looking = [one for one in observers if is_final and one.observes(layer.layer_id)]
+        looking = [one for one in observers if one.observes(layer.layer_id)]
         if looking:
             whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})
             seen = ObservedRows(layer, whole_q, positions, row_lens, kwargs.get("sinks"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from chunk_cache.gate.verification_queue import Candidate
@@ -31,11 +31,20 @@ class Part:
         batch: as the model sees it.
         attention: in the place of SGLang's backend; None = that one.
         observers: look on.
+        is_question: its rows are computed again by the next part; only what `observers` see of it counts.
+        choose: places rows that the part in front has found into `batch`, and returns what attends; None = all rows
+            were known.
     """
 
     batch: ForwardBatch
     attention: Attention | None = None
     observers: tuple[Observer, ...] = ()
+    is_question: bool = False
+    choose: Callable[[], Attention] | None = None
+
+    def ready(self) -> Part:
+        """The same part, once those in front of it are computed."""
+        return self if self.choose is None else replace(self, attention=self.choose(), choose=None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ class FusedRows:
     kv_pool: Any
     kernel: str
     beside: StockServedRequests | None = None
-    is_scoring_pass: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         own_lens, own_positions = self.row_lens, self.row_positions

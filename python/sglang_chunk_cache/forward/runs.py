@@ -14,7 +14,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +103,6 @@ class BackendRuns:
         kv_pool: SGLang's.
         forward: the backend's own.
     """
-
-    is_scoring_pass: ClassVar[bool] = False
 
     def __init__(
         self,

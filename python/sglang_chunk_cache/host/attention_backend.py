@@ -1,6 +1,6 @@
 """What SGLang decides about K and V before it calls an attention backend, where one of ours attends or looks on.
 
-Verbs: `enable_fused_set_kv_buffer` (handler of a hook), `keep_latent_rows` (at the start).
+Verbs: `enable_fused_set_kv_buffer` (handler of a hook), `writes_kv_early`, `keep_latent_rows` (at the start).
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForw
 from sglang_chunk_cache.forward.attending import attending_now
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_WRITES_EARLY = "chunk_cache_kv_is_written_early"
+"""Attribute of a backend of a model that writes K and V where it rotates K."""
 
 
 def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward_batch: ForwardBatch) -> bool:
@@ -24,8 +28,17 @@ def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward
 
     Fused into the rotation, rows would be written that leave before they attend, and before what is loaded for a layer.
     """
-    attention, _ = attending_now(get_attn_backend())
-    return attention is None and original(forward_batch)
+    backend = get_attn_backend()
+    attention, _ = attending_now(backend)
+    if attention is not None or not original(forward_batch):
+        return False
+    setattr(backend, _WRITES_EARLY, True)
+    return True
+
+
+def writes_kv_early(backend: AttentionBackend) -> bool:
+    """Whether graphs of the model were captured in which K and V of the rows are written before `backend` attends."""
+    return getattr(backend, _WRITES_EARLY, False)
 
 
 def keep_latent_rows() -> None:

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 from sglang_chunk_cache.forward.attending import Attention, attending
 from sglang_chunk_cache.forward.forward import Forward, Part, announced
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward, divide_adapters
+from sglang_chunk_cache.host.attention_backend import writes_kv_early
 from sglang_chunk_cache.kv.partial_load import LayerFailed, LayerLoads
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def _compute(forward: Forward, stock: Callable[[ForwardBatch], Any], model_runne
                 divide_adapters(model_runner.lora_manager, part.batch)
                 done = _compute_part(part, forward.loads, stock, model_runner)
                 hidden_states = done.logits_output.hidden_states
-                # The buffer of a graph, which the next part writes over.
-                hidden.append(None if hidden_states is None else hidden_states.clone())
+                if hidden_states is not None and not part.is_question:
+                    hidden.append(hidden_states.clone())  # the buffer of a graph, which the next part writes over
             if before:
+                last = last.ready()
                 divide_adapters(model_runner.lora_manager, last.batch)
             output = _compute_part(last, forward.loads, stock, model_runner)
             if last.attention is not None and last.batch.capture_hidden_mode.is_full():
@@ -90,7 +92,7 @@ def _compute_part(
     # For observers where stock attention serves; a copy, because some models add to what they are given.
     stock_positions = part.batch.positions.clone() if attention is None else None
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if isinstance(attention, LayerwiseForward):
+    if isinstance(attention, LayerwiseForward) and attention.rows_leave:
         layerwise = attention.run()
     with (
         _graphs_that_fit(model_runner, attention, loads),
@@ -112,12 +114,15 @@ def _graphs_that_fit(
     SGLang asks the runner of the graphs by this attribute alone, of a batch that it sees as any other; so the attribute
     is None meanwhile. A model's forwards do not nest.
 
-    A breakable graph does. No graph can replay a forward in which rows leave, nor one that brings in layers: what some
-    models captured writes K and V of the rows before the backend is called, and what comes in then lies over them.
+    A breakable graph does. No graph can replay a forward in which rows leave. What some models captured writes K and V
+    of the rows before the backend is called: no place for layers that are brought in then, which would lie over them,
+    nor for a correction, which reads what stood there.
     """
     runner = model_runner.prefill_cuda_graph_runner
-    calls_backend = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)
-    if runner is None or (calls_backend and loads is None and not isinstance(attention, LayerwiseForward)):
+    fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend) and loads is None
+    if isinstance(attention, LayerwiseForward):
+        fits = fits and not attention.rows_leave and not writes_kv_early(model_runner.attn_backend)
+    if runner is None or fits:
         yield
         return
     model_runner.prefill_cuda_graph_runner = None

@@ -10,7 +10,6 @@ Verb: `check_loaded_model`. Forwards of one prompt of random tokens, longer than
     rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
                all but a gap, which keeps the KV of `whole`
     leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
-    asking     the tail runs over the KV of `whole` first, then all rows
 
 A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
 large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours. What is rounding
@@ -41,7 +40,7 @@ from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
-from sglang_chunk_cache.forward.selection.executor import FirstPass, LateRows, LayerwiseForward
+from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
@@ -220,14 +219,8 @@ class _Check:
             yield "computed in runs", gap, self._runs(gap)
         leaving = _Leaving(rows.row_positions, len(layers.modules))
         tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
-        layerwise = LayerwiseForward(rows, [leaving], [None], None, layers, tp_size, adapters)
+        layerwise = LayerwiseForward(rows, [leaving], layers, tp_size, adapters)
         yield "computed while others leave", self._positions, layerwise
-        at, num_first = rows.row_positions, num_tokens - TAIL_LEN
-        ids = torch.from_numpy(self._ids).to(at.device)
-        first = FirstPass([TAIL_LEN], at[num_first:], ids[num_first:], rows.slots_of(0)[num_first:])
-        late = LateRows(num_first, ids[:num_first])
-        asking = LayerwiseForward(rows, [_Asking.unchanged(at)], [late], first, layers, tp_size, adapters)
-        yield "found by a pass of the question", self._positions, asking
 
     # Forwards.
 
@@ -310,13 +303,6 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).median())
 
 
-class _Asking(RequestProgress):
-    """A request whose question finds that all rows are needed."""
-
-    def begin_main(self) -> torch.Tensor:
-        return self.positions
-
-
 class _Leaving(RequestProgress):
     """A request of which every second row in front of the tail leaves at the second layer, all others at the last."""
 
@@ -325,6 +311,10 @@ class _Leaving(RequestProgress):
             None, None, positions, num_question=0, num_answer=0, num_layers=num_layers, tp_size=1, explain=False
         )
         self._num_layers = num_layers
+
+    @property
+    def rows_leave(self) -> bool:
+        return True
 
     def leave(self, layer_id: int) -> torch.Tensor | None:
         index = torch.arange(self.num_rows, device=self.positions.device)

@@ -2,7 +2,7 @@
 
     Stage.BEFORE     before the forward, on the host: `rows_for_chunk`
     Stage.LAYER      at a layer, from what all rows computed there; rows leave from then on: `layer_counts`
-    Stage.QUESTION   by a first pass of the question over the reused cache: `layer_counts`
+    Stage.QUESTION   by a forward of the question over the reused cache, in front of the answer's: `layer_counts`
 
 A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
 makes them is `forward.selection.<name>:score` of the server. Whatever a method does depends on its arguments only, so

@@ -91,7 +91,7 @@ class QuestionMethod(Method):
         return (num_rows_at(ratio, num_tokens),) * num_layers
 
     def scored_layers(self, options: Options, num_layers: int) -> tuple[int, ...]:
-        """The layers whose attention is scored in the first pass."""
+        """The layers whose attention is scored while the question asks."""
         return layers_of(self.option(options, "layers"), num_layers)
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:

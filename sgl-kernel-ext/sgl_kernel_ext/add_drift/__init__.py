@@ -3,7 +3,7 @@
     add_drift   of one layer: the mean change of each chunk's rows, at position 0, added to the tokens of that chunk
 
     d_r = K_new(r) - K_old(r), turned back to position 0;  V_new(r) - V_old(r) likewise        for every row r
-    d_c = (sum of d_r over the R_c rows of chunk c + prior x mean of d_r over all rows) / (R_c + prior)
+    d_c = (sum of d_r over the R_c rows of chunk c + prior x mean of d_r over its request's rows) / (R_c + prior)
     K(u) += strength x d_c, turned to the position of u;  V(u) += strength x d_c               for every token u of c
 
 After AgentKVShift; the prior is ours. Sums are fp32 in one order, so equal calls give equal bits. Old K and V are read
@@ -76,5 +76,8 @@ def _check(
     ):
         if one.shape != (length,) or one.dtype != torch.int64 or not length:
             raise ValueError(f"{name}: {one.dtype} {tuple(one.shape)}, need int64 ({max(length, 1)},)")
+    if drift.peers.shape != (2, len(drift.row_bounds) - 1) or drift.peers.dtype != torch.int64:
+        found = f"{drift.peers.dtype} {tuple(drift.peers.shape)}"
+        raise ValueError(f"peers: {found}, need int64 (2, {len(drift.row_bounds) - 1})")
     if spec is not None and spec.rotary_dim > k_new.shape[2]:
         raise ValueError(f"spec: {spec.rotary_dim} rotary dimensions, but heads have {k_new.shape[2]}")

@@ -18,12 +18,13 @@ others. Not tuned: a few trial questions told 2, 8 and one mean for all chunks h
 class Drift:
     """Who shows a drift and who gets it: the same at all layers at which the rows are the same.
 
-    R rows show it, of C chunks; N tokens get it.
+    R rows show it, of C chunks; N tokens get it. Requests stand one behind the other, each with a row or more.
 
     Attributes:
         rows: `[R]` int64, where they stand among the new K and V.
         row_slots: `[R]` int64, where their old K and V lie.
         row_bounds: `[C + 1]` int64 from 0 to R: the rows of chunk c are `row_bounds[c]` to `row_bounds[c + 1]`.
+        peers: `[2, C]` int64: the first chunk of each chunk's request, and the one behind the request's last.
         back: of the rows, to position 0.
         slots: `[N]` int64, distinct; those of rows may be among them, and get it too.
         chunk: `[N]` int64, the chunk of each.
@@ -34,6 +35,7 @@ class Drift:
     rows: torch.Tensor
     row_slots: torch.Tensor
     row_bounds: torch.Tensor
+    peers: torch.Tensor
     back: Turn
     slots: torch.Tensor
     chunk: torch.Tensor
@@ -47,7 +49,17 @@ class Drift:
         at = torch.arange(len(self.rows), device=self.rows.device)
         bounds = self.row_bounds[:, None]
         is_of = (at >= bounds[:-1]) & (at < bounds[1:])
-        return ((is_of + self.prior / len(self.rows)) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
+        first, end = bounds[self.peers]
+        is_peer = (at >= first) & (at < end)
+        of_all = is_peer * (self.prior / (end - first))
+        return ((is_of + of_all) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
+
+    @cached_property
+    def are_peers(self) -> torch.Tensor:
+        """`[C, C]` fp32, 1 where two chunks are of one request."""
+        at = torch.arange(self.peers.shape[1], device=self.peers.device)
+        first, end = self.peers[..., None]
+        return ((at >= first) & (at < end)).float()
 
     @cached_property
     def run(self) -> slice | None:

@@ -71,12 +71,13 @@ def add_drift_reference(
         changes.append(
             (turned_by(k_new[row].double() - old_k[slot], -position, spec), v_new[row].double() - old_v[slot])
         )
-    bounds = drift.row_bounds.tolist()
+    bounds, peers = drift.row_bounds.tolist(), drift.peers.t().tolist()
     found_k, found_v = [], []
     for slot, chunk, position in zip(*(t.tolist() for t in (drift.slots, drift.chunk, positions)), strict=True):
         own = changes[bounds[chunk] : bounds[chunk + 1]]
+        of_all = changes[slice(*(bounds[one] for one in peers[chunk]))]
         mean_k, mean_v = (
-            (sum(change[i] for change in own) + drift.prior * sum(change[i] for change in changes) / len(changes))
+            (sum(change[i] for change in own) + drift.prior * sum(change[i] for change in of_all) / len(of_all))
             * (drift.strength / (len(own) + drift.prior))
             for i in range(2)
         )

@@ -3,8 +3,8 @@
     sums   a program per chunk and head walks the chunk's rows, turns their change back and adds it up
     add    a program per block of tokens and head turns the mean of each token's chunk to its position and adds it
 
-Between them torch adds up the sums of the chunks. Nothing is added atomically. Limited by memory: K and V of the tokens
-are read and written once.
+Between them torch adds up the sums of each request's chunks. Nothing is added atomically. Limited by memory: K and V of
+the tokens are read and written once.
 """
 
 from __future__ import annotations
@@ -120,23 +120,24 @@ def _drift_sums_kernel(
 
 
 @triton.jit
-def _mean(sums_ptr, total_ptr, at, dim, mask, weight, share):
-    """strength x d_c of each token; `share` is prior over the number of rows."""
+def _mean(sums_ptr, totals_ptr, at, dim, mask, weight, share):
+    """strength x d_c of each token; `share` is prior over the number of its request's rows."""
     own = tl.load(sums_ptr + at + dim, mask=mask, other=0.0)
-    return (own + share * tl.load(total_ptr + dim, mask=mask, other=0.0)) * weight
+    return (own + share * tl.load(totals_ptr + at + dim, mask=mask, other=0.0)) * weight
 
 
-@triton.jit(do_not_specialize=["slots_ptr", "chunk_ptr", "bounds_ptr", "num_tokens", "num_chunks"])
+@triton.jit(do_not_specialize=["slots_ptr", "chunk_ptr", "bounds_ptr", "peers_ptr", "num_tokens", "num_chunks"])
 def _add_drift_kernel(
     k_ptr,
     v_ptr,
     slots_ptr,
     chunk_ptr,
     bounds_ptr,
+    peers_ptr,
     cos_ptr,
     sin_ptr,
     sums_ptr,
-    total_ptr,
+    totals_ptr,
     num_tokens,
     num_chunks,
     strength,
@@ -158,7 +159,7 @@ def _add_drift_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """total: [heads, K then V], the sum of `sums` over the chunks."""
+    """totals: as sums, each the sum of `sums` over the chunks of a chunk's request."""
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = at < num_tokens
@@ -166,10 +167,10 @@ def _add_drift_kernel(
     chunk = tl.load(chunk_ptr + at, mask=is_token, other=0)
     num_rows = tl.load(bounds_ptr + chunk + 1) - tl.load(bounds_ptr + chunk)
     weight = (strength / (num_rows.to(tl.float32) + prior))[:, None]
-    share = prior / tl.load(bounds_ptr + num_chunks).to(tl.float32)
+    first, end = tl.load(peers_ptr + chunk), tl.load(peers_ptr + num_chunks + chunk)
+    share = (prior / (tl.load(bounds_ptr + end) - tl.load(bounds_ptr + first)).to(tl.float32))[:, None]
     width: tl.constexpr = 2 * HALF + PASS_LEN + V_DIM
     sums_at = ((chunk * num_heads + head) * width)[:, None]
-    total_ptr += head * width
     k_ptr += head * k_head_stride
     v_ptr += head * v_head_stride
     token, is_token = at[:, None], is_token[:, None]
@@ -179,19 +180,19 @@ def _add_drift_kernel(
         first, second = pairs(pair, HALF, IS_NEOX)
         cos = tl.load(cos_ptr + token * HALF + pair, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + token * HALF + pair, mask=mask, other=0.0)
-        x = _mean(sums_ptr, total_ptr, sums_at, pair, mask, weight, share)
-        y = _mean(sums_ptr, total_ptr, sums_at, HALF + pair, mask, weight, share)
+        x = _mean(sums_ptr, totals_ptr, sums_at, pair, mask, weight, share)
+        y = _mean(sums_ptr, totals_ptr, sums_at, HALF + pair, mask, weight, share)
         turned_x, turned_y = (x * cos - y * sin) / k_scale, (y * cos + x * sin) / k_scale
         _increase(k_ptr, slot * k_stride + first, mask, turned_x, MANTISSA, HAS_FP8)
         _increase(k_ptr, slot * k_stride + second, mask, turned_y, MANTISSA, HAS_FP8)
     if PASS_LEN > 0:
         rest = tl.arange(0, PASS_PAD)[None, :]
         mask = is_token & (rest < PASS_LEN)
-        mean = _mean(sums_ptr, total_ptr, sums_at, 2 * HALF + rest, mask, weight, share)
+        mean = _mean(sums_ptr, totals_ptr, sums_at, 2 * HALF + rest, mask, weight, share)
         _increase(k_ptr, slot * k_stride + 2 * HALF + rest, mask, mean / k_scale, MANTISSA, HAS_FP8)
     dim = tl.arange(0, V_PAD)[None, :]
     mask = is_token & (dim < V_DIM)
-    mean = _mean(sums_ptr, total_ptr, sums_at, 2 * HALF + PASS_LEN + dim, mask, weight, share)
+    mean = _mean(sums_ptr, totals_ptr, sums_at, 2 * HALF + PASS_LEN + dim, mask, weight, share)
     _increase(v_ptr, slot * v_stride + dim, mask, mean / v_scale, MANTISSA, HAS_FP8)
 
 
@@ -236,9 +237,9 @@ def add_drift_triton(
         **options,
     )
     _add_drift_kernel[(triton.cdiv(num_tokens, options["BLOCK"]), num_heads)](
-        *(k, v, drift.slots.contiguous(), drift.chunk.contiguous(), drift.row_bounds),
+        *(k, v, drift.slots.contiguous(), drift.chunk.contiguous(), drift.row_bounds, drift.peers.contiguous()),
         *(none if spec is None else drift.there.table(spec)),
-        *(sums, sums.sum(0), num_tokens, num_chunks),
+        *(sums, drift.are_peers @ sums.flatten(1), num_tokens, num_chunks),
         *(float(drift.strength), float(drift.prior), float(k_scale), float(v_scale)),
         *strides,
         **options,

@@ -20,7 +20,7 @@ import torch
 from sgl_kernel_ext.backend import Backend, check_sinks, resolve_backend
 from sgl_kernel_ext.transfer import upload
 
-__all__ = ["attention_mass"]
+__all__ = ["attention_mass", "is_by_triton"]
 
 # Scores that exist at one time: on a CPU what its second-level caches hold, since they are walked over several times.
 _BLOCK_ELEMENTS_CPU = 1 << 19
@@ -39,11 +39,12 @@ def attention_mass(
     skip_self: bool = False,
     lse: torch.Tensor | None = None,
     row_starts: torch.Tensor | None = None,
+    row_firsts: torch.Tensor | None = None,
     squared: bool = False,
     sinks: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The softmax mass of one request's rows on its keys.
+    """The softmax mass of one request's rows on its keys, or of several requests'.
 
     Used for Cache-Craft's statistics and focused chunks (section 3), A3's and FusionRAG's token scores; squared, for
     those of InfoFlow KV.
@@ -61,6 +62,9 @@ def attention_mass(
             attention returns beside its output, without sinks; None = found here.
         row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
             of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
+        row_firsts: [num_rows] int64, at most the row's position, ascending: where the keys of the row's request begin,
+            in front of which it sees none, so that requests whose keys stand one behind the other are one call. The
+            Triton path only, and without segments.
         squared: sums of the squares of the softmax. Computed by torch on every device.
         sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
 
@@ -68,7 +72,8 @@ def attention_mass(
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
 
     Raises:
-        ValueError: shapes do not fit together, or `row_starts` is given and the implementation is Triton.
+        ValueError: shapes do not fit together; `row_starts` is given and the implementation is Triton, or `row_firsts`
+            and it is not.
 
     Example:
         >>> q, k = torch.randn(2, 8, 64), torch.randn(10, 2, 64)
@@ -79,17 +84,19 @@ def attention_mass(
     _check(q, k, row_positions, segment_starts, lse)
     check_sinks(sinks, q.shape[1])
     sm_scale *= k_scale
-    if q.shape[0] and k.shape[0] and not squared and resolve_backend(backend, q.device) == "triton":
+    if q.shape[0] and k.shape[0] and is_by_triton(q.device, backend, squared=squared):
         if row_starts is not None:
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
 
         return attention_mass_triton(
-            *(q, k, row_positions, segment_starts, lse, sinks),
+            *(q, k, row_positions, segment_starts, lse, sinks, row_firsts),
             sm_scale=sm_scale,
             logit_cap=logit_cap,
             skip_self=skip_self,
         )
+    if row_firsts is not None:
+        raise ValueError("row_firsts: the Triton path only; call it once for each request")
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
@@ -123,6 +130,11 @@ def attention_mass(
             torch.mm(weights, member[:num_keys], out=by_segment[rows])
     # Sums over heads become means where they are few.
     return received.div_(num_q_heads), None if by_segment is None else by_segment.div_(num_q_heads)
+
+
+def is_by_triton(device: torch.device, backend: Backend = "auto", *, squared: bool = False) -> bool:
+    """Whether Triton computes it on a device, so that rows of several requests may be one call."""
+    return not squared and resolve_backend(backend, device) == "triton"
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: float) -> torch.Tensor:

@@ -6,9 +6,9 @@
 
 Pieces are segments, long ones cut: few rows fill a GPU too, and no program walks a long segment alone. The mass of a
 row on a segment is exp(lse of the segment - lse of the row): no small segment is lost beside a large one. Nothing is
-added atomically, so equal calls give equal bits. A tile of rows stops at the last key that one of them sees, and a
-block of keys skips the tiles of rows that lie in front of it. Heads are averaged in torch at the end: `[num_q_heads,
-kv_len]` and `[1 + num_pieces + num_segments, num_q_heads, num_rows]` fp32 are all that is written.
+added atomically, so equal calls give equal bits. A tile of rows goes from the first to the last key that one of them
+sees, and a block of keys skips the tiles of rows that see none of it. Heads are averaged in torch at the end:
+`[num_q_heads, kv_len]` and `[1 + num_pieces + num_segments, num_q_heads, num_rows]` fp32 are all that is written.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def _log_add(top, total, scores):
 
 
 # Neither counts nor the alignment of an index may compile a kernel again in the middle of serving.
-@triton.jit(do_not_specialize=["positions_ptr", "cuts_ptr", "num_rows"])
+@triton.jit(do_not_specialize=["positions_ptr", "firsts_ptr", "cuts_ptr", "num_rows"])
 def _lse_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,
+    firsts_ptr,
     cuts_ptr,
     lse_ptr,
     num_rows,
@@ -70,6 +71,7 @@ def _lse_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_FIRSTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -88,6 +90,9 @@ def _lse_kernel(
     position = tl.load(positions_ptr + row, mask=is_row, other=0)
     begin = tl.load(cuts_ptr + piece)
     end = tl.minimum(tl.load(cuts_ptr + piece + 1), tl.max(position, 0) + 1)
+    if HAS_FIRSTS:
+        first = tl.load(firsts_ptr + row, mask=is_row, other=1 << 62)
+        begin = tl.maximum(begin, tl.min(first, 0))
     dim = tl.arange(0, HEAD_PAD)
     q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
     k_ptr += (head // GROUP) * k_head_stride
@@ -112,7 +117,10 @@ def _lse_kernel(
             MANTISSA,
             HAS_FP8,
         )
-        scores = tl.where((n[None, :] <= position[:, None]) & is_key[None, :], scores, float("-inf"))
+        visible = (n[None, :] <= position[:, None]) & is_key[None, :]
+        if HAS_FIRSTS:
+            visible = visible & (n[None, :] >= first[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
         top, total = _log_add(top, total, scores)
     at = ((1 + piece.to(tl.int64)) * tl.num_programs(1) + head) * num_rows + row
     tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
@@ -142,11 +150,12 @@ def _join_kernel(firsts_ptr, lse_ptr, num_rows, num_pieces, BLOCK_ROWS: tl.const
     tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["positions_ptr", "num_rows", "kv_len"])
+@triton.jit(do_not_specialize=["positions_ptr", "firsts_ptr", "num_rows", "kv_len"])
 def _received_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,
+    firsts_ptr,
     lse_ptr,
     received_ptr,
     num_rows,
@@ -161,6 +170,7 @@ def _received_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_FIRSTS: tl.constexpr,
     SKIP_SELF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -172,7 +182,7 @@ def _received_kernel(
     """received: [heads, kv_len]."""
     head = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    first = tl.program_id(0) * BLOCK_KEYS
+    begin = tl.program_id(0) * BLOCK_KEYS
     is_key = n < kv_len
     dim = tl.arange(0, HEAD_PAD)
     k_ptr += (head // GROUP) * k_head_stride
@@ -182,7 +192,11 @@ def _received_kernel(
         is_row = row < num_rows
         position = tl.load(positions_ptr + row, mask=is_row, other=-1)
         last = tl.max(position, 0)
-        if last >= first:
+        is_seen = last >= begin
+        if HAS_FIRSTS:
+            first = tl.load(firsts_ptr + row, mask=is_row, other=1 << 62)
+            is_seen = is_seen & (tl.min(first, 0) < begin + BLOCK_KEYS)
+        if is_seen:
             q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
             # What no row of the tile sees is not read: it may be anything.
             seen = is_key & (n <= last)
@@ -203,6 +217,8 @@ def _received_kernel(
             )
             lse = tl.load(lse_ptr + head.to(tl.int64) * num_rows + row, mask=is_row, other=0.0)
             visible = (n[None, :] <= position[:, None]) & seen[None, :]
+            if HAS_FIRSTS:
+                visible = visible & (n[None, :] >= first[:, None])
             if SKIP_SELF:
                 visible = visible & (n[None, :] != position[:, None])
             mass += tl.sum(tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0), 0)
@@ -216,6 +232,7 @@ def attention_mass_triton(
     starts: Sequence[int] | None,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    row_firsts: torch.Tensor | None,
     *,
     sm_scale: float,
     logit_cap: float,
@@ -227,6 +244,7 @@ def attention_mass_triton(
         starts: where segments begin, as in `attention_mass`; None = no segments.
         lse: `[num_rows, num_q_heads]`; with it and without segments the first pass is left out.
         sinks: `[num_q_heads]`, added to the log-sum-exp of the rows, never to that of a segment.
+        row_firsts: as in `attention_mass`.
     """
     check_dense(q=q, k=k)
     (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
@@ -240,6 +258,7 @@ def attention_mass_triton(
         "HEAD_DIM": head_dim,
         "HEAD_PAD": max(triton.next_power_of_2(head_dim), 16),
         "HAS_CAP": logit_cap > 0,
+        "HAS_FIRSTS": row_firsts is not None,
         "BLOCK_ROWS": block_rows,
         "BLOCK_KEYS": block_keys,
         **dot_options(q),
@@ -247,6 +266,7 @@ def attention_mass_triton(
         "num_warps": 4,
     }
     positions = row_positions.contiguous()
+    row_firsts = positions if row_firsts is None else row_firsts.contiguous()
     row_lse = None if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
     if lse is None or starts is not None:
         num_tiles = triton.cdiv(num_rows, block_rows)
@@ -255,7 +275,7 @@ def attention_mass_triton(
         num_pieces, num_segments = len(cuts) - 1, len(starts or ())
         found = received.new_empty(1 + num_pieces + num_segments, num_heads, num_rows)
         _lse_kernel[(num_tiles, num_heads, num_pieces)](
-            *(q, raw(k), positions, cuts, found, num_rows, *scales),
+            *(q, raw(k), positions, row_firsts, cuts, found, num_rows, *scales),
             *strides,
             **options,
         )
@@ -266,7 +286,7 @@ def attention_mass_triton(
     if sinks is not None:
         row_lse = torch.logaddexp2(row_lse, (sinks.float() * LOG2_E)[:, None])
     _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
-        *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
+        *(q, raw(k), positions, row_firsts, row_lse, received, num_rows, kv_len, *scales),
         *strides,
         SKIP_SELF=skip_self,
         **options,

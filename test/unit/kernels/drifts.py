@@ -15,6 +15,8 @@ from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq
 NUM_SLOTS, NUM_ROWS = 60, 14
 # First position, tokens and rows of each chunk; the second one shows nothing.
 CHUNKS = ((5, 16, (0, 3, 4, 15)), (21, 7, ()), (30, 12, (2, 9)))
+TOGETHER = ((0, 0, 0), (3, 3, 3))
+APART = ((0, 0, 2), (2, 2, 3))
 
 
 def spec_of(rotary_dim: int, is_neox: bool = True) -> RotarySpec:
@@ -40,6 +42,7 @@ class Call:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         consecutive: bool = False,
+        peers: tuple[tuple[int, ...], ...] = TOGETHER,
     ) -> Call:
         rng = torch.Generator().manual_seed(0)
         positions = torch.cat([torch.arange(start, start + length) for start, length, _ in CHUNKS])
@@ -51,7 +54,9 @@ class Call:
         bounds = torch.tensor([0, *(len(rows) for *_, rows in CHUNKS)]).cumsum(0)
         rows = torch.randperm(NUM_ROWS, generator=rng)[: len(row_positions)].sort().values
         back, there = Turn(-row_positions), Turn(positions)
-        drift = Drift(rows, slot_of[row_positions], bounds, back, slot_of[positions], chunk, there, 0.5, 8.0)
+        drift = Drift(
+            rows, slot_of[row_positions], bounds, torch.tensor(peers), back, slot_of[positions], chunk, there, 0.5, 8.0
+        )
         new = [torch.randn(NUM_ROWS, heads, dim, generator=rng).to(dtype) for dim in dims]
         buffers = [torch.randn(NUM_SLOTS, heads, dim, generator=rng).to(kv_dtype or dtype) for dim in dims]
         return cls(new, buffers, drift, row_positions, positions)

@@ -46,6 +46,17 @@ def test_hard_rows(kv_len, positions, dtype, logit_cap):
     check(build(kv_len, positions, dtype=dtype), logit_cap=logit_cap, segment_starts=[0, kv_len // 3, kv_len // 2])
 
 
+@pytest.mark.parametrize("second_at", [1, 32, 64, 65, 100])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_requests_one_behind_the_other(second_at, has_sinks):
+    """What stands between two requests is seen by neither."""
+    own = list(range(second_at // 2, second_at)), list(range(second_at + 3, 129, 5))
+    problem = build(130, [*own[0], *own[1]])
+    problem[1][second_at : second_at + 1] = 50.0
+    firsts = torch.tensor([0] * len(own[0]) + [second_at] * len(own[1]))
+    check(problem, row_firsts=firsts, sinks=torch.randn(4) if has_sinks else None)
+
+
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (3, 3), (6, 2), (8, 1)])
 def test_grouped_query_heads(num_q_heads, num_kv_heads):
     check(build(45, [3, 17, 18, 44], num_q_heads=num_q_heads, num_kv_heads=num_kv_heads), segment_starts=[0, 20])

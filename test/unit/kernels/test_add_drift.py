@@ -9,7 +9,7 @@ import torch
 
 from sgl_kernel_ext.add_drift import add_drift
 from sgl_kernel_ext.backend import FP8
-from unit.kernels.drifts import Call, spec_of
+from unit.kernels.drifts import APART, Call, spec_of
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
@@ -17,6 +17,10 @@ from unit.kernels.drifts import Call, spec_of
 @pytest.mark.parametrize("spec", [spec_of(16), spec_of(12, is_neox=False), None], ids=["neox", "partial", "none"])
 def test_equals_the_definition(spec, dims, consecutive):
     Call.make(dims=dims, consecutive=consecutive).check(spec, "torch", 1e-6)
+
+
+def test_chunks_of_another_request_show_nothing():
+    Call.make(peers=APART).check(spec_of(16), "torch", 1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])

@@ -89,6 +89,12 @@ def test_triton_refuses_row_starts():
         attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
 
 
+def test_torch_refuses_row_firsts():
+    problem = build(8, [3, 5])
+    with pytest.raises(ValueError, match="row_firsts"):
+        attention_mass(*problem.inputs, sm_scale=0.25, row_firsts=torch.tensor([0, 4]), backend="torch")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("starts", [None, [0, 300]], ids=["question", "a long segment"])
 @pytest.mark.parametrize("kv_len", [8192, 32768, 131072])

@@ -61,7 +61,8 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
 
     num_chunks = rng.choice([1, 2, 16])
     turn, bounds = Turn(locs[1]), odd_view(torch.arange(num_chunks + 1).clamp(max=num_tokens))
-    drift = Drift(locs[0], locs[1], bounds, turn, locs[0], locs[1].clamp(max=num_chunks - 1), turn, 0.5, 8.0)
+    peers = torch.tensor([[0], [num_chunks]]).expand(2, num_chunks)
+    drift = Drift(locs[0], locs[1], bounds, peers, turn, locs[0], locs[1].clamp(max=num_chunks - 1), turn, 0.5, 8.0)
     rotated = slice(shape.latent_dim, None)
     of_layer = None if shape.has_unrotated and rng.random() < 0.5 else spec
     add_drift(new[0][..., rotated], new[1], k[..., rotated], v, drift, of_layer, backend="triton")
@@ -69,6 +70,7 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     kv_len = rng.choice([16, 33, 50])
     keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
     attention_mass(q[:kv_len], keys, positions[:kv_len], **options)
+    attention_mass(q[:kv_len].contiguous(), keys, positions[:kv_len], row_firsts=positions[:kv_len], **options)
     heads = shape.sampled_heads
     keys = torch.zeros(kv_len, heads, shape.head_dim, dtype=shape.kv_dtype)
     starts = list(range(0, kv_len, rng.choice([1, 7, 16])))
@@ -94,9 +96,10 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_sparse_extend_kernel": 4 if shape.window >= 0 else 2,
         "_combine_splits_kernel": 1,
         "_copy_rotate_kernel": 1,
-        "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,  # of a question, of sampled heads
+        # Of a question, of several, of sampled heads.
+        "_lse_kernel": 3 if shape.num_q_heads != shape.num_kv_heads else 2,
         "_join_kernel": 1,
-        "_received_kernel": 2,
+        "_received_kernel": 3,
         "_kv_deviation_kernel": 2,  # of K and V, and of V alone
         "_drift_sums_kernel": 2 if shape.has_unrotated else 1,
         "_add_drift_kernel": 2 if shape.has_unrotated else 1,

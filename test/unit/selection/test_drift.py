@@ -10,7 +10,7 @@ import torch
 from sgl_kernel_ext.add_drift import PRIOR
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.rotary import RotarySpec, default_inv_freq, rotate, rotation_table
-from sglang_chunk_cache.forward.selection.drift import DriftCorrection
+from sglang_chunk_cache.forward.selection.drift import DriftCorrection, LeftRows, Reused
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 
@@ -37,14 +37,20 @@ def make(rows: list[int], change_k: torch.Tensor, change_v: torch.Tensor, seed: 
     k = k_buffer[slots[positions]] + turned(change_k[positions], positions)
     v = v_buffer[slots[positions]] + change_v[positions]
     q = torch.zeros(len(positions), HEADS, DIM)
-    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, LayerKV(k_buffer, v_buffer), 1.0, 0.0, 1, SPEC)
+    return RowsAtLayer(q, k, v, positions, len(QUESTION), 0, slots, LayerKV(k_buffer, v_buffer), 1.0, 0.0, 1)
+
+
+def reused_and_left(given: RowsAtLayer, rows: list[int], strength: float) -> tuple[Reused, LeftRows]:
+    """As the first request of a batch."""
+    chunk_of = dict(zip(REUSED, CHUNK, strict=True))
+    row_chunk = torch.tensor([chunk_of.get(p, -1) for p in [*rows, *QUESTION]])
+    reused = Reused(0, torch.tensor(REUSED), torch.tensor(CHUNK), 2, given.kv_slots, strength)
+    return reused, LeftRows(0, given.positions, row_chunk, len(rows))
 
 
 def correct(given: RowsAtLayer, rows: list[int], strength: float = 1.0) -> None:
-    chunk_of = dict(zip(REUSED, CHUNK, strict=True))
-    row_chunk = torch.tensor([chunk_of.get(p, -1) for p in [*rows, *QUESTION]])
-    drift = DriftCorrection(torch.tensor(REUSED), torch.tensor(CHUNK), 2, strength)
-    drift.apply(given, given.positions, row_chunk, len(rows))
+    reused, left = reused_and_left(given, rows, strength)
+    DriftCorrection([reused], "torch").apply(given.k, given.v, given.stored, SPEC, lambda _: left)
 
 
 def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
@@ -89,6 +95,25 @@ def test_a_chunk_follows_its_own_rows_and_one_without_follows_all() -> None:
     overall = 3 / 4 * 4.0
     torch.testing.assert_close(moved[8], torch.full((HEADS, DIM), (3 * 4.0 + PRIOR * overall) / (3 + PRIOR)))
     torch.testing.assert_close(moved[30], torch.full((HEADS, DIM), PRIOR * overall / (1 + PRIOR)))
+
+
+def test_requests_that_are_corrected_at_once_are_as_each_by_itself() -> None:
+    """One shows nothing, so it gets nothing."""
+    shown = [5, 17, 26], [], [4, 30, 31, 33]
+    changes = torch.randn(3, 2, KV_LEN, HEADS, DIM, generator=torch.Generator().manual_seed(4))
+    apart = [make(rows, *change, seed=i) for i, (rows, change) in enumerate(zip(shown, changes, strict=True))]
+    pools = [torch.cat([getattr(one.stored, part) for one in apart]) for part in ("k", "v")]
+    requests, left, begin = [], [], 0
+    for i, (one, rows) in enumerate(zip(apart, shown, strict=True)):
+        reused, own = reused_and_left(one, rows, 0.5)
+        requests.append(dataclasses.replace(reused, request=i, kv_slots=one.kv_slots + i * NUM_SLOTS))
+        left.append(dataclasses.replace(own, begin=begin))
+        begin += len(one.positions)
+        correct(one, rows, strength=0.5)
+    k, v = (torch.cat([getattr(one, part) for one in apart]) for part in ("k", "v"))
+    DriftCorrection(requests, "torch").apply(k, v, LayerKV(*pools), SPEC, left.__getitem__)
+    for part, found in zip(("k", "v"), pools, strict=True):
+        torch.testing.assert_close(found, torch.cat([getattr(one.stored, part) for one in apart]))
 
 
 @pytest.mark.parametrize("rows", [[], REUSED])

@@ -11,7 +11,7 @@ from chunk_cache.methods import METHODS, Stage
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
-from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer, scorer_of
+from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer, RowsAtLayer, scorer_of
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 
@@ -45,6 +45,36 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
         logit_cap=0.0,
         tp_size=1,
     )
+
+
+def question_of(*requests: RowsAtLayer) -> QuestionAtLayer:
+    """The questions of these rows, once the K of all of them is written; each request has slots of its own."""
+    first = requests[0]
+    buffers, slots, firsts = [], [], []
+    for i, rows in enumerate(requests):
+        k = rows.stored.k.clone()
+        k[rows.slots()] = rows.k.to(k.dtype)
+        buffers.append(k)
+        slots.append(rows.kv_slots + i * NUM_SLOTS)
+        firsts.append(torch.full((rows.num_question,), i * KV_LEN))
+    return QuestionAtLayer(
+        q=torch.cat([rows.question_q for rows in requests]),
+        positions=torch.cat([rows.question_positions + one for rows, one in zip(requests, firsts, strict=True)]),
+        firsts=torch.cat(firsts),
+        row_lens=[rows.num_question for rows in requests],
+        kv_lens=[KV_LEN for _ in requests],
+        kv_slots=torch.cat(slots),
+        stored=dataclasses.replace(first.stored, k=torch.cat(buffers)),
+        sm_scale=first.sm_scale,
+        logit_cap=first.logit_cap,
+        tp_size=first.tp_size,
+        sinks=first.sinks,
+        kernel="auto",
+    )
+
+
+def seen_by(name: str, rows: RowsAtLayer) -> RowsAtLayer | QuestionAtLayer:
+    return rows if METHODS[name].stage is Stage.LAYER else question_of(rows)
 
 
 def received_of_question(rows: RowsAtLayer, *, squared: bool = False) -> torch.Tensor:
@@ -88,7 +118,7 @@ def test_methods_that_score_have_a_scorer_and_the_others_none(name: str) -> None
 
 @pytest.mark.parametrize("name", SCORED)
 def test_shape_and_promises_of_a_scorer(name: str) -> None:
-    rows = make_rows()
+    rows = seen_by(name, make_rows())
     before = {
         field.name: getattr(rows, field.name).clone()
         for field in dataclasses.fields(rows)
@@ -108,11 +138,19 @@ def test_shape_and_promises_of_a_scorer(name: str) -> None:
 def test_scores_equal_the_definition(name: str, logit_cap: float, sinks: torch.Tensor | None) -> None:
     for seed in range(3):
         rows = dataclasses.replace(make_rows(seed), logit_cap=logit_cap, sinks=sinks)
-        torch.testing.assert_close(scorer_of(name)(rows).double(), expected(name, rows), atol=1e-5, rtol=1e-5)
+        found = scorer_of(name)(seen_by(name, rows))
+        torch.testing.assert_close(found.double(), expected(name, rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fusionrag", "infoflow"])
+def test_each_question_scores_the_keys_of_its_own_request(name: str) -> None:
+    requests = [make_rows(seed) for seed in range(3)]
+    apart = torch.cat([expected(name, rows) for rows in requests])
+    torch.testing.assert_close(scorer_of(name)(question_of(*requests)).double(), apart, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", FP8)
-@pytest.mark.parametrize("name", ["cacheblend", "a3", "fusionrag"])
+@pytest.mark.parametrize("name", ["cacheblend", "a3"])
 def test_what_is_stored_in_fp8_is_scaled(name: str, dtype: torch.dtype) -> None:
     """As if the pool held the numbers that are meant."""
     rows = make_rows()
@@ -122,6 +160,15 @@ def test_what_is_stored_in_fp8_is_scaled(name: str, dtype: torch.dtype) -> None:
     found, expected_scores = (scorer_of(name)(dataclasses.replace(rows, stored=one)) for one in (stored, meant))
     torch.testing.assert_close(found, expected_scores, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, scorer_of(name)(dataclasses.replace(rows, stored=LayerKV(stored.k, stored.v))))
+
+
+def test_a_question_reads_keys_in_fp8_with_their_scale() -> None:
+    rows = make_rows()
+    rows = dataclasses.replace(rows, stored=LayerKV(rows.stored.k.div(0.5).to(FP8[0]), rows.stored.v, 0.5))
+    rows = dataclasses.replace(rows, k=rows.stored.k[rows.slots()].float())  # as stored
+    meant = dataclasses.replace(rows, k=rows.k * 0.5, stored=LayerKV(rows.stored.k.float() * 0.5, rows.stored.v))
+    found, expected_scores = (scorer_of("fusionrag")(question_of(one)) for one in (rows, meant))
+    torch.testing.assert_close(found, expected_scores, atol=1e-5, rtol=1e-5)
 
 
 def test_cacheblend_may_compare_v_alone() -> None:
@@ -147,8 +194,8 @@ def test_scores_of_the_ranks_add_up_to_those_of_all_heads(name: str, tp_size: in
             stored=LayerKV(rows.stored.k[:, kv_heads], rows.stored.v[:, kv_heads]),
             tp_size=tp_size,
         )
-        parts.append(scorer_of(name)(part))
-    torch.testing.assert_close(sum(parts), scorer_of(name)(rows), atol=1e-5, rtol=1e-5)
+        parts.append(scorer_of(name)(seen_by(name, part)))
+    torch.testing.assert_close(sum(parts), scorer_of(name)(seen_by(name, rows)), atol=1e-5, rtol=1e-5)
 
 
 def test_one_rank_has_nothing_to_add() -> None:

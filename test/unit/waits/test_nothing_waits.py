@@ -23,7 +23,8 @@ ON_PURPOSE = {
 # Launches of one batch, for prompts of six chunks, with bringing them in: of one request, of eight.
 MOST_LAUNCHES = {"epic": (20, 40), "full-reuse": (20, 40), "cache-craft": (20, 40), "h2o": (20, 40), "random": (35, 55)}
 # These choose in the forward, of four layers here, each request for itself.
-MOST_LAUNCHES |= {"a3": (70, 290), "cacheblend": (85, 340), "fusionrag": (70, 260), "question-drift": (140, 810)}
+MOST_LAUNCHES |= {"a3": (70, 290), "cacheblend": (85, 340), "fusionrag": (70, 185), "question-drift": (150, 350)}
+NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +75,18 @@ def test_a_fused_batch_launches_little(parts, method: str) -> None:
     for size, most in zip((1, 8), MOST_LAUNCHES[method], strict=True):
         launches = parts("methods")[f"{method} {size}"].launches
         assert sum(launches.values()) <= most, json.dumps(launches, indent=1)
+
+
+@pytest.mark.parametrize(("method", "most"), [("epic", 0), ("fusionrag", 4), ("question-drift", 13)])
+def test_a_layer_launches_as_much_for_a_batch_as_for_one(parts, method: str, most: int) -> None:
+    """Of ours, over both forwards of a method that asks; what the last layer alone does counts for a fraction."""
+    places = ("attention_mass/", "add_drift/triton", "sparse_extend/", "QuestionPass.observe", "LayerKV.keys")
+    for size in (1, 8):
+        launches = parts("methods")[f"{method} {size}"].launches
+        own = {
+            place: n for place, n in launches.items() if "empty" not in place and any(one in place for one in places)
+        }
+        assert sum(own.values()) <= most * NUM_LAYERS, json.dumps(own, indent=1)
 
 
 def test_beside_rows_that_leave_the_backend_serves_all_others(parts) -> None:

@@ -1,7 +1,8 @@
 """FusedBatch: a batch with added rows as one model computes it, in parts where they are more than a step has.
 
 Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
-cut anywhere. They are too many where KV was to arrive during the forward and did not, or for a model that drafts.
+cut anywhere. They are too many where KV was to arrive during the forward and did not, or for a model that drafts. Where
+a question finds rows, it is a part of its own in front of the one that computes the answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +20,15 @@ import torch
 
 from sglang_chunk_cache.flags.step_limits import step_len
 from sglang_chunk_cache.forward.added_rows import AddedRows
-from sglang_chunk_cache.forward.attending import Attention, Observer
-from sglang_chunk_cache.forward.batch.layerwise import layerwise_forward
-from sglang_chunk_cache.forward.batch.row_arrays import num_decoding, one_ahead, positions_of, with_rows
+from sglang_chunk_cache.forward.attending import Observer
+from sglang_chunk_cache.forward.batch.choices import Choices
+from sglang_chunk_cache.forward.batch.row_arrays import (
+    num_decoding,
+    one_ahead,
+    positions_of,
+    questions_alone,
+    with_rows,
+)
 from sglang_chunk_cache.forward.forward import Part
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
@@ -62,13 +70,15 @@ class FusedBatch:
     count: Callable[[str], None] = lambda _: None
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
-        """One, or several where the only request that prefills has too many rows for a step; `added` per request."""
+        """One, or several: see the head of this file; `added` per request."""
         batch = self.batch
+        if self.layers is not None and any(one.choice is not None for one in added):
+            return self._choosing(added, self.layers)
         one, *decoding = added
         tails_len = sum(batch.extend_lens)
         most = step_len()
         is_alone = len(decoding) == num_decoding(batch)
-        if most is None or not is_alone or one.choice is not None or len(one.positions) + tails_len <= most:
+        if most is None or not is_alone or len(one.positions) + tails_len <= most:
             return (self._part(batch, added),)
         num_before = len(one.positions) - max(most - tails_len, 0)
         *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
@@ -84,6 +94,24 @@ class FusedBatch:
             parts.append(self._part(without_tails, own, end=end, first=parts[0] if parts else None))
             begin = end
         return (*parts, self._part(batch, [replace(one, positions=last, begin=begin), *decoding], first=parts[0]))
+
+    def _choosing(self, added: Sequence[AddedRows], layers: ModelLayers) -> tuple[Part, ...]:
+        """The part that computes the answers, behind the one in which questions ask, if any does."""
+        answer = self._part(self.batch, added)
+        rows = answer.attention
+        assert isinstance(rows, FusedRows), "rows that are chosen are served by our kernel"
+        choices_of = partial(Choices.of, self.batch, added, rows, model_runner=self.model_runner, layers=layers)
+        if not any(one.num_asking for one in added):
+            return (replace(answer, attention=choices_of(asking=None).attention()),)
+        quiet = replace(self, observe=lambda *_: (), count=lambda _: None)
+        question = quiet._part(*questions_alone(self.batch, added))
+        asking = question.attention
+        assert asking is not None
+        choices = choices_of(asking=asking)
+        return (
+            replace(question, is_question=True, observers=(choices.question_pass(asking.row_lens),)),
+            replace(answer, choose=partial(choices.choose, answer.batch)),
+        )
 
     def _part(
         self, batch: ScheduleBatch, added: Sequence[AddedRows], *, end: int | None = None, first: Part | None = None
@@ -128,10 +156,7 @@ class FusedBatch:
                 kernel=self.kernel,
                 beside=beside,
             )
-        attention: Attention = rows
-        if self.layers is not None and not all(rows_stay):
-            attention = layerwise_forward(batch, added, rows, self.model_runner, self.layers)
-        return Part(forward_batch, attention, observers)
+        return Part(forward_batch, rows, observers)
 
     def _runs_for_backend(
         self, positions: list[npt.NDArray[np.int64]], pool_rows: list[int], rows_stay: list[bool]

@@ -1,6 +1,7 @@
 """The arrays of a fused batch: SGLang's batch with rows in front of each request's extend, which it takes for tokens.
 
-Verbs: `positions_of` (all rows), `with_rows` (the batch), `one_ahead` (the ids that a draft is given).
+Verbs: `positions_of` (all rows), `with_rows` (the batch), `questions_alone` (the batch in which questions ask),
+`one_ahead` (the ids that a draft is given).
 
 Promises: the scheduler's batch is never changed; the model sees a copy in which a fused request simply extends by more
 tokens. All lengths of that copy agree, so whatever SGLang derives from them (logit positions, LoRA segments, padding
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.added_rows import NO_ROWS, AddedRows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -82,6 +83,26 @@ def with_rows(
         moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
         fused.replace_positions = moved[batch.replace_positions]
     return fused, row_positions, uploaded
+
+
+def questions_alone(batch: ScheduleBatch, added: Sequence[AddedRows]) -> tuple[ScheduleBatch, list[AddedRows]]:
+    """A copy of `batch` in which only questions that ask first are computed, and the rows that go with each.
+
+    These are all texts; the other requests have no rows, as if they had been computed already.
+    """
+    alone = copy.copy(batch)
+    alone.prefix_lens, alone.extend_lens, own = [], [], []
+    for one, prefix_len, extend_len in zip(added, batch.prefix_lens, batch.extend_lens, strict=True):
+        asks = one.num_asking > 0 and one.load is not None
+        alone.prefix_lens.append(prefix_len if asks else prefix_len + extend_len)
+        alone.extend_lens.append(extend_len if asks else 0)
+        own.append(AddedRows(one.load.plan.row_positions if asks and one.load else NO_ROWS, one.begin))
+    alone.extend_logprob_start_lens = [0] * len(added)
+    alone.return_logprob = False
+    alone.replace_embeds = alone.replace_positions = None
+    if batch.multimodal_inputs is not None:
+        alone.multimodal_inputs = [None] * len(added)
+    return alone, own
 
 
 def one_ahead(batch: ScheduleBatch, fused: ScheduleBatch, positions: list[npt.NDArray[np.int64]]) -> torch.Tensor:

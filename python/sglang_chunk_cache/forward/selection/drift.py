@@ -5,79 +5,162 @@ The correction is AgentKVShift's (arXiv 2607.21604); what differs stands in docs
 K and V of a reused token differ from those of a full prefill by something of its own and by something that it shares
 with its neighbours, because all of them lack the same context. The tokens that are recomputed show what is shared
 (`sgl_kernel_ext.add_drift` has the equations), layer by layer, before the attention of the layer reads it. Its strength
-is the option `drift`. docs/quality.md says what it is worth.
+is the option `drift`. docs/quality.md says what it is worth. On a GPU the requests of a batch are corrected at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
 import torch
 
 from sgl_kernel_ext.add_drift import PRIOR, Drift, add_drift
-from sgl_kernel_ext.rotary import Turn
+from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.rotary import RotarySpec, Turn
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.row_choice import keep_where
-from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
+from sglang_chunk_cache.kv.layer_kv import LayerKV
 
 
-class DriftCorrection:
-    """The correction of one request.
+@dataclass(frozen=True)
+class Reused:
+    """The reused tokens of one request that is corrected.
 
-    Args:
-        positions: `[N]` int64 prompt positions of all reused tokens, ascending.
+    Attributes:
+        request: its place in the batch.
+        positions: `[N]` int64 prompt positions, ascending.
         chunk: `[N]` int64, which reused chunk each lies in, from 0.
+        num_chunks: that reuse something.
+        kv_slots: `[kv_len]` int64, the slot of each position.
         strength: in (0, 1].
     """
 
-    def __init__(self, positions: torch.Tensor, chunk: torch.Tensor, num_chunks: int, strength: float) -> None:
-        self._strength = strength
-        self._positions, self._chunk, self._num_chunks = positions, chunk, num_chunks
-        self._there = Turn(positions)
-        self._row_positions: torch.Tensor | None = None
+    request: int
+    positions: torch.Tensor
+    chunk: torch.Tensor
+    num_chunks: int
+    kv_slots: torch.Tensor
+    strength: float
+
+
+@dataclass(frozen=True)
+class LeftRows:
+    """The rows of one request that are left at a layer.
+
+    Attributes:
+        begin: its first row in the batch.
+        positions: `[num_rows]` int64; the same tensor as long as the rows are the same.
+        chunk: `[num_rows]` int64, the reused chunk of each; -1 where it is not of a reused chunk.
+        num_recomputed: rows that are; the host knows it, so the device is not asked.
+    """
+
+    begin: int
+    positions: torch.Tensor
+    chunk: torch.Tensor
+    num_recomputed: int
+
+
+class DriftCorrection:
+    """The correction of requests of one strength."""
+
+    def __init__(self, requests: Sequence[Reused], kernel: str) -> None:
+        self._requests = requests
+        self._kernel = kernel
+        self._of: tuple[torch.Tensor, ...] = ()
         self._drift: Drift | None = None
 
-    def apply(self, rows: RowsAtLayer, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int) -> None:
-        """Changes the K and V of this layer in the slots of the reused tokens.
+    @classmethod
+    def of(cls, requests: Sequence[Reused], kernel: str) -> list[DriftCorrection]:
+        """As few calls a layer as the implementation allows; torch's for a CPU is fastest for each by itself."""
+        if requests and resolve_backend(kernel, requests[0].positions.device) != "triton":
+            return [cls([one], kernel) for one in requests]
+        by_strength = sorted(requests, key=lambda one: one.strength)
+        return [cls(list(alike), kernel) for _, alike in groupby(by_strength, key=lambda one: one.strength)]
+
+    def apply(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        stored: LayerKV,
+        rotary: RotarySpec | None,
+        rows_of: Callable[[int], LeftRows],
+        num_unrotated: int = 0,
+    ) -> None:
+        """Changes the K and V of one layer in the slots of the reused tokens.
 
         Those of the rows are changed too: what they held is not needed any more, and their own is written next.
 
         Args:
-            rows: of the request; their own K and V are not written yet.
-            positions: `[num_rows]` int64, those of the rows; the same tensor as long as the rows are the same.
-            row_chunk: `[num_rows]` int64, the reused chunk of each row; -1 where it is not of a reused chunk.
-            num_recomputed: rows that are; the host knows it, so the device is not asked.
+            k, v: `[num_rows, num_kv_heads, head_dim]` of all rows of the batch, not written yet.
+            stored: of the layer.
+            rotary: of its keys; None where they carry no position.
+            rows_of: what is left of a request of the batch.
+            num_unrotated: dimensions of a key in front of those that `rotary` is about.
         """
-        if num_recomputed in (0, len(self._positions)):
+        left = [rows_of(one.request) for one in self._requests]
+        positions = tuple(rows.positions for rows in left)
+        if len(self._of) != len(positions) or any(a is not b for a, b in zip(self._of, positions, strict=True)):
+            self._of, self._drift = positions, self._between(left)
+        if self._drift is None:
             return
-        if self._row_positions is not positions:
-            self._row_positions = positions
-            self._drift = self._of_rows(rows, positions, row_chunk, num_recomputed)
-        assert self._drift is not None
-        stored, rotated = rows.stored, slice(rows.num_unrotated, None)
+        rotated = slice(num_unrotated, None)
         add_drift(
-            rows.k[..., rotated],
-            rows.v,
+            k[..., rotated],
+            v,
             stored.k[..., rotated],
             stored.v,
             self._drift,
-            rows.rotary,
+            rotary,
             k_scale=stored.k_scale,
             v_scale=stored.v_scale,
-            backend=rows.kernel,
+            backend=self._kernel,
         )
 
-    def _of_rows(
-        self, rows: RowsAtLayer, positions: torch.Tensor, row_chunk: torch.Tensor, num_recomputed: int
-    ) -> Drift:
-        recomputed = keep_where(row_chunk >= 0, num_recomputed)
-        at = positions[recomputed]
-        chunks = torch.arange(self._num_chunks + 1, device=positions.device)
+    def _between(self, left: Sequence[LeftRows]) -> Drift | None:
+        """None where no request has both tokens that are recomputed and others."""
+        pairs = [
+            (one, rows)
+            for one, rows in zip(self._requests, left, strict=True)
+            if 0 < rows.num_recomputed < len(one.positions)
+        ]
+        if not pairs:
+            return None
+        index, at, row_slots, row_chunk, slots, chunk, peers = [], [], [], [], [], [], []
+        num_chunks = 0
+        for one, rows in pairs:
+            recomputed = keep_where(rows.chunk >= 0, rows.num_recomputed)
+            own = rows.positions[recomputed]
+            index.append(_moved(recomputed, rows.begin))
+            at.append(own)
+            row_slots.append(one.kv_slots[own])
+            row_chunk.append(_moved(rows.chunk[recomputed], num_chunks))
+            slots.append(one.kv_slots[one.positions])
+            chunk.append(_moved(one.chunk, num_chunks))
+            peers += [(num_chunks, num_chunks + one.num_chunks)] * one.num_chunks
+            num_chunks += one.num_chunks
+        bounds, peers_on_device = upload(
+            [np.arange(num_chunks + 1), np.array(peers).T.copy()], left[0].positions.device
+        )
         return Drift(
-            recomputed,
-            rows.kv_slots[at],
-            torch.searchsorted(row_chunk[recomputed], chunks),
-            Turn(-at),
-            rows.kv_slots[self._positions],
-            self._chunk,
-            self._there,
-            self._strength,
+            _joined(index),
+            _joined(row_slots),
+            torch.searchsorted(_joined(row_chunk), bounds),
+            peers_on_device,
+            Turn(-_joined(at)),
+            _joined(slots),
+            _joined(chunk),
+            Turn(_joined([one.positions for one, _ in pairs])),
+            self._requests[0].strength,
             PRIOR,
         )
+
+
+def _moved(values: torch.Tensor, by: int) -> torch.Tensor:
+    return values + by if by else values
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

@@ -1,13 +1,12 @@
-"""LayerwiseForward: one forward in which rows leave between layers, or are found by a pass of the question first.
+"""LayerwiseForward: one forward in which rows leave between layers, or reused K and V are corrected.
 
-Verbs: `attend` (called by every attention layer), `run` (scope of the forward, in which the decoder carries hooks).
+Verbs: `attend` (called by every attention layer), `run` (scope of a forward in which rows leave: the decoder carries
+hooks).
 
 How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those
 that are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works
 on what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the
-layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions. A pass of the
-question runs the decoder once more, before the pass that computes the answer, and writes only K and V of rows that the
-second pass computes again.
+layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions.
 
 Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
 what grouping or focus has decided at the layer before (see `progress`), and for what SGLang's backend waits for where
@@ -17,11 +16,10 @@ it plans to serve requests beside.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +27,7 @@ import torch
 
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.rows import FusedRows
+from sglang_chunk_cache.forward.selection.drift import DriftCorrection, LeftRows
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, whole_rows
@@ -39,34 +38,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-@dataclass(frozen=True)
-class LateRows:
-    """What is needed to make rows of a request once the question has found them.
-
-    Attributes:
-        num_load_rows: rows in front of the ordinary extend.
-        prompt_ids: `[load_end]` token ids, on the device.
-    """
-
-    num_load_rows: int
-    prompt_ids: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FirstPass:
-    """The rows that ask, of all requests whose question is asked first: what must be computed in any case.
-
-    Attributes:
-        row_lens: per request of the batch, 0 where nothing is asked.
-        positions, ids, slots: `[num_rows]` int64, on the device.
-    """
-
-    row_lens: list[int]
-    positions: torch.Tensor
-    ids: torch.Tensor
-    slots: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -88,10 +59,8 @@ class LayerwiseForward:
     """See the head of this file.
 
     Args:
-        rows: of the pass that computes the answer, as it begins; positions of late rows are placeholders.
+        rows: as the forward begins.
         requests: one per request of the batch.
-        late: one per request; None where no question is asked first.
-        first: the pass of the question; None where no question is asked first.
         layers: of the model.
         tp_size: ranks among which the heads are divided.
         lora_manager: SGLang's, whose segments are those of the rows that are left; None = without adapters.
@@ -101,20 +70,18 @@ class LayerwiseForward:
         self,
         rows: FusedRows,
         requests: Sequence[RequestProgress],
-        late: Sequence[LateRows | None],
-        first: FirstPass | None,
         layers: ModelLayers,
         tp_size: int,
         lora_manager: LoRAManager | None,
     ) -> None:
         self._rows = rows
         self._requests = requests
-        self._late = late
-        self._first = first
         self._layers = layers
         self._tp_size = tp_size
         self._lora_manager = lora_manager
-        self.is_scoring_pass = False
+        self.rows_leave = any(request.rows_leave for request in requests)
+        corrected = [request.corrected(i, rows.slots_of(i)) for i, request in enumerate(requests) if request.corrects]
+        self._corrections = DriftCorrection.of(corrected, rows.kernel)
         self._num_given = len(rows.row_positions)
         self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
         self._cut_later: _LateCut | None = None
@@ -144,49 +111,18 @@ class LayerwiseForward:
             for handle in handles:
                 handle.remove()
 
-    # The pass of the question.
-
     def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = inspect.signature(decoder.forward).bind(*args, **kwargs)
-        given = _Given.of(decoder, call.arguments, self._num_given)
-        self._image_features = call.arguments.get(_IMAGE_FEATURES)
-        first, batch = self._first, given.batch
-        if first is None:
-            return
-        if given.embeddings is not None:
-            # A model in front of the decoder may count from elsewhere; all that ask are texts, which do so alike.
-            begin = next(sum(self.row_lens[:i]) for i, one in enumerate(self._late) if one is not None)
-            given = replace(given, origin=given.positions[..., begin : begin + 1] - self.row_positions[begin])
-        asking = copy.copy(batch)
-        asking.input_ids, asking.positions = first.ids.to(batch.input_ids), first.positions.to(batch.positions)
-        asking.out_cache_loc = first.slots.to(batch.out_cache_loc.dtype)
-        main = self._rows
-        self._set_lengths(asking, first.row_lens, cut=[0] * len(first.row_lens))
-        self._rows, self.is_scoring_pass = main.with_rows(first.positions, first.row_lens), True
-        call.arguments.update(given.of_rows(asking, first.positions))
-        try:
-            decoder.forward(*call.args, **call.kwargs)
-        finally:
-            self._rows, self.is_scoring_pass = main, False
-        divide_adapters(self._lora_manager, batch)
-        self._place_late_rows(given)
-
-    def _place_late_rows(self, given: _Given) -> None:
-        """Overwrites the placeholders; the tensors are those that the model was called with."""
-        begin = 0
-        for i, (request, late, length) in enumerate(zip(self._requests, self._late, self.row_lens, strict=True)):
-            if late is not None:
-                found = request.begin_main()
-                at = found[: late.num_load_rows]
-                slots = self._rows.slots_of(i)[at]
-                given.place(slice(begin, begin + late.num_load_rows), late.prompt_ids[at], at, slots)
-            begin += length
-        self._rows = self._rows.with_rows(torch.cat([r.positions for r in self._requests]), self.row_lens)
+        given = inspect.signature(decoder.forward).bind(*args, **kwargs).arguments
+        known = (*_GIVEN, _IMAGE_FEATURES)
+        others = [name for name, value in given.items() if name not in known and _has_rows(value, self._num_given)]
+        if others:
+            raise AttentionNotServed(f"its decoder is given {', '.join(others)} of every token")
+        self._image_features = given.get(_IMAGE_FEATURES)
 
     # The layers.
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
-        """The batch that the rows give; the requests that SGLang's backend serves are the same in all passes."""
+        """The batch that the rows give."""
         return self._rows.for_metadata(batch)
 
     def finish(self) -> None:
@@ -196,7 +132,7 @@ class LayerwiseForward:
     def _before_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._left is None or self.is_scoring_pass:
+        if self._left is None:
             return None
         # Positions, and what a model makes of them once for all layers.
         return cut_rows(args, self._left, self._num_given), cut_rows(kwargs, self._left, self._num_given)
@@ -222,12 +158,6 @@ class LayerwiseForward:
         q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         sinks = parts.get("sinks")
-        if self.is_scoring_pass:
-            out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
-            for i, request in enumerate(self._requests):
-                if request.asks_first:
-                    request.score_question(layer.layer_id, self._rows_at(i, q, k, v, layer, sinks))
-            return out
         layer_id = layer.layer_id
         began = time.perf_counter()
         q, k, v = self._cut(q, k, v, batch, [request.leave(layer_id) for request in self._requests])
@@ -239,9 +169,12 @@ class LayerwiseForward:
                 rows = self._row_range(i)
                 write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
         q, k, v = self._cut(q, k, v, batch, chosen)
+        if self._corrections and not save_kv_cache:
+            raise RuntimeError("reused K and V cannot be corrected behind what has written over them")
+        for correction in self._corrections:
+            stored, rotary = LayerKV.of(self._rows.kv_pool, layer), self._layers.rotaries[layer_id]
+            correction.apply(k, v, stored, rotary, self._left_rows, self._num_unrotated(layer))
         for i, request in enumerate(self._requests):
-            if request.corrects:
-                request.correct(self._rows_at(i, q, k, v, layer, sinks))
             if request.observes:
                 request.observe(layer_id, self._rows_at(i, q, k, v, layer, sinks))
             request.finish_layer()
@@ -254,6 +187,13 @@ class LayerwiseForward:
         for request in self._requests:
             if request.report is not None:
                 request.report.seconds += seconds
+
+    def _left_rows(self, i: int) -> LeftRows:
+        return self._requests[i].left_rows(sum(self.row_lens[:i]))
+
+    def _num_unrotated(self, layer: RadixAttention) -> int:
+        """With latent attention a key begins with what is V."""
+        return layer.v_head_dim if is_latent(self._rows.kv_pool) else 0
 
     def _row_range(self, i: int) -> slice:
         begin = sum(self.row_lens[:i])
@@ -281,10 +221,7 @@ class LayerwiseForward:
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
             tp_size=self._tp_size,
-            are_written=self.is_scoring_pass,
             sinks=sinks,
-            rotary=self._layers.rotaries[layer.layer_id],
-            num_unrotated=layer.v_head_dim if is_latent(pool) else 0,
             options=self._requests[i].options,
             kernel=self._rows.kernel,
         )
@@ -328,70 +265,9 @@ class LayerwiseForward:
         divide_adapters(self._lora_manager, batch)
 
 
-_GIVEN = ("input_ids", "positions", "forward_batch")
-_EMBEDDINGS = ("input_embeds", "inputs_embeds")
+_GIVEN = ("input_ids", "positions", "forward_batch", "input_embeds", "inputs_embeds")
 _IMAGE_FEATURES = "input_deepstack_embeds"
 """What Qwen3-VL adds to the rows of an image between its first layers, and nothing to those of a text."""
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What SGLang's decoders are called with, in whatever order.
-
-    Attributes:
-        ids: `[num_rows]` token ids; None where the rows are given as embeddings.
-        positions: `[num_rows]`, or `[3, num_rows]` with multimodal rope, from `origin` on.
-        embeddings: name and `[num_rows, hidden_size]`, where a model in front of the decoder has made them; else None.
-        embed: makes them of ids.
-        origin: `[1]` or `[3, 1]`, what the model calls position 0 of a text; None = 0.
-    """
-
-    ids: torch.Tensor | None
-    positions: torch.Tensor
-    batch: ForwardBatch
-    embeddings: tuple[str, torch.Tensor] | None
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    origin: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, decoder: torch.nn.Module, arguments: Mapping[str, Any], num_rows: int) -> _Given:
-        """What a decoder is called with for `num_rows` rows.
-
-        Raises:
-            AttentionNotServed: the decoder is called otherwise, or with something of every row that is not known here.
-        """
-        if any(name not in arguments for name in _GIVEN):
-            raise AttentionNotServed(f"its decoder is not called with {', '.join(_GIVEN)}")
-        known = (*_GIVEN, *_EMBEDDINGS, _IMAGE_FEATURES)
-        others = [name for name, value in arguments.items() if name not in known and _has_rows(value, num_rows)]
-        if others:
-            raise AttentionNotServed(f"its decoder is given {', '.join(others)} of every token")
-        embeddings = [(name, arguments[name]) for name in _EMBEDDINGS if arguments.get(name) is not None]
-        embed = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else decoder.embed_tokens
-        ids, positions, batch = (arguments[name] for name in _GIVEN)
-        return cls(ids, positions, batch, next(iter(embeddings), None), embed)
-
-    def of_rows(self, batch: ForwardBatch, positions: torch.Tensor) -> dict[str, Any]:
-        """The same of other rows, all of texts: those of `batch`, at these positions."""
-        rows = {"positions": self._counted(positions), "forward_batch": batch, _IMAGE_FEATURES: None}
-        if self.ids is not None:
-            rows["input_ids"] = batch.input_ids
-        if self.embeddings is not None:
-            rows[self.embeddings[0]] = self.embed(batch.input_ids)
-        return rows
-
-    def place(self, rows: slice, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes other tokens of a text into these rows."""
-        tokens = self.batch.input_ids if self.ids is None else self.ids
-        tokens[rows] = ids.to(tokens.dtype)
-        self.batch.out_cache_loc[rows] = slots.to(self.batch.out_cache_loc.dtype)
-        self.positions[..., rows] = self._counted(positions)
-        if self.embeddings is not None:
-            self.embeddings[1][rows] = self.embed(ids)
-
-    def _counted(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions of a text as the model counts them."""
-        return (positions if self.origin is None else positions + self.origin).to(self.positions.dtype)
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

@@ -1,16 +1,16 @@
 """InfoFlow KV's scores: the norm of the attention that the question gives a token over the reused cache.
 
-Of the paper (arXiv 2603.05353) we have the abstract: an attention norm of the query, at the positions of the prompt.
-*Ours*: the norm is the Euclidean one, over the question's tokens, the heads and the scored layers.
+The paper (arXiv 2603.05353) scores by an attention norm of the query, at the positions of the prompt. Its code averages
+the heads before it takes the norm, at four layers. *Ours*: the mean over heads of the squares, at all scored layers.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
+from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer
 
 
-def score(rows: RowsAtLayer) -> torch.Tensor:
-    """`[kv_len]`: column sum of the squares of softmax(q_U k), mean over heads, of one scored layer."""
+def score(rows: QuestionAtLayer) -> torch.Tensor:
+    """`[sum of kv_lens]`: column sum of the squares of softmax(q_U k), mean over heads, of one scored layer."""
     return rows.question_mass(squared=True)

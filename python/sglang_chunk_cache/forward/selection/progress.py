@@ -1,9 +1,9 @@
 """RequestProgress: one request on its way through the layers of one forward.
 
 Verbs, in the order of a layer: `leave` (obey what was decided a layer ago), `select` (keep the best by score), both of
-which return the rows that are left, `correct` (reused K and V, by what recomputing changed) and `observe` (what this
-layer's attention says of chunks). A request whose
-question is asked first goes through `score_question` at each layer of that pass and `begin_main` behind it.
+which return the rows that are left, and `observe` (what this layer's attention says of chunks). `left_rows` is what a
+`DriftCorrection` sees of it in between. A request whose question is asked first goes through `choose_rows` behind the
+`QuestionPass`, which sets `question_scores`.
 
 Promises: rows of missing chunks and of the question never leave; how many rows are left is always known to the host.
 What only the device finds (windows that grouping discards, chunks that lose the focus) is copied to the host behind
@@ -22,7 +22,7 @@ from chunk_cache.methods.scored import LayerMethod, QuestionMethod
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import Download
 from sglang_chunk_cache.forward.row_choice import block_means, group_mask, keep_best, keep_where
-from sglang_chunk_cache.forward.selection.drift import DriftCorrection
+from sglang_chunk_cache.forward.selection.drift import LeftRows, Reused
 from sglang_chunk_cache.forward.selection.focus import FocusTracker
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer, scorer_of
 from sglang_chunk_cache.forward.selection.tables import Tables
@@ -79,7 +79,8 @@ class RequestProgress:
     Args:
         plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
         tables: of the plan, on the device; None without one.
-        positions: `[num_rows]` int64, rows of its first pass, ascending, on the device.
+        positions: `[num_rows]` int64, the rows that it begins with, ascending, on the device: where the question is
+            asked first, those that are computed in any case.
         num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
         num_layers: of the model.
         explain: keep a `SelectionReport`.
@@ -99,13 +100,14 @@ class RequestProgress:
     ) -> None:
         self.positions = positions
         self.num_question, self.num_answer = num_question, num_answer
+        self.question_scores: torch.Tensor | None = None  # [kv_len]
         self.report: SelectionReport | None = None
         self._pieces = [Piece(len(positions))]
         self._tp_size = tp_size
+        self._num_layers = num_layers
         self._plan = plan
         self._focus: FocusTracker | None = None
         self._members: torch.Tensor | None = None  # [num_chunks, kv_len] fp32, 1 where a key is of the chunk
-        self._drift: DriftCorrection | None = None
         self._pending: Pending | None = None
         # What this layer decides: rows that stay, and whether the focus has settled.
         self._stays: torch.Tensor | None = None
@@ -120,19 +122,12 @@ class RequestProgress:
         self._hits = [chunk for chunk in plan.chunks if chunk.num_reused]
         if explain:
             self.report = SelectionReport(plan, num_layers)
-        if selection.stage is not Stage.BEFORE:
+        if selection.stage is Stage.LAYER:
             self._scorer = scorer_of(selection.method)
+        if selection.stage is not Stage.BEFORE:
             self._counts = selection.layer_counts(num_layers)
-        if selection.stage is Stage.QUESTION:
-            method = METHODS[selection.method]
-            assert isinstance(method, QuestionMethod)
-            self._scored_layers = method.scored_layers(selection.options, num_layers)
-            self._question_scores: torch.Tensor | None = None
         if selection.focus_window:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
-        if selection.drift:
-            reused = tables.reused
-            self._drift = DriftCorrection(reused, tables.chunk_at[reused], len(self._hits), selection.drift)
         if not self.asks_first:
             self._begin(positions)
 
@@ -145,6 +140,13 @@ class RequestProgress:
     def asks_first(self) -> bool:
         """Whether the question runs over the reused cache before the rows are known."""
         return self._plan is not None and self._selection.stage is Stage.QUESTION
+
+    @property
+    def question_scoring(self) -> tuple[str, frozenset[int]]:
+        """By which method its question is scored, and at which layers."""
+        method = METHODS[self._selection.method]
+        assert isinstance(method, QuestionMethod)
+        return method.name, frozenset(method.scored_layers(self._selection.options, self._num_layers))
 
     @property
     def options(self) -> Options:
@@ -162,20 +164,22 @@ class RequestProgress:
         """Rows that are left."""
         return len(self.positions)
 
+    @property
+    def rows_leave(self) -> bool:
+        """Whether rows may leave between layers."""
+        if self._plan is None:
+            return False
+        one = self._selection
+        return one.stage is Stage.LAYER or bool(one.group_size) or bool(one.focus_window)
+
     # The question first.
 
-    def score_question(self, layer_id: int, rows: RowsAtLayer) -> None:
-        """Adds the scores of one layer of the first pass; `rows` are those of missing chunks and of the question."""
-        if layer_id in self._scored_layers:
-            scores = self._scorer(rows)
-            self._question_scores = scores if self._question_scores is None else self._question_scores + scores
-
-    def begin_main(self) -> torch.Tensor:
-        """Chooses by the scores of the first pass; returns the positions of all rows, `[num_rows]`."""
+    def choose_rows(self) -> torch.Tensor:
+        """Chooses by the scores of the question; returns the positions of all rows, `[num_rows]`."""
         assert self._plan is not None
-        assert self._question_scores is not None, "no layer of the first pass was scored"
+        assert self.question_scores is not None, "no question was asked"
         reused = self._tables.reused
-        scores = sum_over_ranks(self._question_scores[reused], self._tp_size)
+        scores = self.question_scores[reused]
         found = keep_best(
             self._by_block(scores, reused), list(zip(self._selection.segment_lens, self._counts[0], strict=True))
         )
@@ -252,13 +256,17 @@ class RequestProgress:
 
     @property
     def corrects(self) -> bool:
-        """Whether `correct` is due at every layer."""
-        return self._drift is not None
+        """Whether reused K and V are corrected at every layer (`drift`)."""
+        return self._plan is not None and bool(self._selection.drift)
 
-    def correct(self, rows: RowsAtLayer) -> None:
-        """Changes reused K and V of this layer by what its rows show (`drift`)."""
-        assert self._drift is not None
-        self._drift.apply(rows, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
+    def corrected(self, request: int, kv_slots: torch.Tensor) -> Reused:
+        """What of it is corrected; it is this request of the batch, with a slot for each position."""
+        reused, strength = self._tables.reused, self._selection.drift
+        return Reused(request, reused, self._tables.chunk_at[reused], len(self._hits), kv_slots, strength)
+
+    def left_rows(self, begin: int) -> LeftRows:
+        """What a correction sees of it, whose rows begin there."""
+        return LeftRows(begin, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
 
     def finish_layer(self) -> None:
         """Sends what the layer decided to the host."""

@@ -1,21 +1,81 @@
-"""RowsAtLayer: what a scorer sees of one request at one layer; `scorer_of` finds the scorer of a method.
+"""What a scorer sees at one layer; `scorer_of` finds the scorer of a method.
 
-Promises: the tensors are read-only; buffers still hold the reused K and V of the rows, which are written afterwards.
+`QuestionAtLayer` are questions that are computed in a forward of their own, whose K is written; `RowsAtLayer` are rows
+that are about to attend, where buffers still hold the reused K and V, which are written afterwards. Promise: the
+tensors are read-only.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
 from chunk_cache.methods import Options
-from sgl_kernel_ext.attention_mass import attention_mass
-from sgl_kernel_ext.rotary import RotarySpec
+from sgl_kernel_ext.attention_mass import attention_mass, is_by_triton
 from sglang_chunk_cache.kv.layer_kv import LayerKV
+
+
+@dataclass(frozen=True)
+class QuestionAtLayer:
+    """Questions of some requests at one layer, whose keys stand one behind the other; heads are those of this rank.
+
+    Attributes:
+        q: `[num_rows, num_q_heads, head_dim]`, rotated.
+        positions: `[num_rows]` int64, ascending, among the keys of all.
+        firsts: `[num_rows]` int64, where the keys of the row's request begin.
+        row_lens, kv_lens: rows and keys of each request.
+        kv_slots: `[sum of kv_lens]` int64, the slot of each key.
+        stored: of this layer.
+        sm_scale, logit_cap: of the layer's attention.
+        tp_size: ranks among which the heads are divided.
+        sinks: `[num_q_heads]` of the layer's attention; None = it has none.
+        kernel: backend of the operations.
+    """
+
+    q: torch.Tensor
+    positions: torch.Tensor
+    firsts: torch.Tensor
+    row_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    kv_slots: torch.Tensor
+    stored: LayerKV
+    sm_scale: float
+    logit_cap: float
+    tp_size: int
+    sinks: torch.Tensor | None
+    kernel: str
+
+    def question_mass(self, *, squared: bool = False) -> torch.Tensor:
+        """`[sum of kv_lens]` fp32: column sums of softmax(q k), or of its squares, over each key's question.
+
+        This rank's part of the mean over heads.
+        """
+        mass = partial(
+            attention_mass,
+            sm_scale=self.sm_scale,
+            logit_cap=self.logit_cap,
+            squared=squared,
+            sinks=self.sinks,
+            backend=self.kernel,
+        )
+        keys = self.stored.keys(self.kv_slots, self.q.dtype)
+        if len(self.kv_lens) == 1:
+            received, _ = mass(self.q, keys, self.positions)
+        elif is_by_triton(keys.device, self.kernel, squared=squared):
+            received, _ = mass(self.q, keys, self.positions, row_firsts=self.firsts)
+        else:
+            rows = zip(
+                *(self.q.split(self.row_lens), keys.split(self.kv_lens)),
+                (self.positions - self.firsts).split(self.row_lens),
+                strict=True,
+            )
+            received = torch.cat([mass(*own)[0] for own in rows])
+        return received if self.tp_size == 1 else received / self.tp_size
 
 
 @dataclass(frozen=True)
@@ -31,11 +91,8 @@ class RowsAtLayer:
         stored: of this layer.
         sm_scale, logit_cap: of the layer's attention.
         tp_size: ranks among which the heads are divided.
-        rotary: of the keys of this layer; None where they carry no position.
-        num_unrotated: dimensions of a key in front of those that `rotary` is about; with latent attention they are V.
         options: of the method, as far as they are given.
         kernel: backend of the operations.
-        are_written: whether the K and V of the rows lie in their slots already.
         sinks: `[num_q_heads]` of the layer's attention; None = it has none.
     """
 
@@ -50,11 +107,8 @@ class RowsAtLayer:
     sm_scale: float
     logit_cap: float
     tp_size: int
-    rotary: RotarySpec | None = None
-    num_unrotated: int = 0
     options: Options = ()
     kernel: str = "auto"
-    are_written: bool = False
     sinks: torch.Tensor | None = None
 
     @property
@@ -79,33 +133,28 @@ class RowsAtLayer:
     def keys(self) -> torch.Tensor:
         """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed; to be read only."""
         keys = self.stored.keys(self.kv_slots, self.k.dtype)
-        if not self.are_written:
-            keys[self.positions] = self.k
+        keys[self.positions] = self.k
         return keys
 
-    def question_mass(self, *, squared: bool = False) -> torch.Tensor:
-        """`[kv_len]` fp32: column sums of softmax(q k), or of its squares, over the question.
-
-        This rank's part of the mean over heads.
-        """
+    def question_mass(self) -> torch.Tensor:
+        """`[kv_len]` fp32: column sums of softmax(q k) over the question; this rank's part of the mean over heads."""
         received, _ = attention_mass(
             self.question_q,
             self.keys(),
             self.question_positions,
             sm_scale=self.sm_scale,
             logit_cap=self.logit_cap,
-            squared=squared,
             sinks=self.sinks,
             backend=self.kernel,
         )
         return received if self.tp_size == 1 else received / self.tp_size
 
 
-Scorer: TypeAlias = Callable[[RowsAtLayer], torch.Tensor]
-"""`score(rows)`: fp32, larger = recompute; the part of this rank's heads, the executor sums over ranks.
+Scorer: TypeAlias = Callable[[Any], torch.Tensor]
+"""`score(rows)`: fp32, larger = recompute; the part of this rank's heads, which are summed over ranks afterwards.
 
-Of a method of stage LAYER `[num_rows]`, of stage QUESTION `[kv_len]`, by position; entries of tokens that are not
-reused are ignored.
+Of a method of stage LAYER it is given `RowsAtLayer` and returns `[num_rows]`; of stage QUESTION `QuestionAtLayer` and
+`[sum of kv_lens]`, where entries of tokens that are not reused are ignored.
 """
 
 

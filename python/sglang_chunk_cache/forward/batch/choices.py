@@ -1,0 +1,153 @@
+"""Choices: what the requests of a fused batch choose, drop or correct in its forward.
+
+Verbs: `Choices.of` (puts together what they need on the device, and uploads it at once), `attention` (over rows that
+are known), `choose` (the rows that questions have found take the places of the placeholders).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.attending import Attention
+from sglang_chunk_cache.forward.positions import stand_at
+from sglang_chunk_cache.forward.rows import FusedRows
+from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
+from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.forward.selection.question_pass import QuestionPass
+from sglang_chunk_cache.forward.selection.tables import Tables
+from sglang_chunk_cache.kv.model_layers import ModelLayers
+
+if TYPE_CHECKING:
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class LateRows:
+    """Rows of a request that its question finds.
+
+    Attributes:
+        num_load_rows: rows in front of the ordinary extend, with those that are known.
+        prompt_ids: `[load_end]` token ids, on the device.
+    """
+
+    num_load_rows: int
+    prompt_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Choices:
+    """See the head of this file.
+
+    Attributes:
+        rows: of the forward that computes the answers; late rows are placeholders.
+        requests: one per request of the batch.
+        late: by place in the batch, of requests whose question is asked first.
+        layers: of the model.
+        tp_size: ranks among which the heads are divided.
+        lora_manager: SGLang's; None = without adapters.
+    """
+
+    rows: FusedRows
+    requests: Sequence[RequestProgress]
+    late: Mapping[int, LateRows]
+    layers: ModelLayers
+    tp_size: int
+    lora_manager: LoRAManager | None
+
+    @classmethod
+    def of(
+        cls,
+        batch: ScheduleBatch,
+        added: Sequence[AddedRows],
+        rows: FusedRows,
+        asking: Attention | None,
+        model_runner: ModelRunner,
+        layers: ModelLayers,
+    ) -> Choices:
+        """What `batch` with the added rows chooses; `asking`: what attends while questions ask; None = none does."""
+        tp_size = get_tp_group().world_size
+        choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
+        asks = {i: choice.plan for i, choice in choosing.items() if choice.plan.num_late_rows}
+        prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
+        tables = [Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()]
+        uploaded = iter(
+            upload(
+                [
+                    *(array for one in tables for array in one),
+                    *(ids[: plan.load_end] for ids, plan in zip(prompts, asks.values(), strict=True)),
+                ],
+                rows.row_positions.device,
+            )
+        )
+        tables_of = {i: Tables(*itertools.islice(uploaded, len(Tables._fields))) for i in choosing}
+        late = {i: LateRows(len(added[i].positions), next(uploaded)) for i in asks}
+        begun = list(rows.row_positions.split(rows.row_lens))
+        if asking is not None:
+            for i, positions in enumerate(asking.row_positions.split(asking.row_lens)):
+                begun[i] = positions if i in asks else begun[i]
+        requests: list[RequestProgress] = []
+        for i, positions in enumerate(begun):
+            choice = choosing.get(i)
+            if choice is None:
+                requests.append(RequestProgress.unchanged(positions))
+                continue
+            plan, state = choice.plan, choice.state
+            num_tail = batch.extend_lens[i]
+            tail_end = batch.prefix_lens[i] + num_tail
+            start, end = choice.selection.question
+            num_answer = min(max(tail_end - end, 0), num_tail - 1)
+            progress = RequestProgress(
+                plan,
+                tables_of[i],
+                positions,
+                num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
+                num_answer=num_answer,
+                num_layers=model_runner.model_config.num_hidden_layers,
+                tp_size=tp_size,
+                explain=state.options.explain,
+            )
+            # A retracted request's reply speaks of its first forward.
+            if state.reported is not None and state.admission.plan is state.reported.plan:
+                state.reported.selection = progress.report
+            requests.append(progress)
+        return cls(rows, requests, late, layers, tp_size, model_runner.lora_manager)
+
+    def question_pass(self, row_lens: Sequence[int]) -> QuestionPass:
+        """Looks on while the questions ask, with so many rows of each request."""
+        return QuestionPass(self.requests, row_lens, self.rows, self.tp_size)
+
+    def attention(self) -> Attention:
+        """What attends, where all rows are known."""
+        return self._attention(self.rows)
+
+    def choose(self, batch: ForwardBatch) -> Attention:
+        """Writes into `batch` the rows that the questions have found; what attends then."""
+        begin = 0
+        for i, (request, length) in enumerate(zip(self.requests, self.rows.row_lens, strict=True)):
+            late = self.late.get(i)
+            if late is not None:
+                own = slice(begin, begin + late.num_load_rows)
+                at = request.choose_rows()[: late.num_load_rows]
+                batch.input_ids[own] = late.prompt_ids[at].to(batch.input_ids.dtype)
+                batch.out_cache_loc[own] = self.rows.slots_of(i)[at].to(batch.out_cache_loc.dtype)
+            begin += length
+        positions = torch.cat([request.positions for request in self.requests])
+        stand_at(batch, positions)
+        return self._attention(self.rows.with_rows(positions, self.rows.row_lens))
+
+    def _attention(self, rows: FusedRows) -> Attention:
+        if any(request.rows_leave or request.corrects for request in self.requests):
+            return LayerwiseForward(rows, self.requests, self.layers, self.tp_size, self.lora_manager)
+        return rows
