@@ -4,13 +4,15 @@
     RecordedGraph     stands in the place of `torch.cuda.CUDAGraph`
 
 A replay executes the operations of its segment again, on the tensors of the capture, and no line of Python between
-them: what a forward does outside of breaks is lost, as on a GPU. Streams, memory pools and timing are not there.
+them: what a forward does outside of breaks is lost, as on a GPU. Before each replay all that the last one has left,
+inputs and results, is overwritten: what is read without having been written shows. Streams, memory pools and timing are
+not there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,12 +21,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_recorded: list[RecordedGraph] = []
+
 
 class RecordedGraph:
     """Operations between `capture_begin` and `capture_end`."""
 
     def __init__(self, **_: Any) -> None:
         self._operations: list[tuple[Any, Any, Any, Any]] = []
+        _recorded.append(self)
         self._recorder = _Recorder(self._operations)
 
     def capture_begin(self, **_: Any) -> None:
@@ -32,6 +37,15 @@ class RecordedGraph:
 
     def capture_end(self) -> None:
         self._recorder.__exit__(None, None, None)
+
+    def poison(self) -> None:
+        """Overwrites its results."""
+        for function, _, _, results in self._operations:
+            for result, returned in zip(
+                _one_each(results, function._schema.returns), function._schema.returns, strict=True
+            ):
+                if returned.alias_info is None:
+                    _poison(tree_leaves(result))
 
     def replay(self) -> None:
         for function, args, kwargs, results in self._operations:
@@ -42,6 +56,12 @@ class RecordedGraph:
                 if returned.alias_info is None:
                     for kept, made in zip(tree_leaves(result), tree_leaves(new), strict=True):
                         kept.copy_(made)
+
+
+def _poison(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value.fill_(float("nan") if value.is_floating_point() else 1)
 
 
 def _one_each(results: Any, returns: Any) -> tuple[Any, ...]:
@@ -90,3 +110,13 @@ def use_graphs(model_runner: Any, num_tokens: list[int]) -> None:
     model_runner.prefill_cuda_graph_runner = cuda_graph_setup.capture_prefill_graph(
         model_runner=model_runner, eager_runner=model_runner.eager_runner
     ).runner
+    runner = model_runner.prefill_cuda_graph_runner
+    execute = runner.execute
+
+    def execute_poisoned(batch: Any, **kwargs: Any) -> Any:
+        _poison(vars(runner.buffers).values())
+        for recorded in _recorded:
+            recorded.poison()
+        return execute(batch, **kwargs)
+
+    runner.execute = execute_poisoned
