@@ -7,17 +7,29 @@ so the answer is the same for every layer and on every rank. `check_dense` refus
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 
 Backend: TypeAlias = str
-"""auto, torch, triton or flashinfer; from a configuration, so `resolve_backend` refuses another."""
+"""auto, torch, triton or flashinfer; from a configuration, so `resolve_backend` refuses another.
+
+"triton without add_drift, kv_deviation" is triton but for these operations, which are torch's (`without`).
+"""
 Implementation = Literal["torch", "triton", "flashinfer"]
+_WITHOUT = " without "
 
 
-def resolve_backend(backend: str, device: torch.device, *, has_flashinfer: bool = False) -> Implementation:
-    """Name the implementation for tensors on `device`.
+def without(backend: str, operations: Sequence[str]) -> Backend:
+    """`backend` but for these operations, by their folders' names, which are torch's."""
+    return f"{backend}{_WITHOUT}{', '.join(operations)}" if operations else backend
+
+
+def resolve_backend(
+    backend: str, device: torch.device, operation: str = "", *, has_flashinfer: bool = False
+) -> Implementation:
+    """Name the implementation of an operation for tensors on `device`.
 
     "auto" is Triton on a CUDA device where Triton is installed, torch elsewhere. An explicit choice is kept: "triton"
     with CPU tensors is legal, as Triton's interpreter runs it. An operation without a FlashInfer version runs Triton's
@@ -26,6 +38,9 @@ def resolve_backend(backend: str, device: torch.device, *, has_flashinfer: bool 
     Raises:
         ValueError: `backend` is not one of the four names.
     """
+    backend, _, others = backend.partition(_WITHOUT)
+    if operation in others.split(", ") and operation:
+        return "torch"
     if backend == "flashinfer":
         return "flashinfer" if has_flashinfer else "triton"
     if backend == "auto":

@@ -222,12 +222,19 @@ def _copy_rotate_cases(shape: ModelShape, device: torch.device) -> Iterator[Case
 def _attention_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     # Statistics look at some heads with the K of each, by segments; a question's rows at all heads.
     yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device))
-    yield Case("attention_mass", "of questions", *_attention_mass_case(shape, device, second_at=200))
+    for squared in (False, True):
+        what = f"of questions{', squared' * squared}"
+        yield Case("attention_mass", what, *_attention_mass_case(shape, device, second_at=200, squared=squared))
     yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, of_chunks=True))
 
 
 def _attention_mass_case(
-    shape: ModelShape, device: torch.device, *, of_chunks: bool = False, second_at: int | None = None
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    of_chunks: bool = False,
+    second_at: int | None = None,
+    squared: bool = False,
 ) -> tuple:
     rng = torch.Generator().manual_seed(0)
     kv_len, num_rows = 333, 37
@@ -239,7 +246,7 @@ def _attention_mass_case(
     rows = torch.randperm(kv_len, generator=rng)[:num_rows].sort().values
     raw(k)[int(rows[-1]) + 1 :] = raw(torch.full((1,), float("nan"), device=device).to(shape.kv_dtype))
     options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap}
-    options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks}
+    options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks, "squared": squared}
     options |= {"segment_starts": [0, 1, 64, 100, 300]} if of_chunks else {}
     if second_at is not None:
         options["row_firsts"] = ((rows >= second_at) * second_at).to(device)

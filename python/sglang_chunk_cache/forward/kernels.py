@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_ext.backend import FP8, resolve_backend
+from sgl_kernel_ext.backend import FP8, resolve_backend, without
 from sgl_kernel_ext.self_test import Result, check_kernels
 from sgl_kernel_ext.self_test_cases import ModelShape
 from sgl_kernel_ext.sparse_extend import flashinfer
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
-    """The backend of our operations.
+    """The backend of our operations. Where it chooses itself, an operation whose kernel is wrong is torch's.
 
     Args:
         asked: `kernel` of `--chunk-cache-config`.
@@ -40,10 +40,15 @@ def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLaye
     shape = _shape_of(model_runner, kv_pool, layers)
     candidates = [first] if asked != "auto" else _by_itself(first, shape, model_runner.prefill_attention_backend_str)
     for kernel in candidates:
-        failed = _failures(kernel, shape, device)
+        failed, operations = _failures(kernel, shape, device)
+        if failed and asked == "auto" and all(result.implementation == "triton" for result in failed):
+            wrong = sorted({result.kernel for result in failed})
+            by_torch, _ = _failures("torch", shape, device)
+            if len(wrong) < len(operations) and not any(result.kernel in wrong for result in by_torch):
+                kernel, failed = without(kernel, wrong), []
         if failed:
             continue
-        if asked == "auto" and kernel == "flashinfer" and flashinfer.variant() == "mask":
+        if asked == "auto" and kernel.startswith("flashinfer") and flashinfer.variant() == "mask":
             logger.error("Chunk cache: not used: FlashInfer's kernel, whose variant could not be built")
             continue
         break
@@ -66,8 +71,8 @@ def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]
     return ["flashinfer", *kernels]
 
 
-def _failures(kernel: str, shape: ModelShape, device: torch.device) -> list[Result]:
-    """What does not hold; the log says so."""
+def _failures(kernel: str, shape: ModelShape, device: torch.device) -> tuple[list[Result], set[str]]:
+    """What does not hold, which the log says, and all operations that were looked at."""
     # FlashInfer's is one operation; the others are Triton's beside it.
     results = check_kernels(shape, device, ("flashinfer", "triton") if kernel == "flashinfer" else (kernel,))
     seconds = sum(result.seconds for result in results)
@@ -75,7 +80,7 @@ def _failures(kernel: str, shape: ModelShape, device: torch.device) -> list[Resu
     failed = [result for result in results if not result.holds]
     for result in failed:
         logger.error("Chunk cache: not used: %s", _told(result))
-    return failed
+    return failed, {result.kernel for result in results}
 
 
 def _told(result: Result) -> str:

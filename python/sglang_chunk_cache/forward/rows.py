@@ -60,7 +60,7 @@ class FusedRows:
             own_positions = self._taken(own_positions, are_served=False)
         indptrs = [np.cumsum([0, *lens], dtype=np.int64) for lens in (self.kv_lens, own_lens)]
         # The host reads them on the CPU and for FlashInfer; else no layer shall copy them.
-        on_host = self.row_positions.device.type == "cpu" or self.kernel == "flashinfer"
+        on_host = self.row_positions.device.type == "cpu" or self.kernel.startswith("flashinfer")
         kv_indptr, row_indptr = (
             [one.tolist() for one in indptrs] if on_host else upload(indptrs, self.row_positions.device)
         )

@@ -120,7 +120,7 @@ class StatisticsTaker:
     def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
         self._jobs = jobs
         self._kernel = kernel
-        self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device)))
+        self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device), "attention_mass"))
         self._layers = frozenset(layers)
         self._kv_pool = kv_pool
         group = get_tp_group()

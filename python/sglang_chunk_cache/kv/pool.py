@@ -162,7 +162,13 @@ class ChunkPool:
         sources, targets, shifts = zip(*copies, strict=True)
         delta = np.repeat(np.array(shifts, dtype=np.int64), [len(source) for source in sources])
         (delta_on_device,) = upload([delta], targets[0].device)
-        self._assembler.copy(torch.cat(sources), torch.cat(targets), delta_on_device)
+        joined = torch.cat(sources), torch.cat(targets)
+        if joined[0].device.type != "cpu":
+            # The scheduler's stream made them, and would hand their memory out again before this one has read it.
+            stream = torch.get_device_module().current_stream()
+            for one in (*sources, *targets):
+                one.record_stream(stream)
+        self._assembler.copy(*joined, delta_on_device)
 
     def _touch(self, variants: Sequence[Variant]) -> None:
         last_of: dict[object, Variant] = {}

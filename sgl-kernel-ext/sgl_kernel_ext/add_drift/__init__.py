@@ -47,7 +47,7 @@ def add_drift(
         ValueError: shapes do not fit together; with "triton" also where the last dimension is strided.
     """
     _check(k_new, v_new, k_buffer, v_buffer, drift, spec)
-    if resolve_backend(backend, k_new.device) == "triton":
+    if resolve_backend(backend, k_new.device, "add_drift") == "triton":
         from sgl_kernel_ext.add_drift.triton import add_drift_triton as add
     else:
         from sgl_kernel_ext.add_drift.naive import add_drift_torch as add

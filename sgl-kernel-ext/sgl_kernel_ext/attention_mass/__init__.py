@@ -20,7 +20,7 @@ import torch
 from sgl_kernel_ext.backend import Backend, check_sinks, resolve_backend
 from sgl_kernel_ext.transfer import upload
 
-__all__ = ["attention_mass", "is_by_triton"]
+__all__ = ["attention_mass"]
 
 # Scores that exist at one time: on a CPU what its second-level caches hold, since they are walked over several times.
 _BLOCK_ELEMENTS_CPU = 1 << 19
@@ -65,7 +65,7 @@ def attention_mass(
         row_firsts: [num_rows] int64, at most the row's position, ascending: where the keys of the row's request begin,
             in front of which it sees none, so that requests whose keys stand one behind the other are one call. The
             Triton path only, and without segments.
-        squared: sums of the squares of the softmax. Computed by torch on every device.
+        squared: sums of the squares of the softmax; with segments computed by torch on every device.
         sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
 
     Returns:
@@ -84,7 +84,8 @@ def attention_mass(
     _check(q, k, row_positions, segment_starts, lse)
     check_sinks(sinks, q.shape[1])
     sm_scale *= k_scale
-    if q.shape[0] and k.shape[0] and is_by_triton(q.device, backend, squared=squared):
+    is_served = q.shape[0] and k.shape[0] and not (squared and segment_starts is not None)
+    if is_served and resolve_backend(backend, q.device, "attention_mass") == "triton":
         if row_starts is not None:
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
@@ -94,6 +95,7 @@ def attention_mass(
             sm_scale=sm_scale,
             logit_cap=logit_cap,
             skip_self=skip_self,
+            squared=squared,
         )
     if row_firsts is not None:
         raise ValueError("row_firsts: the Triton path only; call it once for each request")
@@ -130,11 +132,6 @@ def attention_mass(
             torch.mm(weights, member[:num_keys], out=by_segment[rows])
     # Sums over heads become means where they are few.
     return received.div_(num_q_heads), None if by_segment is None else by_segment.div_(num_q_heads)
-
-
-def is_by_triton(device: torch.device, backend: Backend = "auto", *, squared: bool = False) -> bool:
-    """Whether Triton computes it on a device, so that rows of several requests may be one call."""
-    return not squared and resolve_backend(backend, device) == "triton"
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: float) -> torch.Tensor:

@@ -172,6 +172,7 @@ def _received_kernel(
     HAS_CAP: tl.constexpr,
     HAS_FIRSTS: tl.constexpr,
     SKIP_SELF: tl.constexpr,
+    SQUARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -221,7 +222,8 @@ def _received_kernel(
                 visible = visible & (n[None, :] >= first[:, None])
             if SKIP_SELF:
                 visible = visible & (n[None, :] != position[:, None])
-            mass += tl.sum(tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0), 0)
+            weights = tl.exp2((2.0 if SQUARED else 1.0) * (scores - lse[:, None]))
+            mass += tl.sum(tl.where(visible, weights, 0.0), 0)
     tl.store(received_ptr + head.to(tl.int64) * kv_len + n, mass, mask=is_key)
 
 
@@ -237,6 +239,7 @@ def attention_mass_triton(
     sm_scale: float,
     logit_cap: float,
     skip_self: bool,
+    squared: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention_mass` without a host synchronisation; the last dimension of q and k must be dense.
 
@@ -289,6 +292,7 @@ def attention_mass_triton(
         *(q, raw(k), positions, row_firsts, row_lse, received, num_rows, kv_len, *scales),
         *strides,
         SKIP_SELF=skip_self,
+        SQUARED=squared,
         **options,
     )
     by_segment = None if starts is None else torch.exp2(found[1 + num_pieces :] - row_lse).mean(1).t()

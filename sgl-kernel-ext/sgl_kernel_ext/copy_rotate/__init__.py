@@ -62,7 +62,7 @@ def copy_rotate(
     _check(k_buffers, v_buffers, src_loc, dst_loc, turn.by, spec)
     if not len(k_buffers) or not src_loc.numel():
         return
-    if resolve_backend(backend, src_loc.device) == "triton":
+    if resolve_backend(backend, src_loc.device, "copy_rotate") == "triton":
         from sgl_kernel_ext.copy_rotate.triton import copy_rotate_triton
 
         copy_rotate_triton(k_buffers, v_buffers, src_loc, dst_loc, turn, spec)

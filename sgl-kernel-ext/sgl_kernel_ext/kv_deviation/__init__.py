@@ -50,7 +50,7 @@ def kv_deviation(
         ValueError: shapes or dtypes do not fit together, or only one of `position_delta` and `spec` is given.
     """
     _check(k_new, v_new, k_old, v_old, slots, position_delta, spec)
-    if k_new.shape[0] and resolve_backend(backend, k_new.device) == "triton":
+    if k_new.shape[0] and resolve_backend(backend, k_new.device, "kv_deviation") == "triton":
         from sgl_kernel_ext.kv_deviation.triton import kv_deviation_triton
 
         return kv_deviation_triton(

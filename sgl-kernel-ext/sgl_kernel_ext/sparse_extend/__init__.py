@@ -123,7 +123,7 @@ class SparseExtend:
         if not q.shape[0]:
             return out
         options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
-        implementation = resolve_backend(self._backend, q.device, has_flashinfer=True)
+        implementation = resolve_backend(self._backend, q.device, "sparse_extend", has_flashinfer=True)
         if implementation == "flashinfer" and window < 0 and sinks is None:
             from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sgl_kernel_ext.backend import resolve_backend, without
 from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.self_test import Result
 from sglang_chunk_cache.flags.server_args import StartRefused
@@ -30,9 +31,11 @@ def choose(monkeypatch):
         def check(shape, device, implementations):
             assert (shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 64)
             return [
-                Result(kernel="sparse_extend", case="a case", implementation=one, error=7.0 if one in wrong else 0.5,
-                       seconds=0.0, failure="")
+                Result(kernel=operation, case="a case", implementation=one, seconds=0.0, failure="",
+                       error=7.0 if one in wrong or f"{operation} by {one}" in wrong else 0.5)
+                for operation in ("sparse_extend", "add_drift", "kv_deviation")
                 for one in implementations
+                if one != "flashinfer" or operation == "sparse_extend"
             ]  # fmt: skip
 
         monkeypatch.setattr(kernels, "check_kernels", check)
@@ -52,7 +55,9 @@ def choose(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "wrong", "chosen"),
     [("auto", set(), "triton"), ("auto", {"triton"}, "torch"), ("torch", {"triton"}, "torch"),
-     ("flashinfer", set(), "flashinfer")],
+     ("flashinfer", set(), "flashinfer"),
+     ("auto", {"add_drift by triton"}, "triton without add_drift"),
+     ("auto", {"add_drift by triton", "sparse_extend by triton"}, "triton without add_drift, sparse_extend")],
 )  # fmt: skip
 def test_the_first_that_agrees_with_its_definition_serves(choose, asked, wrong, chosen):
     assert choose(asked, wrong) == chosen
@@ -82,6 +87,20 @@ def test_beside_flashinfers_backend_its_kernel_serves_where_it_fits(choose, capl
 def test_a_kernel_that_was_asked_for_and_is_wrong_stops_the_start(choose, asked, wrong):
     with pytest.raises(StartRefused, match=rf'kernel: "{asked}".*sparse_extend \(a case\).* wrong by 7.0 times'):
         choose(asked, wrong)
+
+
+def test_only_the_operation_that_is_wrong_is_torchs():
+    device, others = torch.device("cuda"), ("sparse_extend", "kv_deviation")
+    for backend in ("triton", "flashinfer"):
+        chosen = without(backend, ["add_drift", "attention_mass"])
+        assert {resolve_backend(chosen, device, one) for one in ("add_drift", "attention_mass")} == {"torch"}
+        assert {resolve_backend(chosen, device, one) for one in others} == {"triton"}
+        assert resolve_backend(chosen, device, "sparse_extend", has_flashinfer=True) == backend
+
+
+def test_an_operation_that_nobody_does_right_stops_the_start(choose):
+    with pytest.raises(StartRefused, match="add_drift"):
+        choose("auto", {"add_drift by triton", "add_drift by torch"})
 
 
 def test_flashinfer_reads_no_fp8(choose):

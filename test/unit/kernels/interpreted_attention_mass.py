@@ -54,7 +54,8 @@ def test_requests_one_behind_the_other(second_at, has_sinks):
     problem = build(130, [*own[0], *own[1]])
     problem[1][second_at : second_at + 1] = 50.0
     firsts = torch.tensor([0] * len(own[0]) + [second_at] * len(own[1]))
-    check(problem, row_firsts=firsts, sinks=torch.randn(4) if has_sinks else None)
+    for squared in (False, True):
+        check(problem, row_firsts=firsts, sinks=torch.randn(4) if has_sinks else None, squared=squared)
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (3, 3), (6, 2), (8, 1)])

@@ -70,7 +70,8 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     kv_len = rng.choice([16, 33, 50])
     keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
     attention_mass(q[:kv_len], keys, positions[:kv_len], **options)
-    attention_mass(q[:kv_len].contiguous(), keys, positions[:kv_len], row_firsts=positions[:kv_len], **options)
+    own, squared = positions[:kv_len], rng.random() < 0.5
+    attention_mass(q[:kv_len].contiguous(), keys, own, row_firsts=own, squared=squared, **options)
     heads = shape.sampled_heads
     keys = torch.zeros(kv_len, heads, shape.head_dim, dtype=shape.kv_dtype)
     starts = list(range(0, kv_len, rng.choice([1, 7, 16])))
@@ -96,10 +97,10 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_sparse_extend_kernel": 4 if shape.window >= 0 else 2,
         "_combine_splits_kernel": 1,
         "_copy_rotate_kernel": 1,
-        # Of a question, of several, of sampled heads.
+        # Of a question, of several, of sampled heads; squared, too.
         "_lse_kernel": 3 if shape.num_q_heads != shape.num_kv_heads else 2,
         "_join_kernel": 1,
-        "_received_kernel": 3,
+        "_received_kernel": 4,
         "_kv_deviation_kernel": 2,  # of K and V, and of V alone
         "_drift_sums_kernel": 2 if shape.has_unrotated else 1,
         "_add_drift_kernel": 2 if shape.has_unrotated else 1,

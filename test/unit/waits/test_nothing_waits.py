@@ -77,7 +77,7 @@ def test_a_fused_batch_launches_little(parts, method: str) -> None:
         assert sum(launches.values()) <= most, json.dumps(launches, indent=1)
 
 
-@pytest.mark.parametrize(("method", "most"), [("epic", 0), ("fusionrag", 4), ("question-drift", 13)])
+@pytest.mark.parametrize(("method", "most"), [("epic", 0), ("fusionrag", 4), ("infoflow", 4), ("question-drift", 13)])
 def test_a_layer_launches_as_much_for_a_batch_as_for_one(parts, method: str, most: int) -> None:
     """Of ours, over both forwards of a method that asks; what the last layer alone does counts for a fraction."""
     places = ("attention_mass/", "add_drift/triton", "sparse_extend/", "QuestionPass.observe", "LayerKV.keys")

@@ -75,7 +75,7 @@ class DriftCorrection:
     @classmethod
     def of(cls, requests: Sequence[Reused], kernel: str) -> list[DriftCorrection]:
         """As few calls a layer as the implementation allows; torch's for a CPU is fastest for each by itself."""
-        if requests and resolve_backend(kernel, requests[0].positions.device) != "triton":
+        if requests and resolve_backend(kernel, requests[0].positions.device, "add_drift") != "triton":
             return [cls([one], kernel) for one in requests]
         by_strength = sorted(requests, key=lambda one: one.strength)
         return [cls(list(alike), kernel) for _, alike in groupby(by_strength, key=lambda one: one.strength)]

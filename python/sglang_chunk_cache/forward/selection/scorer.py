@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import torch
 
 from chunk_cache.methods import Options
-from sgl_kernel_ext.attention_mass import attention_mass, is_by_triton
+from sgl_kernel_ext.attention_mass import attention_mass
+from sgl_kernel_ext.backend import resolve_backend
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 
 
@@ -64,9 +65,7 @@ class QuestionAtLayer:
             backend=self.kernel,
         )
         keys = self.stored.keys(self.kv_slots, self.q.dtype)
-        if len(self.kv_lens) == 1:
-            received, _ = mass(self.q, keys, self.positions)
-        elif is_by_triton(keys.device, self.kernel, squared=squared):
+        if resolve_backend(self.kernel, keys.device, "attention_mass") == "triton":
             received, _ = mass(self.q, keys, self.positions, row_firsts=self.firsts)
         else:
             rows = zip(
