@@ -32,6 +32,29 @@ OWN_SERVER = (
 # These share the server of a trained model.
 TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py", "test_verify_server.py")
 SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
+# Long, and beside others of `make test` that cover most of the same: as those marked `all`.
+LONG = (
+    *("server/test_quality_server.py", "exactness/test_simulator_agrees.py"),
+    "exactness/test_ratio_one.py::test_equals_stock[page1-tp2-chunked64-normal-pythoncore-typed",
+    "exactness/test_ratio_one.py::test_equals_stock[page1-tp1-whole-normal-pythoncore",
+    "exactness/test_speculation.py::test_answers_that_are_drafted_equal_stock",
+    *("exactness/test_speculation.py::test_retraction", "exactness/test_speculation.py::test_the_draft_follows"),
+    "exactness/test_kept_tokens.py::test_dropped_tokens_are_not_seen[page16",
+    "exactness/test_kept_tokens.py::test_all_packed_equals_stock_on_other_models",
+    *("exactness/test_fp8.py::test_moved_keys", "exactness/test_fp8.py::test_methods_lose_no_more"),
+    "exactness/test_gate.py::test_it_finds_what_requests_find[page16",
+    *(f"exactness/test_model_check.py::test_a_wrong_layer_is_named[{how}]" for how in ("score_mod", "interleaved")),
+    *(f"exactness/test_model_check.py::test_a_text_of_a_model_that_sees_images_is_no_difference[{kind}]"
+      for kind in ("mistral3", "kimi_k25", "qwen2_5_vl")),
+    "exactness/test_model_check.py::test_a_decoder_may_be_called_by_keyword",
+    "exactness/test_maintenance.py::test_a_popular_variant_is_promoted_and_its_path_goes[options1",
+    "exactness/test_adversarial.py::test_retracted_requests_under_cache_aware_policies",
+    "unit/selector/test_client.py::test_a_process_that_cannot",
+    "unit/api/test_starts.py::test_model_that_is_refused_once_it_is_loaded[--skip-tokenizer-init",
+    "unit/kernels/test_triton.py::test_in_the_interpreter[sparse_extend",
+    *(f"unit/kernels/test_budgets.py::test_no_spills_and_tensor_cores[{arch}-32/8 heads x 128, bfloat16]"
+      for arch in (80, 100)),
+)  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -106,12 +129,15 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="full matrix only: pytest --all")
     for item in items:
-        if "all" in item.keywords:
+        if item.nodeid.removeprefix("test/").startswith(LONG):
+            item.add_marker(pytest.mark.all)
+        if item.get_closest_marker("all") is not None:
             item.add_marker(skip)
 
 
