@@ -89,6 +89,15 @@ def methods(by_graphs: bool, s: Session) -> tuple[list[Reply], list[Reply], dict
     order = s.rng.sample(chunks, 2)
     s.send(s.prompt([s.tokens(8), *order]), Prompt().text(s.tokens(40)), s.prompt([s.tokens(30)]))
     note("beside plain ones")
+    if s.is_ours:
+        asked = [
+            s.request(
+                s.prompt([s.tokens(9), *s.rng.sample(chunks, 2)], question=20), ratio=0.3, options={"method": one}
+            )
+            for one in ("question-drift", "epic", "fusionrag")
+        ]
+        others += s.local.generate(asked)
+    note("questions beside others")
     return s.replies, others, parts
 
 

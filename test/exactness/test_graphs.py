@@ -50,7 +50,7 @@ def test_ratio_one_by_graphs_equals_stock(attention: str) -> None:
 @on_each_path
 def test_other_ratios_by_graphs_equal_those_without(attention: str) -> None:
     (_, replies, _), (_, eager, _), _ = outcome(attention)
-    assert len(replies) == 10
+    assert len(replies) == 13
     compare(replies, eager)
 
 
@@ -58,12 +58,14 @@ def test_other_ratios_by_graphs_equal_those_without(attention: str) -> None:
 def test_only_forwards_in_which_rows_leave_are_eager(attention: str) -> None:
     (_, _, parts), *_ = outcome(attention)
     fused = "BackendRuns" if attention == "runs" else "FusedRows"
-    assert len(parts) == 18
+    assert len(parts) == 19
     for name, served in parts.items():
         method, _, ratio = name.partition(" ")
         attends = ["stock" if name in ("observed", "plain") else fused]
         if method in CHOOSE and ratio == "0.3":
             attends = [*attends[: method in ASK], CHOOSE[method]]
+        if name == "questions beside others":
+            attends.append(CHOOSE["question-drift"])
         leaves = method == "cacheblend" and ratio == "0.3"
         assert list(dict.fromkeys(one.attention for one in served)) == list(dict.fromkeys(attends)), name
         for one in served:

@@ -329,9 +329,9 @@ def test_rows_that_leave_are_not_written_with_the_rotation() -> None:
     plain, hooked, unhooked = run_cases(
         config, is_ours=True, names=names, module="exactness.fused_write_cases"
     ).values()
-    logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, hooked, unhooked)]
+    logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, hooked)]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
-    assert logprobs[2] != pytest.approx(logprobs[0], abs=1e-2), "the test would notice"
+    assert "its layers write K and V before they attend" in unhooked
 
 
 @pytest.mark.slow
@@ -343,4 +343,4 @@ def test_drift_reads_what_stood_there_before_graphs_write_with_the_rotation() ->
     ).values()
     logprobs = [[value for reply in replies for value in reply.logprobs] for replies in (plain, by_graphs)]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
-    assert "cannot be corrected behind what has written over them" in unnoted
+    assert "its layers write K and V before they attend" in unnoted

@@ -44,8 +44,13 @@ class AddedRows:
         return () if self.load is None else self.load.layer_copies
 
     @property
+    def asks(self) -> bool:
+        """Whether the request's question finds rows, in a forward of its own."""
+        return self.load is not None and self.load.plan.num_late_rows > 0
+
+    @property
     def num_asking(self) -> int:
-        """Rows of the pass of the question, which come on top."""
+        """Rows of that forward, which come on top."""
         return 0 if self.load is None else self.load.plan.num_asking
 
     @property

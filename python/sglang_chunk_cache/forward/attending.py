@@ -29,7 +29,7 @@ _SCOPE = "chunk_cache_scope"
 
 
 class Attention(Protocol):
-    """What attends in a fused forward: `BackendRuns`, `FusedRows`, or a forward in which rows leave."""
+    """What attends in a fused forward: `BackendRuns`, `FusedRows` or `LayerwiseForward`."""
 
     @property
     def row_positions(self) -> torch.Tensor: ...

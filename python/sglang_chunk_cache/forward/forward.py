@@ -25,7 +25,9 @@ _FORWARD = "chunk_cache_forward"
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the rows of a batch, computed at once; a batch with more rows than a step may have has several.
+    """Some of the rows of a batch, computed at once.
+
+    A batch has several where its rows are more than a step may have, or where questions find rows.
 
     Attributes:
         batch: as the model sees it.

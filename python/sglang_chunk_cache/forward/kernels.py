@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
-    """The backend of our operations. Where it chooses itself, an operation whose kernel is wrong is torch's.
+    """The backend of our operations. With "auto", torch does each operation whose Triton kernel is wrong.
 
     Args:
         asked: `kernel` of `--chunk-cache-config`.

@@ -1,7 +1,7 @@
 """ModelRunner: one forward, in which rows stand in front of ordinary extends.
 
 Verb: `forward` (handler of a hook: has the rows attended to for the time of one forward, of one part after another
-where a step has no room for all).
+where a step has no room for all rows, or a question must find some).
 
 Promises: a batch of which nothing was announced is SGLang's alone; nothing announced outlives its forward.
 """

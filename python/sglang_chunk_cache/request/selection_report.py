@@ -34,7 +34,7 @@ class SelectionReport:
     def record_scores(
         self, scores: torch.Tensor, is_left: torch.Tensor, layer_id: int | None, ignore: torch.Tensor | None = None
     ) -> None:
-        """Scores of the first choice, all `[n]`; `layer_id` None = a pass of the question; `ignore` = not reused."""
+        """Scores of the first choice, all `[n]`; `layer_id` None = the question's forward; `ignore` = not reused."""
         counted = torch.ones_like(is_left) if ignore is None else ignore.logical_not()
         self._scored_at = layer_id
         self._scores = (Download(scores), Download(is_left), Download(counted))

@@ -212,7 +212,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
                 config,
                 fingerprint,
                 pool=pool,
-                # A pass of the question reads all that comes in before any of it is computed again.
+                # A question's forward reads all that comes in before any of it is computed again.
                 ratio=0.0 if METHODS[args.method].stage is Stage.QUESTION else args.ratio,
                 reduce_max=reduce_max,
                 prefill_cost=clock.cost,

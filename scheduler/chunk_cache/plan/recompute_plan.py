@@ -71,7 +71,7 @@ class RecomputePlan:
 
     @property
     def num_asking(self) -> int:
-        """Rows that run twice: first the pass of the question computes them, over what is reused."""
+        """Rows that run twice: the question's forward computes them first, over what is reused."""
         return self.num_computed if self.num_late_rows else 0
 
     @property

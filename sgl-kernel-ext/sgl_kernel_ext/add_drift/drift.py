@@ -55,13 +55,6 @@ class Drift:
         return ((is_of + of_all) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
 
     @cached_property
-    def are_peers(self) -> torch.Tensor:
-        """`[C, C]` fp32, 1 where two chunks are of one request."""
-        at = torch.arange(self.peers.shape[1], device=self.peers.device)
-        first, end = self.peers[..., None]
-        return ((at >= first) & (at < end)).float()
-
-    @cached_property
     def run(self) -> slice | None:
         """The slots, where they are consecutive; None where they are not. For a CPU: a GPU would be waited for."""
         first, last = int(self.slots[0]), int(self.slots[-1])

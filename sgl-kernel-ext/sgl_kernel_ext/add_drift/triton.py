@@ -1,10 +1,11 @@
-"""add_drift in Triton: one launch sums up what the rows of each chunk changed, one adds it to the tokens.
+"""add_drift in Triton: two launches sum up what the rows of each chunk changed, one adds it to the tokens.
 
     sums   a program per chunk and head walks the chunk's rows, turns their change back and adds it up
+    totals a program per chunk and head adds up the sums of the chunk's request
     add    a program per block of tokens and head turns the mean of each token's chunk to its position and adds it
 
-Between them torch adds up the sums of each request's chunks. Nothing is added atomically. Limited by memory: K and V of
-the tokens are read and written once.
+Nothing is added atomically, and nothing of one request reaches another. Limited by memory: K and V of the tokens are
+read and written once.
 """
 
 from __future__ import annotations
@@ -119,6 +120,18 @@ def _drift_sums_kernel(
     tl.store(sums_ptr + 2 * HALF + PASS_LEN + dim, sum_v, mask=dim < V_DIM)
 
 
+@triton.jit(do_not_specialize=["peers_ptr", "num_chunks"])
+def _totals_kernel(peers_ptr, sums_ptr, totals_ptr, num_chunks, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """totals: as sums, each the sum of `sums` over the chunks of a chunk's request."""
+    chunk, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, end = tl.load(peers_ptr + chunk), tl.load(peers_ptr + num_chunks + chunk)
+    dim = tl.arange(0, WIDTH_PAD)
+    total = tl.zeros([WIDTH_PAD], tl.float32)
+    for one in range(first, end):
+        total += tl.load(sums_ptr + (one * num_heads + head) * WIDTH + dim, mask=dim < WIDTH, other=0.0)
+    tl.store(totals_ptr + (chunk * num_heads + head) * WIDTH + dim, total, mask=dim < WIDTH)
+
+
 @triton.jit
 def _mean(sums_ptr, totals_ptr, at, dim, mask, weight, share):
     """strength x d_c of each token; `share` is prior over the number of its request's rows."""
@@ -159,7 +172,7 @@ def _add_drift_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """totals: as sums, each the sum of `sums` over the chunks of a chunk's request."""
+    """totals: of `_totals_kernel`."""
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = at < num_tokens
@@ -225,7 +238,8 @@ def add_drift_triton(
         **fp8_options(k_buffer.dtype),
         "num_warps": 4,
     }
-    sums = torch.empty(num_chunks, num_heads, head_dim + v_dim, dtype=torch.float32, device=k_new.device)
+    width, peers = head_dim + v_dim, drift.peers.contiguous()
+    sums, totals = torch.empty(2, num_chunks, num_heads, width, dtype=torch.float32, device=k_new.device)
     none = (sums, sums)  # in the place of tables that nobody reads
     k, v = raw(k_buffer), raw(v_buffer)
     strides = (*k.stride()[:2], *v.stride()[:2])
@@ -236,10 +250,12 @@ def add_drift_triton(
         *(*k_new.stride()[:2], *v_new.stride()[:2], *strides),
         **options,
     )
+    pad = triton.next_power_of_2(width)
+    _totals_kernel[(num_chunks, num_heads)](peers, sums, totals, num_chunks, WIDTH=width, WIDTH_PAD=pad, num_warps=4)
     _add_drift_kernel[(triton.cdiv(num_tokens, options["BLOCK"]), num_heads)](
-        *(k, v, drift.slots.contiguous(), drift.chunk.contiguous(), drift.row_bounds, drift.peers.contiguous()),
+        *(k, v, drift.slots.contiguous(), drift.chunk.contiguous(), drift.row_bounds, peers),
         *(none if spec is None else drift.there.table(spec)),
-        *(sums, drift.are_peers @ sums.flatten(1), num_tokens, num_chunks),
+        *(sums, totals, num_tokens, num_chunks),
         *(float(drift.strength), float(drift.prior), float(k_scale), float(v_scale)),
         *strides,
         **options,

@@ -63,8 +63,8 @@ def attention_mass(
         row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
             of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
         row_firsts: [num_rows] int64, at most the row's position, ascending: where the keys of the row's request begin,
-            in front of which it sees none, so that requests whose keys stand one behind the other are one call. The
-            Triton path only, and without segments.
+            in front of which it sees none, so that requests whose keys stand one behind the other are one call.
+            Without segments. Fast by Triton; torch scores each row with the keys of all.
         squared: sums of the squares of the softmax; with segments computed by torch on every device.
         sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
 
@@ -72,8 +72,7 @@ def attention_mass(
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
 
     Raises:
-        ValueError: shapes do not fit together; `row_starts` is given and the implementation is Triton, or `row_firsts`
-            and it is not.
+        ValueError: shapes do not fit together, or `row_starts` is given and the implementation is Triton.
 
     Example:
         >>> q, k = torch.randn(2, 8, 64), torch.randn(10, 2, 64)
@@ -97,8 +96,6 @@ def attention_mass(
             skip_self=skip_self,
             squared=squared,
         )
-    if row_firsts is not None:
-        raise ValueError("row_firsts: the Triton path only; call it once for each request")
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
@@ -117,6 +114,8 @@ def attention_mass(
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
+        if row_firsts is not None:
+            scores.masked_fill_(key_positions[:num_keys] < row_firsts[rows][:, None], float("-inf"))
         weights = _softmax(scores, None if lse is None else lse[rows].t(), sinks)
         weights = (weights.square_() if squared else weights).sum(0)
         if row_starts is None:

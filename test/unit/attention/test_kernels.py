@@ -10,7 +10,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kernel_ext.backend import resolve_backend, without
 from sgl_kernel_ext.rotary import RotarySpec
-from sgl_kernel_ext.self_test import Result
+from sgl_kernel_ext.self_test import Result, check_kernels
+from sgl_kernel_ext.self_test_cases import shape_of
 from sglang_chunk_cache.flags.server_args import StartRefused
 from sglang_chunk_cache.forward import kernels
 from sglang_chunk_cache.kv.model_layers import ModelLayers
@@ -87,6 +88,15 @@ def test_beside_flashinfers_backend_its_kernel_serves_where_it_fits(choose, capl
 def test_a_kernel_that_was_asked_for_and_is_wrong_stops_the_start(choose, asked, wrong):
     with pytest.raises(StartRefused, match=rf'kernel: "{asked}".*sparse_extend \(a case\).* wrong by 7.0 times'):
         choose(asked, wrong)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.bfloat16])
+def test_what_torch_computes_holds_in_every_case(sinks):
+    """What is left where a kernel is wrong."""
+    shape = shape_of(8, 2, 64, torch.bfloat16, has_unrotated=True, window=100, sinks=sinks)
+    results = check_kernels(shape, "cpu", ["torch"])
+    assert {result.kernel for result in results} > {"sparse_extend", "attention_mass", "add_drift"}
+    assert [str(result) for result in results if not result.holds] == []
 
 
 def test_only_the_operation_that_is_wrong_is_torchs():

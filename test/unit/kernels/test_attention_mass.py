@@ -89,10 +89,11 @@ def test_triton_refuses_row_starts():
         attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
 
 
-def test_torch_refuses_row_firsts():
-    problem = build(8, [3, 5])
-    with pytest.raises(ValueError, match="row_firsts"):
-        attention_mass(*problem.inputs, sm_scale=0.25, row_firsts=torch.tensor([0, 4]), backend="torch")
+@pytest.mark.parametrize("given", [{}, {"squared": True}, {"sinks": torch.randn(4)}], ids=str)
+def test_requests_one_behind_the_other(given, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", 4 * 60 * 3)  # three rows a block
+    problem = build(60, [7, 18, 19, 25, 31, 59])
+    check(problem, row_firsts=torch.tensor([0, 0, 0, 22, 22, 22]), **given)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -102,6 +102,7 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_join_kernel": 1,
         "_received_kernel": 4,
         "_kv_deviation_kernel": 2,  # of K and V, and of V alone
+        "_totals_kernel": 1,
         "_drift_sums_kernel": 2 if shape.has_unrotated else 1,
         "_add_drift_kernel": 2 if shape.has_unrotated else 1,
     }

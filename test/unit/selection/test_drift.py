@@ -50,7 +50,9 @@ def reused_and_left(given: RowsAtLayer, rows: list[int], strength: float) -> tup
 
 def correct(given: RowsAtLayer, rows: list[int], strength: float = 1.0) -> None:
     reused, left = reused_and_left(given, rows, strength)
-    DriftCorrection([reused], "torch").apply(given.k, given.v, given.stored, SPEC, lambda _: left)
+    correction = DriftCorrection([reused], "torch")
+    correction.follow([left])
+    correction.apply(given.k, given.v, given.stored, SPEC)
 
 
 def test_a_change_that_all_share_is_found_wherever_the_rows_are() -> None:
@@ -111,7 +113,10 @@ def test_requests_that_are_corrected_at_once_are_as_each_by_itself() -> None:
         begin += len(one.positions)
         correct(one, rows, strength=0.5)
     k, v = (torch.cat([getattr(one, part) for one in apart]) for part in ("k", "v"))
-    DriftCorrection(requests, "torch").apply(k, v, LayerKV(*pools), SPEC, left.__getitem__)
+    correction = DriftCorrection(requests, "torch")
+    assert correction.requests == [0, 1, 2]
+    correction.follow(left)
+    correction.apply(k, v, LayerKV(*pools), SPEC)
     for part, found in zip(("k", "v"), pools, strict=True):
         torch.testing.assert_close(found, torch.cat([getattr(one.stored, part) for one in apart]))
 

@@ -109,17 +109,17 @@ class Fake:
         forward_batch_info.support_triton = lambda _: True
         backend = type(scheduler.tp_worker.model_runner.attn_backend)
         backend.forward = lambda self, q, *args, **kwargs: torch.empty_like(q)
-        backend.init_forward_metadata = lambda self, batch: None
+        backend.init_forward_metadata = _as_backends_begin
 
     def tokens(self, count: int) -> list[int]:
         return [self._draw.randrange(10, 200) for _ in range(count)]
 
-    def request(self, chunks: Sequence[list[int]], **options: Any) -> Request:
+    def request(self, chunks: Sequence[list[int]], between: int = 0, **options: Any) -> Request:
         """A prompt whose first chunk does not follow the system prompt, so that none is exact."""
         ids, spans = [*self.system, *self.tokens(5)], []
         for chunk in chunks:
             spans.append([len(ids), len(ids) + len(chunk)])
-            ids += chunk
+            ids += chunk + self.tokens(between)
         return Request(ids + self.tokens(QUESTION_LEN), {"spans": spans, **options}, num_top=0, max_new_tokens=3)
 
     def fused(self, num_chunks: int = 6, **options: Any) -> Request:
@@ -151,6 +151,11 @@ class Fake:
         waits = collections.Counter(watch.own_waits)
         self.parts[name] = Part(dict(waits), dict(launches), dict(views), [one.info for one in replies])
         return replies
+
+
+def _as_backends_begin(backend: Any, batch: Any) -> None:
+    """What FA3 and Triton read of a batch on the host: it has at least one request."""
+    assert batch.extend_seq_lens_cpu is None or max(batch.extend_seq_lens_cpu) >= 0
 
 
 def remember(fake: Fake) -> None:
@@ -191,6 +196,8 @@ def case_store(fake: Fake) -> None:
         fake.send(
             f"used {i}", [fake.fused(3, method="epic", ratio=0.2), fake.request([fake.tokens(30), fake.chunks[0]])]
         )
+    # The rows that ask are single ones, so our kernel serves them, and the other request has none meanwhile.
+    fake.send("a question beside others", [fake.fused(between=1, method=one) for one in ("fusionrag", "epic")])
     fake.send("beside others", [fake.fused(method=method, ratio=0.15) for method in ("epic", "a3", "full-reuse")])
     fake.send("prepared", [fake.fused(2, mode="prepare", method="full-reuse")])
     fake.idle("idle", 60)

@@ -1,12 +1,13 @@
 """Choices: what the requests of a fused batch choose, drop or correct in its forward.
 
-Verbs: `Choices.of` (puts together what they need on the device, and uploads it at once), `attention` (over rows that
-are known), `choose` (the rows that questions have found take the places of the placeholders).
+Verbs: `Choices.of` (puts together what they need on the device), `attention` (over rows that are known), `choose` (the
+rows that questions have found take the places of the placeholders).
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,10 +77,10 @@ class Choices:
         model_runner: ModelRunner,
         layers: ModelLayers,
     ) -> Choices:
-        """What `batch` with the added rows chooses; `asking`: what attends while questions ask; None = none does."""
+        """What `batch` with the added rows chooses; `asking`: what attends while questions ask; None: none asks."""
         tp_size = get_tp_group().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
-        asks = {i: choice.plan for i, choice in choosing.items() if choice.plan.num_late_rows}
+        asks = {i: choice.plan for i, choice in choosing.items() if added[i].asks}
         prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
         tables = [Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()]
         uploaded = iter(
@@ -128,13 +129,9 @@ class Choices:
         """Looks on while the questions ask, with so many rows of each request."""
         return QuestionPass(self.requests, row_lens, self.rows, self.tp_size)
 
-    def attention(self) -> Attention:
-        """What attends, where all rows are known."""
-        return self._attention(self.rows)
-
     def choose(self, batch: ForwardBatch) -> Attention:
         """Writes into `batch` the rows that the questions have found; what attends then."""
-        begin = 0
+        began, begin = time.perf_counter(), 0
         for i, (request, length) in enumerate(zip(self.requests, self.rows.row_lens, strict=True)):
             late = self.late.get(i)
             if late is not None:
@@ -145,9 +142,12 @@ class Choices:
             begin += length
         positions = torch.cat([request.positions for request in self.requests])
         stand_at(batch, positions)
-        return self._attention(self.rows.with_rows(positions, self.rows.row_lens))
+        for i in self.late:
+            self.requests[i].count_seconds(time.perf_counter() - began)
+        return self.attention(self.rows.with_rows(positions, self.rows.row_lens))
 
-    def _attention(self, rows: FusedRows) -> Attention:
+    def attention(self, rows: FusedRows) -> Attention:
+        """What attends over these rows, which are known."""
         if any(request.rows_leave or request.corrects for request in self.requests):
             return LayerwiseForward(rows, self.requests, self.layers, self.tp_size, self.lora_manager)
         return rows

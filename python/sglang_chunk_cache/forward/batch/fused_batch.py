@@ -1,4 +1,4 @@
-"""FusedBatch: a batch with added rows as one model computes it, in parts where they are more than a step has.
+"""FusedBatch: a batch with added rows as one model computes it, in parts where one cannot hold or know all rows.
 
 Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
 cut anywhere. They are too many where KV was to arrive during the forward and did not, or for a model that drafts. Where
@@ -101,10 +101,10 @@ class FusedBatch:
         rows = answer.attention
         assert isinstance(rows, FusedRows), "rows that are chosen are served by our kernel"
         choices_of = partial(Choices.of, self.batch, added, rows, model_runner=self.model_runner, layers=layers)
-        if not any(one.num_asking for one in added):
-            return (replace(answer, attention=choices_of(asking=None).attention()),)
+        if not any(one.asks for one in added):
+            return (replace(answer, attention=choices_of(asking=None).attention(rows)),)
         quiet = replace(self, observe=lambda *_: (), count=lambda _: None)
-        question = quiet._part(*questions_alone(self.batch, added))
+        question = quiet._part(*questions_alone(self.batch, added), first=answer)
         asking = question.attention
         assert asking is not None
         choices = choices_of(asking=asking)
@@ -166,6 +166,6 @@ class FusedBatch:
             runs, are_served = Runs.worthwhile(positions, pool_rows, rows_stay, self.min_run_len)
             # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.
             is_possible = all(are_served) or (any(are_served) and not is_latent(self.model_runner.token_to_kv_pool))
-            if is_possible and runs.fit(self.model_runner.req_to_token_pool.size):
+            if is_possible and len(runs.lens) and runs.fit(self.model_runner.req_to_token_pool.size):
                 return runs, are_served
         return None, [False for _ in positions]

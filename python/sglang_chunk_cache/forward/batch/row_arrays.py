@@ -93,10 +93,9 @@ def questions_alone(batch: ScheduleBatch, added: Sequence[AddedRows]) -> tuple[S
     alone = copy.copy(batch)
     alone.prefix_lens, alone.extend_lens, own = [], [], []
     for one, prefix_len, extend_len in zip(added, batch.prefix_lens, batch.extend_lens, strict=True):
-        asks = one.num_asking > 0 and one.load is not None
-        alone.prefix_lens.append(prefix_len if asks else prefix_len + extend_len)
-        alone.extend_lens.append(extend_len if asks else 0)
-        own.append(AddedRows(one.load.plan.row_positions if asks and one.load else NO_ROWS, one.begin))
+        alone.prefix_lens.append(prefix_len if one.asks else prefix_len + extend_len)
+        alone.extend_lens.append(extend_len if one.asks else 0)
+        own.append(AddedRows(one.load.plan.row_positions if one.asks and one.load else NO_ROWS, one.begin))
     alone.extend_logprob_start_lens = [0] * len(added)
     alone.return_logprob = False
     alone.replace_embeds = alone.replace_positions = None

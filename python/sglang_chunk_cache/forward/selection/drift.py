@@ -5,12 +5,12 @@ The correction is AgentKVShift's (arXiv 2607.21604); what differs stands in docs
 K and V of a reused token differ from those of a full prefill by something of its own and by something that it shares
 with its neighbours, because all of them lack the same context. The tokens that are recomputed show what is shared
 (`sgl_kernel_ext.add_drift` has the equations), layer by layer, before the attention of the layer reads it. Its strength
-is the option `drift`. docs/quality.md says what it is worth. On a GPU the requests of a batch are corrected at once.
+is the option `drift`. docs/quality.md says what it is worth. Triton corrects requests of one strength at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -52,7 +52,7 @@ class LeftRows:
 
     Attributes:
         begin: its first row in the batch.
-        positions: `[num_rows]` int64; the same tensor as long as the rows are the same.
+        positions: `[num_rows]` int64, ascending.
         chunk: `[num_rows]` int64, the reused chunk of each; -1 where it is not of a reused chunk.
         num_recomputed: rows that are; the host knows it, so the device is not asked.
     """
@@ -64,30 +64,24 @@ class LeftRows:
 
 
 class DriftCorrection:
-    """The correction of requests of one strength."""
+    """The correction of requests of one strength; `requests` are their places in the batch."""
 
     def __init__(self, requests: Sequence[Reused], kernel: str) -> None:
-        self._requests = requests
+        self.requests = [one.request for one in requests]
+        self._reused = requests
         self._kernel = kernel
-        self._of: tuple[torch.Tensor, ...] = ()
         self._drift: Drift | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Reused], kernel: str) -> list[DriftCorrection]:
-        """As few calls a layer as the implementation allows; torch's for a CPU is fastest for each by itself."""
+        """Makes as few calls a layer as the implementation allows; torch's is fastest for each request by itself."""
         if requests and resolve_backend(kernel, requests[0].positions.device, "add_drift") != "triton":
             return [cls([one], kernel) for one in requests]
         by_strength = sorted(requests, key=lambda one: one.strength)
         return [cls(list(alike), kernel) for _, alike in groupby(by_strength, key=lambda one: one.strength)]
 
     def apply(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        stored: LayerKV,
-        rotary: RotarySpec | None,
-        rows_of: Callable[[int], LeftRows],
-        num_unrotated: int = 0,
+        self, k: torch.Tensor, v: torch.Tensor, stored: LayerKV, rotary: RotarySpec | None, num_unrotated: int = 0
     ) -> None:
         """Changes the K and V of one layer in the slots of the reused tokens.
 
@@ -97,13 +91,8 @@ class DriftCorrection:
             k, v: `[num_rows, num_kv_heads, head_dim]` of all rows of the batch, not written yet.
             stored: of the layer.
             rotary: of its keys; None where they carry no position.
-            rows_of: what is left of a request of the batch.
             num_unrotated: dimensions of a key in front of those that `rotary` is about.
         """
-        left = [rows_of(one.request) for one in self._requests]
-        positions = tuple(rows.positions for rows in left)
-        if len(self._of) != len(positions) or any(a is not b for a, b in zip(self._of, positions, strict=True)):
-            self._of, self._drift = positions, self._between(left)
         if self._drift is None:
             return
         rotated = slice(num_unrotated, None)
@@ -119,11 +108,15 @@ class DriftCorrection:
             backend=self._kernel,
         )
 
+    def follow(self, left: Sequence[LeftRows]) -> None:
+        """From here on these rows are left, of each of the `requests`."""
+        self._drift = self._between(left)
+
     def _between(self, left: Sequence[LeftRows]) -> Drift | None:
         """None where no request has both tokens that are recomputed and others."""
         pairs = [
             (one, rows)
-            for one, rows in zip(self._requests, left, strict=True)
+            for one, rows in zip(self._reused, left, strict=True)
             if 0 < rows.num_recomputed < len(one.positions)
         ]
         if not pairs:
@@ -153,7 +146,7 @@ class DriftCorrection:
             _joined(slots),
             _joined(chunk),
             Turn(_joined([one.positions for one, _ in pairs])),
-            self._requests[0].strength,
+            self._reused[0].strength,
             PRIOR,
         )
 

@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.rows import FusedRows
-from sglang_chunk_cache.forward.selection.drift import DriftCorrection, LeftRows
+from sglang_chunk_cache.forward.selection.drift import DriftCorrection
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, whole_rows
@@ -82,6 +82,7 @@ class LayerwiseForward:
         self.rows_leave = any(request.rows_leave for request in requests)
         corrected = [request.corrected(i, rows.slots_of(i)) for i, request in enumerate(requests) if request.corrects]
         self._corrections = DriftCorrection.of(corrected, rows.kernel)
+        self._corrected: FusedRows | None = None
         self._num_given = len(rows.row_positions)
         self._left: torch.Tensor | None = None  # of the rows that the model was given; None = all
         self._cut_later: _LateCut | None = None
@@ -155,6 +156,8 @@ class LayerwiseForward:
         **parts: Any,
     ) -> torch.Tensor:
         """Attention of one layer over the rows that are left; `parts` as of `whole_rows`."""
+        if k is not None and not save_kv_cache:
+            raise AttentionNotServed("its layers write K and V before they attend")
         q, k = whole_rows(q, k, layer, parts)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         sinks = parts.get("sinks")
@@ -169,11 +172,13 @@ class LayerwiseForward:
                 rows = self._row_range(i)
                 write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
         q, k, v = self._cut(q, k, v, batch, chosen)
-        if self._corrections and not save_kv_cache:
-            raise RuntimeError("reused K and V cannot be corrected behind what has written over them")
+        if self._corrections and self._corrected is not self._rows:  # other rows than at the layer before
+            self._corrected, begins = self._rows, np.cumsum([0, *self.row_lens]).tolist()
+            for correction in self._corrections:
+                correction.follow([self._requests[i].left_rows(begins[i]) for i in correction.requests])
         for correction in self._corrections:
             stored, rotary = LayerKV.of(self._rows.kv_pool, layer), self._layers.rotaries[layer_id]
-            correction.apply(k, v, stored, rotary, self._left_rows, self._num_unrotated(layer))
+            correction.apply(k, v, stored, rotary, self._num_unrotated(layer))
         for i, request in enumerate(self._requests):
             if request.observes:
                 request.observe(layer_id, self._rows_at(i, q, k, v, layer, sinks))
@@ -185,11 +190,7 @@ class LayerwiseForward:
 
     def _count_seconds(self, seconds: float) -> None:
         for request in self._requests:
-            if request.report is not None:
-                request.report.seconds += seconds
-
-    def _left_rows(self, i: int) -> LeftRows:
-        return self._requests[i].left_rows(sum(self.row_lens[:i]))
+            request.count_seconds(seconds)
 
     def _num_unrotated(self, layer: RadixAttention) -> int:
         """With latent attention a key begins with what is V."""

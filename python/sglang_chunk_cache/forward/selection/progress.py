@@ -172,6 +172,11 @@ class RequestProgress:
         one = self._selection
         return one.stage is Stage.LAYER or bool(one.group_size) or bool(one.focus_window)
 
+    def count_seconds(self, seconds: float) -> None:
+        """Adds host time to the report."""
+        if self.report is not None:
+            self.report.seconds += seconds
+
     # The question first.
 
     def choose_rows(self) -> torch.Tensor:
@@ -260,12 +265,12 @@ class RequestProgress:
         return self._plan is not None and bool(self._selection.drift)
 
     def corrected(self, request: int, kv_slots: torch.Tensor) -> Reused:
-        """What of it is corrected; it is this request of the batch, with a slot for each position."""
+        """The reused tokens that are corrected; `request`: its place in the batch; a slot for each position."""
         reused, strength = self._tables.reused, self._selection.drift
         return Reused(request, reused, self._tables.chunk_at[reused], len(self._hits), kv_slots, strength)
 
     def left_rows(self, begin: int) -> LeftRows:
-        """What a correction sees of it, whose rows begin there."""
+        """The rows that are left; `begin`: the first of them in the batch."""
         return LeftRows(begin, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
 
     def finish_layer(self) -> None:

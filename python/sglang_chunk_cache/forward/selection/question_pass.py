@@ -1,12 +1,13 @@
 """QuestionPass: questions look at the reused cache in a forward of their own, before rows are chosen.
 
 That forward has the rows that are computed in any case, and is one of SGLang's like any other; its K and V are written
-again by the next one. A `QuestionPass` looks on and adds up scores, those of all requests with the same method at once;
-when the forward has ended, each request gets its own.
+again by the next one. A `QuestionPass` looks on and adds up scores, those of requests with the same method and layers
+at once; when the forward has ended, each request gets its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer, Scorer, scorer_of
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
+
+MAX_KEYS = 1 << 17
+"""Keys that are scored at once: a layer's keys are copied for it, at 2 KiB each in bf16 with 8 KV heads of 128."""
 
 
 @dataclass
@@ -50,7 +54,7 @@ class QuestionPass:
 
     Args:
         requests: of the batch.
-        row_lens: rows of each in the forward; those of its question are the last but for its answer's.
+        row_lens: rows of each in the forward; those of its question stand in front of its answer's, which are last.
         rows: of the forward that computes the answers: where the keys of each request lie.
         tp_size: ranks among which the heads are divided.
     """
@@ -59,13 +63,18 @@ class QuestionPass:
         self, requests: Sequence[RequestProgress], row_lens: Sequence[int], rows: FusedRows, tp_size: int
     ) -> None:
         self._kv_pool, self._kernel, self._tp_size = rows.kv_pool, rows.kernel, tp_size
-        alike: dict[tuple[str, frozenset[int]], list[int]] = {}
+        alike: list[tuple[tuple[str, frozenset[int]], list[int]]] = []
+        of_scoring: dict[tuple[str, frozenset[int]], list[int]] = {}
         for i, request in enumerate(requests):
             if request.asks_first:
-                alike.setdefault(request.question_scoring, []).append(i)
+                members = of_scoring.get(request.question_scoring)
+                if members is None or sum(rows.kv_lens[one] for one in (*members, i)) > MAX_KEYS:
+                    members = of_scoring[request.question_scoring] = []
+                    alike.append((request.question_scoring, members))
+                members.append(i)
         ends = np.cumsum(row_lens)
         arrays: list[np.ndarray] = []
-        for members in alike.values():
+        for _, members in alike:
             first, own = 0, []
             for i in members:
                 request = requests[i]
@@ -85,7 +94,7 @@ class QuestionPass:
                 [rows.kv_lens[i] for i in members],
                 rows.kv_indices if len(members) == len(requests) else torch.cat([rows.slots_of(i) for i in members]),
             )
-            for (method, layers), members in alike.items()
+            for (method, layers), members in alike
         ]
 
     def observes(self, layer_id: int) -> bool:
@@ -94,7 +103,7 @@ class QuestionPass:
 
     def observe(self, seen: ObservedRows) -> None:
         """Adds one layer."""
-        layer = seen.layer
+        layer, began = seen.layer, time.perf_counter()
         q = seen.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         for one in self._alike:
             if layer.layer_id not in one.layers:
@@ -116,6 +125,9 @@ class QuestionPass:
                 )
             )
             one.scores = scores if one.scores is None else one.scores + scores
+        for one in self._alike:
+            for request in one.requests:
+                request.count_seconds(time.perf_counter() - began)
 
     def finish(self) -> None:
         """The forward has ended: each request is told its scores."""
