@@ -17,6 +17,7 @@ TOLERANCE = 1e-4  # log-probabilities, fp32
 
 RUNS = (("attention", "runs"),)  # of --chunk-cache-config
 # Every pair of values of page size, TP size, chunked prefill, overlap, tree core, messages and attention is in one.
+# Two of them run in `make test-all` alone (`LONG` in test/conftest.py).
 PAIRWISE = [
     Config(page_size=1, tp_size=1, chunked=False, overlap=True, typed=True),
     Config(page_size=16, tp_size=1, chunked=True, overlap=False, typed=True, options=RUNS),
