@@ -89,7 +89,9 @@ def test_triton_refuses_row_starts():
         attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
 
 
-@pytest.mark.parametrize("given", [{}, {"squared": True}, {"sinks": torch.randn(4)}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"squared": True}, {"sinks": torch.linspace(-1, 4, 4)}], ids=["", "squared", "sinks"]
+)
 def test_requests_one_behind_the_other(given, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", 4 * 60 * 3)  # three rows a block
     problem = build(60, [7, 18, 19, 25, 31, 59])
