@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml .ci/install
 clients: $(CLIENTS_STAMP)
 
 $(CLIENTS_STAMP): pyproject.toml .ci/install
-	.ci/install $(CLIENTS_STAMP) --group clients
+	.ci/install $(CLIENTS_STAMP) --group clients --editable .
 
 gateway: $(STAMP)
 	.ci/install $(STAMP) --editable '.[server,dev,bench,gateway]'

@@ -18,6 +18,9 @@ from haystack.tools import Tool
 from haystack.utils import Secret
 from shared import DOCUMENT, PASSAGES, QUESTIONS, read, tell
 
+from chunk_cache_tools.passages import PassageWriter
+
+writer = PassageWriter(sys.argv[1])
 generator = OpenAIChatGenerator(
     api_key=Secret.from_token("none"),
     model="default",
@@ -37,9 +40,10 @@ def complete(messages: list[ChatMessage], tools: list[Tool] | None = None, **ask
 
 
 def ask(question: str, documents: list[Document], task: str = "Answer from the passages.") -> str:
-    messages = [ChatMessage.from_system(task), ChatMessage.from_user(question)]
+    messages = [{"role": "system", "content": task}, {"role": "user", "content": question}]
     chunks = [{"id": document.id, "text": document.content} for document in documents]
-    return complete(messages, extra_body={"chunk_cache": {"chunks": chunks}}).text
+    body = writer.put({"messages": messages}, chunks)
+    return complete(list(map(ChatMessage.from_openai_dict_format, body.pop("messages"))), extra_body=body).text
 
 
 def rag(question: str) -> str:

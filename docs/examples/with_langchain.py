@@ -6,11 +6,14 @@ python docs/examples/with_langchain.py http://127.0.0.1:30000
 import sys
 
 import httpx
-from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from shared import DOCUMENT, PASSAGES, QUESTIONS, read, search, tell
 
+from chunk_cache_tools.passages import PassageWriter
+
+writer = PassageWriter(sys.argv[1])
 llm = ChatOpenAI(
     base_url=f"{sys.argv[1]}/v1",
     api_key="none",
@@ -22,9 +25,10 @@ llm = ChatOpenAI(
 
 
 def ask(question: str, passages: dict[str, str], task: str = "Answer from the passages.") -> str:
+    messages = [{"role": "system", "content": task}, {"role": "user", "content": question}]
     chunks = [{"id": name, "text": text} for name, text in passages.items()]
-    messages = [SystemMessage(task), HumanMessage(question)]
-    return llm.invoke(messages, extra_body={"chunk_cache": {"chunks": chunks}}).text
+    body = writer.put({"messages": messages}, chunks)
+    return llm.invoke(body.pop("messages"), extra_body=body).text
 
 
 def rag(question: str) -> str:

@@ -20,6 +20,9 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 from shared import PASSAGES, QUESTIONS, read, search, tell
 
+from chunk_cache_tools.passages import PassageWriter
+
+writer = PassageWriter(sys.argv[1])
 llm = OpenAILike(
     model="default",
     api_base=f"{sys.argv[1]}/v1",
@@ -56,8 +59,9 @@ def multi_hop(question: str) -> str:
 
 
 def map_documents(question: str) -> str:
-    messages = [ChatMessage(question, role="system"), ChatMessage("Answer in a few words.")]
-    notes = [chat(messages, extra_body={"chunk_cache": {"chunks": [{"text": text}]}}) for text in PASSAGES.values()]
+    messages = [{"role": "system", "content": question}, {"role": "user", "content": "Answer in a few words."}]
+    bodies = [writer.put({"messages": messages}, [text]) for text in PASSAGES.values()]
+    notes = [chat([ChatMessage(**one) for one in body.pop("messages")], extra_body=body) for body in bodies]
     return chat([ChatMessage(f"{question} Answer from these notes: {'; '.join(notes)}")])
 
 

@@ -11,6 +11,9 @@ import httpx
 from openai import OpenAI
 from shared import PASSAGES, QUESTIONS, READ, read, search, tell
 
+from chunk_cache_tools.passages import PassageWriter
+
+writer = PassageWriter(sys.argv[1])
 client = OpenAI(
     base_url=f"{sys.argv[1]}/v1",
     api_key="none",
@@ -26,7 +29,8 @@ def complete(messages: list[Any], **asked: Any) -> Any:
 def ask(question: str, passages: dict[str, str], task: str = "Answer from the passages.") -> str:
     messages = [{"role": "system", "content": task}, {"role": "user", "content": question}]
     chunks = [{"id": name, "text": text} for name, text in passages.items()]
-    return complete(messages, extra_body={"chunk_cache": {"chunks": chunks}}).content
+    body = writer.put({"messages": messages}, chunks)
+    return complete(body.pop("messages"), extra_body=body).content
 
 
 def rag(question: str) -> str:
