@@ -56,7 +56,7 @@ SHAPES = {
 }  # fmt: skip
 MIN_LATE, MAX_FIRST = 0.1, 0.99
 """Share of chosen rows in the second half of the reused tokens, at least; at the beginnings of chunks, at most."""
-MEASURED = ("epic", "near", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
+MEASURED = ("epic", "near", "near-words", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
 
 
 def parse_args() -> argparse.Namespace:

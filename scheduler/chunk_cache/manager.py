@@ -34,10 +34,13 @@ from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.plan.selection_plan import question_of
 from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.tiers.variant_search import Held, is_better
+from chunk_cache.types import Span
 
 MAX_DERIVED_SHARE = 0.25
 """Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
@@ -126,6 +129,7 @@ class ChunkManager:
         page_size: tokens per page of the store.
         capacity: tokens that the store holds; None = any number.
         max_unknown_rows, step_len: as in `make_plan`.
+        words: of the model's tokenizer.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class ChunkManager:
         capacity: int | None = None,
         max_unknown_rows: int | None = None,
         step_len: int | None = None,
+        words: QuestionWords | None = None,
     ) -> None:
         self.config = config
         self.store = store
@@ -154,6 +159,7 @@ class ChunkManager:
         self._ratio = ratio
         self._page_size = page_size
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
+        self._words = words or QuestionWords()
         self._max_derived = math.inf if capacity is None else MAX_DERIVED_SHARE * capacity
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
@@ -310,7 +316,7 @@ class ChunkManager:
             lookups=lookups,
             min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
-            rankings=self._rankings(prompt, method, lookups),
+            rankings=self._rankings(prompt, method, lookups, question_of(opts.spans, prompt_len, opts.answer_tokens)),
             selector_reason=self._selector_reason(prompt, method),
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,
@@ -360,17 +366,27 @@ class ChunkManager:
         return NO_ANSWER if prompt.answer is None else prompt.answer.reason
 
     def _rankings(
-        self, prompt: ChunkPrompt, default: str, lookups: Sequence[Lookup | None]
+        self, prompt: ChunkPrompt, default: str, lookups: Sequence[Lookup | None], question: Span
     ) -> Sequence[Ranking | None] | None:
-        """What the method ranks by: the selector's scores, or a statistic of each variant that was found."""
+        """What the method ranks by: the selector's scores, words, or a statistic of each variant that was found."""
         method = METHODS[prompt.options.method or default]
         if method.asks_selector:
             return None if prompt.answer is None else prompt.answer.rankings
+        if method.asks_words:
+            is_stored = any(lookup is not None and lookup.variant is not None for lookup in lookups)
+            return self._word_rankings(prompt, question) if is_stored else None
         statistic = method.statistic
         if statistic is None:
             return None
         variants = [None if lookup is None else lookup.variant for lookup in lookups]
         return [None if v is None or v.statistics is None else v.statistics.of(statistic) for v in variants]
+
+    def _word_rankings(self, prompt: ChunkPrompt, question: Span) -> tuple[Ranking, ...] | None:
+        """By words of the question, which is the same in every plan of a prompt."""
+        memo = prompt.memo
+        if memo.words is None and prompt.token_ids is not None:
+            memo.words = self._words.rankings(prompt.token_ids, prompt.options.spans, question)
+        return memo.words
 
     def sources(self, plan: RecomputePlan) -> list[tuple[ChunkPlan, Variant]]:
         """The hits of a plan, each with the variant that it brings in; nothing was forgotten since it was made."""

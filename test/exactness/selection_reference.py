@@ -18,6 +18,8 @@ import numpy as np
 
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.methods import METHODS, Stage, num_rows_at
+from chunk_cache.methods.base import AllReused
+from chunk_cache.plan.question_words import QuestionWords
 from exactness.numpy_decoder import Array, Decoder, Forward
 from local_scheduler import selector_scores
 
@@ -276,8 +278,8 @@ class _Execution:
         self.always = frozenset(range(self.prefix_len, len(ids))) - self.reused
         asked_end = first_step_end or len(ids)  # what chunked prefill leaves to later steps does not ask
         start = min(self.spans[-1][1] if self.spans else 0, len(ids) - 1)
-        answer_start = max(len(ids) - request.get("answer_tokens", 0), start + 1)
-        self.question = range(min(start, asked_end - 1), min(answer_start, asked_end))
+        self._answer_start = max(len(ids) - request.get("answer_tokens", 0), start + 1)
+        self.question = range(min(start, asked_end - 1), min(self._answer_start, asked_end))
         self.k, self.v = store.empty(len(ids))
         self.mean_weights = np.full((self.model.num_layers, len(ids), len(ids)), np.nan)
         self.result = Result(np.empty(0), self.k, self.v)
@@ -372,7 +374,7 @@ class _Execution:
 
     def _by_block(self, scores: Scores) -> Scores:
         """Ours: a token counts as much as those of its block that have a score, on average."""
-        if not self._option("block_size") or self.method.name in ("epic", "near", "lego-link"):
+        if not self._option("block_size") or self.method.name in ("epic", "lego-link"):
             return scores
         members: dict[tuple[int, int], list[float]] = {}
         for p, score in scores.items():
@@ -383,13 +385,17 @@ class _Execution:
 
     def _ranked(self) -> frozenset[int]:
         selected: frozenset[int] = frozenset()
+        if self.method.name in ("near", "near-words") and self.hits and "alpha" not in self.options_given:
+            chosen = self._rows_of_all()
+            for hit in self.hits:
+                selected |= self._without_lonely(hit, chosen & frozenset(hit.positions))
+            return selected
         if self.method.name == "cacheclip" and self._option("top_k") == "global":
             scores = {p: one for hit in self.hits for p, one in zip(hit.positions, self._ranking(hit), strict=True)}
             count = num_rows_at(self.ratio, len(scores))
             chosen = self.choose(BEFORE_LAYERS, self._by_block(scores), count) if scores else selected
             for hit in self.hits:
-                inside = chosen & frozenset(hit.positions)
-                selected |= inside if self.ratio == 1.0 else inside - self._lonely(hit, inside)
+                selected |= self._without_lonely(hit, chosen & frozenset(hit.positions))
             return selected
         for hit in self.hits:
             count = num_rows_at(self._budget(hit), len(hit.positions))
@@ -397,17 +403,33 @@ class _Execution:
             scores = self._by_block(dict(zip(hit.positions, ranking, strict=True)))
             chosen = self.choose(BEFORE_LAYERS, scores, count)
             self.result.scores_at.setdefault(BEFORE_LAYERS, {}).update(zip(hit.positions, ranking, strict=True))
-            selected |= chosen if self._budget(hit) == 1.0 else chosen - self._lonely(hit, chosen)
+            selected |= self._without_lonely(hit, chosen)
         return selected
+
+    def _without_lonely(self, hit: Hit, chosen: frozenset[int]) -> frozenset[int]:
+        """What grouping leaves of a chunk; of one that is chosen whole all."""
+        return chosen if len(chosen) == len(hit.positions) else chosen - self._lonely(hit, chosen)
+
+    def _rows_of_all(self) -> frozenset[int]:
+        """What the host decides for all chunks at once."""
+        question = min(self.spans[-1][1], len(self.ids) - 1), self._answer_start
+        each = QuestionWords().rankings(self.ids, [(a, b) for a, b in self.spans], question)
+        worth = {a + i: one for (a, _), ranking in zip(self.spans, each, strict=True) for i, one in enumerate(ranking)}
+        positions = [p for hit in self.hits for p in hit.positions]
+        ranking = np.array([worth[p] for p in positions], dtype=np.float32)
+        numbers: dict[tuple[int, int], int] = {}
+        blocks = np.array([numbers.setdefault(self._block(p), len(numbers)) for p in positions])
+        spans = [(hit.dst_start, hit.dst_end) for hit in self.hits]
+        is_blocked = bool(self._option("block_size"))
+        reused = AllReused(spans, question[0], ranking=ranking, blocks=blocks if is_blocked else None)
+        return frozenset(positions[row] for row in self.method.rows_of_all(self.ratio, reused).tolist())
 
     def _budget(self, hit: Hit) -> float:
         """The share of a chunk that is recomputed, of a method that chooses before the forward."""
         if self.options_given.get("ends"):
             return min(1.0, 2 * self.options_given["ends"] / len(hit.positions))
         if not self.options_given.get("alpha"):
-            spans = [(one.dst_start, one.dst_end) for one in self.hits]
-            counts = self.method.row_counts(spans, min(self.spans[-1][1], len(self.ids) - 1), self.ratio)
-            return self.ratio if counts is None else counts[self.hits.index(hit)] / len(hit.positions)
+            return self.ratio
         self._stored(hit)
         return min(1.0, self.result.cfo[hit.start])
 

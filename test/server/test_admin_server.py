@@ -182,7 +182,7 @@ def test_stats_and_variants(empty, tokenizer, passages):
     assert rank["rss_bytes"] > 10**8
     assert (rank["tp_rank"], rank["num_flushes"]) == (0, before["num_flushes"])
     config = empty.stats()["config"]
-    assert (config["method"], config["separator"], config["max_variants_per_chunk"]) == ("near", SEP, 8)
+    assert (config["method"], config["separator"], config["max_variants_per_chunk"]) == ("near-words", SEP, 8)
 
     listing = empty.get("/chunk_cache/variants").json()
     assert (listing["total"], listing["limit"], listing["offset"]) == (2, 100, 0)

@@ -70,7 +70,7 @@ def test_replies_are_verified_and_requests_answered_meanwhile(gate: Server, pass
     after = settled(gate)
     assert after["requests"]["verified"] == before["verified"] + 5, after["requests"]
     row = next(row for row in after["quality"] if row["partition"] != "default")
-    assert (row["method"], row["ratios"], row["kl"]["count"]) == ("near", "0.1-0.2", 5)
+    assert (row["method"], row["ratios"], row["kl"]["count"]) == ("near-words", "0.1-0.2", 5)
     assert metric(gate, "chunk_cache_verified_kl_count") == after["requests"]["verified"]
     assert metric(gate, "chunk_cache_verifications") >= after["requests"]["verified"]
 

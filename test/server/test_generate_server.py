@@ -44,7 +44,7 @@ def test_priming_with_no_new_tokens_then_hits_in_another_order(server, tokenizer
     assert statuses(reply) == ["hit"] * 3
     assert reply["reused_tokens"] == sum(end - start for start, end in prompt.spans(tokenizer))
     assert 0 < reply["recomputed_tokens"] < reply["reused_tokens"]
-    assert (reply["method"], reply["ratio"], reply["fallback_reason"]) == ("near", 0.15, None)
+    assert (reply["method"], reply["ratio"], reply["fallback_reason"]) == ("near-words", 0.15, None)
 
 
 def test_turns_of_a_session_equal_stock(server, stock, tokenizer, passages):
@@ -107,7 +107,7 @@ def test_options_per_prompt_of_a_batch(server, passages):
     assert [(reply["method"], reply["ratio"]) for reply in replies] == [
         ("full-reuse", 0.0),
         ("random", 0.5),
-        ("near", 0.15),
+        ("near-words", 0.15),
     ]
     assert replies[0]["recomputed_tokens"] == 0
 

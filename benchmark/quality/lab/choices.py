@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from benchmark.quality.lab.case import Case, Judged
 from benchmark.quality.lab.many import padded, run_many
 from benchmark.quality.lab.rows import KV, Change
 
 from chunk_cache.methods import METHODS
+from chunk_cache.methods.base import AllReused
 from sgl_kernel_ext.add_drift import PRIOR
 
 BLOCK = 16
@@ -106,11 +108,13 @@ class Reused:
         """EPIC's: the first tokens of each chunk."""
         return torch.cat([torch.arange(a, a + max(1, math.ceil(ratio * (b - a)))) for a, b in self.spans])
 
-    def near_tokens(self, ratio: float) -> torch.Tensor:
-        """The server's `near`: the first tokens of each chunk, more of those near the question."""
-        counts = METHODS["near"].row_counts(self.spans, self.end, ratio)
-        assert counts is not None
-        return torch.cat([torch.arange(a, a + count) for (a, _), count in zip(self.spans, counts, strict=True)])
+    def rows_of_all(self, method: str, ratio: float) -> torch.Tensor:
+        """Those of a method of the server that looks at all chunks at once."""
+        case, spans = self.case, self.spans
+        rankings = case.model.words.rankings(case.ids.tolist(), case.spans, (self.end, case.prompt_len))
+        ranking = np.concatenate(rankings[self.first :])
+        rows = METHODS[method].rows_of_all(ratio, AllReused(spans, self.end, ranking=ranking))
+        return torch.cat([torch.arange(start, end) for start, end in spans])[torch.from_numpy(rows)]
 
     def best_tokens(self, scores: torch.Tensor, ratio: float) -> torch.Tensor:
         order = torch.sort(scores[self.start : self.end], descending=True, stable=True).indices
@@ -234,8 +238,9 @@ RULES: Mapping[str, Rule] = {
     "nothing": lambda reused, _: Pick(torch.arange(0)),
     "epic": lambda reused, ratio: Pick(reused.first_tokens(ratio)),
     "epic-drift": lambda reused, ratio: Pick(reused.first_tokens(ratio), 0.5),
-    "near": lambda reused, ratio: Pick(reused.near_tokens(ratio)),
-    "near-drift": lambda reused, ratio: Pick(reused.near_tokens(ratio), 0.5),
+    "near": lambda reused, ratio: Pick(reused.rows_of_all("near", ratio)),
+    "near-drift": lambda reused, ratio: Pick(reused.rows_of_all("near", ratio), 0.5),
+    "near-words": lambda reused, ratio: Pick(reused.rows_of_all("near-words", ratio)),
     "random": _by(lambda reused: torch.rand(reused.case.prompt_len, generator=_draw(reused.case))),
     "cacheblend": lambda reused, ratio: Pick(reused.best_tokens(reused.early_change, ratio), early=True),
     "fusionrag": _by(lambda reused: reused.question_mass[-1]),

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from chunk_cache.plan.question_words import QuestionWords
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 """`observe(layer, q, k)`: rotated, `[num_rows, num_heads, head_dim]` and `[kv_len, num_kv_heads, head_dim]`."""
@@ -67,6 +70,10 @@ class RowModel:
         is_mixed = getattr(config, "sliding_window", None) and "sliding_attention" in (config.layer_types or ())
         self._kinds = list(config.layer_types) if is_mixed else [None] * self.num_layers
         self._window = int(config.sliding_window) if is_mixed else None
+
+    @cached_property
+    def words(self) -> QuestionWords:
+        return QuestionWords.of(self.tokenizer, len(self.tokenizer))
 
     def run(
         self,

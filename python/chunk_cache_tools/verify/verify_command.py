@@ -53,7 +53,7 @@ from chunk_cache_tools.verify.token_prompt import TokenPrompt
 from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
 
 PROG = "chunk-cache verify"
-METHODS = ("full-reuse", "near", "cacheblend", "fusionrag", "question-drift")
+METHODS = ("full-reuse", "near-words", "cacheblend", "fusionrag", "question-drift")
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
 NUM_FIT = 8  # prompts that the implementation is checked with

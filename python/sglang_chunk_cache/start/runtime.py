@@ -21,6 +21,7 @@ from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.config import Config, describe
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.discover import Discoverer
+from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.selector_answer import asks_selector
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
@@ -192,6 +193,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         capacity=allocator.size,
         max_unknown_rows=most_unknown_rows(),
         step_len=step_len(),
+        words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
     )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0

@@ -1,6 +1,6 @@
 """Target: how far an answer may be from the exact one, and the steps that lead there.
 
-    {"kl": 0.1, "percentile": 95, "steps": [["near", 0.15], ["near", 0.3], ["cacheblend", 0.5]]}
+    {"kl": 0.1, "percentile": 95, "steps": [["near-words", 0.15], ["near-words", 0.3], ["cacheblend", 0.5]]}
 
 `parse_target` checks it and is the only place that does.
 """
@@ -92,7 +92,8 @@ def _parse_steps(value: object) -> tuple[Step, ...]:
     for i, item in enumerate(value):
         where = f"{path}[{i}]"
         if not isinstance(item, (list, tuple)) or len(item) != 2:
-            raise config_error(where, f"{show(item)} is not a [method, ratio] pair", 'give one such as ["near", 0.3]')
+            problem = f"{show(item)} is not a [method, ratio] pair"
+            raise config_error(where, problem, 'give one such as ["near-words", 0.3]')
         try:
             method = find_method(item[0], f"{where}[0]")
         except ValueError as error:

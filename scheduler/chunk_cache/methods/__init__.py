@@ -12,6 +12,7 @@ from chunk_cache.errors import request_error, show
 from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Near, Random
 from chunk_cache.methods.method_options import Options, OptionValue
+from chunk_cache.methods.near_words import NearWords
 from chunk_cache.methods.ranked import H2O, CacheCraft
 from chunk_cache.methods.scored import A3, CacheBlend, InfoFlow, QuestionDrift, QuestionMethod
 from chunk_cache.methods.selected import STAND_IN, CacheClip
@@ -35,6 +36,7 @@ _ALL: tuple[Method, ...] = (
     Random(),
     Epic(),
     Near(),
+    NearWords(),
     LegoLink(),
     H2O(),
     CacheCraft(),

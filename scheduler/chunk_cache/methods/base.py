@@ -60,6 +60,30 @@ class Basis(NamedTuple):
     blocks: Rows | None
 
 
+class AllReused(NamedTuple):
+    """What `rows_of_all` chooses by: the reused parts of all chunks of a prompt, side by side.
+
+    Attributes:
+        spans: their positions in the prompt, ascending, at least one.
+        question_start: position of the question's first token.
+        seed, ranking, blocks: as of `rows_for_chunk`, `[num_tokens]`.
+    """
+
+    spans: Sequence[Span]
+    question_start: int
+    seed: int = 0
+    ranking: Ranking | None = None
+    blocks: Rows | None = None
+
+    @property
+    def lens(self) -> list[int]:
+        return [end - start for start, end in self.spans]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lens)
+
+
 class Method:
     """A way to choose rows. Stateless; one instance serves all requests."""
 
@@ -69,9 +93,11 @@ class Method:
     statistic: ClassVar[str | None] = None
     """The statistic of a stored chunk that it ranks by; one of `chunk_cache.index.chunk_statistics.STATISTICS`."""
     reads_question: ClassVar[bool] = False
-    """Whether it chooses by the question, which must then be computed in the same step as the rows."""
+    """Whether it chooses in the forward by the question, which must then be computed in the same step as the rows."""
     asks_selector: ClassVar[bool] = False
     """Whether it ranks by scores of an auxiliary model, for which a request waits (`plan.selector_answer`)."""
+    asks_words: ClassVar[bool] = False
+    """Whether it ranks by how near a token stands to words of the question (`plan.question_words`)."""
 
     @property
     def options_schema(self) -> tuple[Option, ...]:
@@ -119,14 +145,20 @@ class Method:
         """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
         raise NotImplementedError(f"{self.name} does not choose before the forward")
 
-    def row_counts(self, reused: Sequence[Span], question_start: int, ratio: float) -> Sequence[int] | None:
-        """How many rows each reused chunk gets (`Stage.BEFORE`); None = of each the same ratio.
+    def shares_budget(self, options: Options) -> bool:
+        """Whether the ratio is one budget for all reused chunks, of which `rows_of_all` chooses (`Stage.BEFORE`)."""
+        return TOP_K in self.own_options and self.option(options, TOP_K.name) == "global"
 
-        Args:
-            reused: positions of the reused part of each chunk, ascending, at least one.
-            question_start: position of the question's first token.
-        """
-        return None
+    def rows_of_all(self, ratio: float, reused: AllReused) -> Rows:
+        """As `rows_for_chunk`, of all reused chunks: sorted offsets in their reused tokens, counted side by side."""
+        num_rows = num_rows_at(ratio, reused.num_tokens)
+        if num_rows in (0, reused.num_tokens):
+            return np.arange(num_rows, dtype=np.int64)
+        return self._select_of_all(num_rows, reused)
+
+    def _select_of_all(self, num_rows: int, reused: AllReused) -> Rows:
+        """`num_rows` sorted offsets, 0 < num_rows < reused.num_tokens."""
+        return self._select(reused.num_tokens, num_rows, Basis(reused.seed, b"", reused.ranking, reused.blocks))
 
     def layer_counts(self, num_tokens: int, ratio: float, num_layers: int, options: Options) -> tuple[int, ...]:
         """How many of `num_tokens` reused rows run at each layer (`Stage.LAYER` and `Stage.QUESTION`).

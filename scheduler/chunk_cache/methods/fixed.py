@@ -10,9 +10,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.methods.base import Basis, Method, Rows, num_rows_at
+from chunk_cache.methods.base import AllReused, Basis, Method, Rows
 from chunk_cache.methods.method_options import ALPHA, ENDS, IntOption, Options
-from chunk_cache.types import Span
 
 
 class FullReuse(Method):
@@ -52,16 +51,41 @@ class Near(Epic):
 
     name = "near"
 
-    def row_counts(self, reused: Sequence[Span], question_start: int, ratio: float) -> tuple[int, ...]:
-        distances = [(question_start - start + _REACH, question_start - end + _REACH) for start, end in reused]
-        weights = [math.log(first / last) for first, last in distances]
-        left = num_rows_at(ratio, sum(end - start for start, end in reused))
-        counts = []
-        # From the nearest on, whose share of its own tokens is the largest: if it is not full, none behind it is.
-        for (start, end), weight, rest in reversed([*zip(reused, weights, accumulate(weights), strict=True)]):
-            counts.append(min(end - start, math.ceil(left * (weight / rest))))
-            left -= counts[-1]
-        return tuple(reversed(counts))
+    def shares_budget(self, options: Options) -> bool:
+        return True
+
+    def _select_of_all(self, num_rows: int, reused: AllReused) -> Rows:
+        is_row = np.zeros(reused.num_tokens, dtype=np.bool_)
+        take_first(is_row, num_rows, reused)
+        return np.flatnonzero(is_row)
+
+
+def take_first(is_row: npt.NDArray[np.bool_], num_rows: int, reused: AllReused) -> None:
+    """Makes `num_rows` more tokens rows, as `Near` spreads them: of each chunk the first that are none yet.
+
+    Args:
+        is_row: `[num_tokens]`, changed in place.
+    """
+    parts = np.split(is_row, np.cumsum(reused.lens)[:-1])
+    rooms = [len(part) - int(np.count_nonzero(part)) for part in parts]
+    for part, count in zip(parts, _spread(reused, num_rows, rooms), strict=True):
+        part[np.flatnonzero(~part)[:count]] = True
+
+
+def _spread(reused: AllReused, num_rows: int, rooms: Sequence[int]) -> list[int]:
+    """How many of `num_rows` each chunk gets, of which there are `rooms` at most, together at least `num_rows`."""
+    end = reused.question_start + _REACH
+    weights = [math.log((end - first) / (end - last)) for first, last in reused.spans]
+    left, counts = num_rows, [0] * len(rooms)
+    # From the nearest on, whose share of its own tokens is the largest: what is too much for it goes to the next.
+    for i, rest in reversed([*enumerate(accumulate(weights))]):
+        counts[i] = min(rooms[i], math.ceil(left * (weights[i] / rest)))
+        left -= counts[i]
+    for i in reversed(range(len(rooms))):  # where a far one has less room than its share
+        more = min(rooms[i] - counts[i], left)
+        counts[i] += more
+        left -= more
+    return counts
 
 
 _REACH = 16

@@ -21,19 +21,24 @@ class RankedMethod(Method):
             return np.arange(num_rows, dtype=np.int64)
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
         if basis.blocks is not None:
-            ranking = _block_means(ranking, basis.blocks)
+            ranking = block_means(ranking, basis.blocks)
         if np.isnan(ranking.sum()):  # one of them is
             ranking = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
-        least = np.partition(ranking, num_reused - num_rows)[num_reused - num_rows]
-        # All that are larger than the least one taken, and of its equals the first ones; no sort of the whole chunk.
-        is_chosen = ranking > least
-        num_equals = num_rows - np.count_nonzero(is_chosen)
-        is_chosen[(ranking == least).nonzero()[0][:num_equals]] = True
-        rows: Rows = is_chosen.nonzero()[0].astype(np.int64, copy=False)
-        return rows
+        return best(ranking, num_rows)
 
 
-def _block_means(ranking: Ranking, blocks: Rows) -> Ranking:
+def best(ranking: Ranking, num_rows: int) -> Rows:
+    """Sorted offsets of the `num_rows` largest, at most all of them; of equals the first. No NaN."""
+    least = np.partition(ranking, len(ranking) - num_rows)[len(ranking) - num_rows]
+    # All that are larger than the least one taken, and of its equals the first ones; no sort of the whole chunk.
+    is_chosen = ranking > least
+    num_equals = num_rows - np.count_nonzero(is_chosen)
+    is_chosen[(ranking == least).nonzero()[0][:num_equals]] = True
+    rows: Rows = is_chosen.nonzero()[0].astype(np.int64, copy=False)
+    return rows
+
+
+def block_means(ranking: Ranking, blocks: Rows) -> Ranking:
     """For each token the mean over those of its block that have a statistic; NaN where none has."""
     is_known = ~np.isnan(ranking)
     sums = np.bincount(blocks, weights=np.where(is_known, ranking, 0.0))

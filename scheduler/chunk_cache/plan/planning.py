@@ -61,7 +61,7 @@ def make_plan(
             ratio, which is then what it gets.
         chunk_keys: one per span.
         rankings: one per span, what the method ranks by, `[chunk length]`: its statistic of the variant that was
-            found, or the selector's scores; None = there are none.
+            found, the selector's scores, or how near words of the question stand; None = there are none.
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
         alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
             the option. None = by ratio.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
-from chunk_cache.methods.base import TOP_K
+from chunk_cache.methods.base import AllReused
 from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.method_options import BLOCK_SIZE, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.options.request_options import RequestOptions
@@ -67,13 +67,16 @@ def choose_rows(
     if method.stage is not Stage.BEFORE:
         return _choose_in_forward(chunks, is_missing, load_start, method, ratio, opts, question)
     is_row = is_missing.copy()
-    budgets = _budgets(chunks, method, ratio, question[0]) if budgets is None else budgets
     how = _Choice.of(method, opts)
-    hits = [hit for hit in zip(chunks, keys, rankings, budgets, strict=True) if hit[0].num_reused]
-    chosen = how.best_of_all(hits, ratio) if how.is_global else [how.best_of(*hit) for hit in hits]
+    shares = [ratio] * len(chunks) if budgets is None else budgets
+    hits = [hit for hit in zip(chunks, keys, rankings, shares, strict=True) if hit[0].num_reused]
+    if budgets is None and hits and method.shares_budget(opts.options):
+        chosen = how.best_of_all(hits, ratio, question[0])
+    else:
+        chosen = [how.best_of(*hit) for hit in hits]
     num_recomputed = 0
-    for (chunk, _, _, budget), rows in zip(hits, chosen, strict=True):
-        rows = rows if budget == 1.0 else how.group(chunk, rows)
+    for (chunk, *_), rows in zip(hits, chosen, strict=True):
+        rows = rows if len(rows) == chunk.num_reused else how.group(chunk, rows)
         is_row[rows + (chunk.dst_start - load_start)] = True
         num_recomputed += len(rows)
     # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
@@ -81,16 +84,6 @@ def choose_rows(
     is_dropping = is_partial and is_selecting(method, opts.options)
     selection = Selection(method.name, opts.options, ratio, (), question) if is_dropping else None
     return ChosenRows(_positions(is_row, load_start), num_recomputed, 0, selection)
-
-
-def _budgets(chunks: Sequence[ChunkPlan], method: Method, ratio: float, question_start: int) -> list[float]:
-    """Per chunk the share of its reused tokens that is recomputed, as the method spreads the ratio."""
-    reused = [(chunk.dst_start, chunk.dst_end) for chunk in chunks if chunk.num_reused]
-    counts = method.row_counts(reused, question_start, ratio) if reused else None
-    if counts is None:
-        return [ratio] * len(chunks)
-    shares = iter(counts)
-    return [next(shares) / chunk.num_reused if chunk.num_reused else 0.0 for chunk in chunks]
 
 
 def _choose_in_forward(
@@ -140,8 +133,6 @@ class _Choice:
     group_size: int
     group_threshold: int
     block_size: int
-    is_global: bool
-    """Whether all chunks share one budget."""
 
     @classmethod
     def of(cls, method: Method, opts: RequestOptions) -> _Choice:
@@ -149,8 +140,7 @@ class _Choice:
         seed = opts.option("seed", 0)  # only some methods have it
         assert isinstance(seed, int)
         size, threshold, block_size = (one for one in sizes if isinstance(one, int))
-        is_global = TOP_K in method.own_options and method.option(opts.options, TOP_K.name) == "global"
-        return cls(method, seed, size, threshold, block_size, is_global)
+        return cls(method, seed, size, threshold, block_size)
 
     def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
         """Offsets in the reused part of one chunk, by a budget of its own."""
@@ -165,22 +155,24 @@ class _Choice:
             blocks=self._blocks([chunk]),
         )
 
-    def best_of_all(self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float) -> list[Rows]:
+    def best_of_all(
+        self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float, question_start: int
+    ) -> list[Rows]:
         """Offsets in the reused part of each chunk, by one budget for all of them."""
-        unknown = [np.full(chunk.num_reused, np.nan, dtype=np.float32) for chunk, *_ in hits]
+        chunks = [chunk for chunk, *_ in hits]
         parts = [
-            instead if ranking is None else _reused_part(ranking, chunk)
-            for (chunk, _, ranking, _), instead in zip(hits, unknown, strict=True)
+            np.full(chunk.num_reused, np.nan, dtype=np.float32) if ranking is None else _reused_part(ranking, chunk)
+            for chunk, _, ranking, _ in hits
         ]
-        starts = np.cumsum([0, *(len(part) for part in parts)])
-        ranking = np.concatenate(parts) if parts else None
-        blocks = self._blocks([chunk for chunk, *_ in hits])
-        rows = self.method.rows_for_chunk(0, int(starts[-1]), ratio, seed=self.seed, ranking=ranking, blocks=blocks)
+        spans = [(chunk.dst_start, chunk.dst_end) for chunk in chunks]
+        reused = AllReused(spans, question_start, self.seed, np.concatenate(parts), self._blocks(chunks))
+        rows = self.method.rows_of_all(ratio, reused)
+        starts = np.cumsum([0, *reused.lens])
         cuts = np.searchsorted(rows, starts)
         return [rows[cuts[i] : cuts[i + 1]] - starts[i] for i in range(len(hits))]
 
     def _blocks(self, chunks: Sequence[ChunkPlan]) -> Rows | None:
-        return blocks_of(chunks, self.block_size) if self.block_size and chunks else None
+        return blocks_of(chunks, self.block_size) if self.block_size else None
 
     def group(self, chunk: ChunkPlan, rows: Rows) -> Rows:
         """The part of `rows` that lies in windows of which enough was chosen."""

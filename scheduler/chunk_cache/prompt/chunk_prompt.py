@@ -19,6 +19,7 @@ from chunk_cache.types import Span
 
 if TYPE_CHECKING:
     from chunk_cache.index.chunk_index import Lookup
+    from chunk_cache.methods import Ranking
     from chunk_cache.plan.recompute_plan import RecomputePlan
 
 
@@ -58,9 +59,14 @@ def piece_keys(
 
 @dataclass(slots=True)
 class Memo:
-    """What `ChunkManager` found and planned last for a prompt, and at which state of index and store; its own."""
+    """What `ChunkManager` found and planned last for a prompt, and at which state of index and store; its own.
+
+    Attributes:
+        words: rankings by words of the question, at any state.
+    """
 
     lookups: dict[int, Lookup] = field(default_factory=dict)
+    words: tuple[Ranking, ...] | None = None
     version: tuple[int, int] = (-1, -1)
     plan: RecomputePlan | None = None
     plan_of: object = None
@@ -78,6 +84,7 @@ class ChunkPrompt:
         unsupported: it uses a feature that reuse does not support, so it is served exactly.
         is_discovered: its chunks were found in a prompt without marks.
         pieces: `piece_keys`; None = no text stands between the chunks, which are all pieces.
+        token_ids: the whole prompt, shape [prompt_len]; None where only its chunks are known.
         memo: the manager's; not copied.
     """
 
@@ -89,6 +96,7 @@ class ChunkPrompt:
     unsupported: bool = False
     is_discovered: bool = False
     pieces: tuple[bytes, ...] | None = None
+    token_ids: TokenIds | None = field(default=None, repr=False)
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 
     @classmethod
@@ -104,7 +112,9 @@ class ChunkPrompt:
         keys = tuple(chunk_keys(partition, token_ids, spans))
         system = marks_of(token_ids[: spans[0][0]]) if spans else b""
         pieces = piece_keys(partition, token_ids, spans, keys)
-        return cls(options, keys, system, partition=partition, unsupported=unsupported, pieces=pieces)
+        return cls(
+            options, keys, system, partition=partition, unsupported=unsupported, pieces=pieces, token_ids=token_ids
+        )
 
     def context(self, chunk: int) -> tuple[bytes, ...]:
         """The pieces in front of a chunk."""

@@ -25,7 +25,7 @@ def test_off_is_none():
 
 
 def test_defaults():
-    assert parse("--chunk-cache") == ChunkCacheArgs("near", 0.15, "<|chunk|>", {})
+    assert parse("--chunk-cache") == ChunkCacheArgs("near-words", 0.15, "<|chunk|>", {})
 
 
 def test_all_flags(tmp_path):

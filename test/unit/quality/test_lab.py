@@ -86,7 +86,7 @@ def test_rules_take_the_tokens_of_the_budget_and_never_of_the_first_chunk(case: 
         rows = rule(reused, 0.3).rows.tolist()
         assert rows == sorted(set(rows)), name
         assert case.spans[1][0] <= rows[0] <= rows[-1] < case.tail_start, name
-        assert len(rows) == reused.num_rows(0.3) or name.startswith(("epic", "near")), name
+        assert len(rows) == reused.num_rows(0.3) or name.startswith("epic"), name
 
 
 def test_drift_of_rows_that_are_all_but_one_token_puts_it_nearly_right(case: Case) -> None:

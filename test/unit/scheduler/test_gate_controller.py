@@ -171,7 +171,7 @@ def test_chance_alone_moves_it_rarely() -> None:
         ("epic", 0.15, [("epic", 0.15), ("epic", 0.3), ("epic", 0.6)]),
         ("cacheblend", 0.5, [("cacheblend", 0.5)]),
         ("epic", 0.0, [("epic", 0.0), ("epic", 0.15), ("epic", 0.3), ("epic", 0.6)]),
-        ("full-reuse", 0.15, [("full-reuse", 0.0), ("near", 0.15), ("near", 0.3), ("near", 0.6)]),
+        ("full-reuse", 0.15, [("full-reuse", 0.0), ("near-words", 0.15), ("near-words", 0.3), ("near-words", 0.6)]),
         ("full", 0.15, [("full", 1.0)]),
     ],
 )

@@ -22,8 +22,11 @@ from chunk_cache.index.variant import PathHome, PathTokens, Variant, variant_nam
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
+from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
+from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
 from chunk_cache.tiers.tier_ledger import Traits, context_digest
@@ -395,6 +398,31 @@ def test_what_was_generated_is_no_part_of_the_question() -> None:
     again = manager.plan(prompt, prompt_len=12, prefix_len=0, max_prefix_len=11, num_generated=3)
     assert first.selection is not None
     assert again.selection == first.selection
+
+
+def test_words_of_the_question_are_what_near_words_ranks_by() -> None:
+    store, words = DictStore(), QuestionWords()
+    manager = ChunkManager(Config(min_reuse_len=1), store, method="near-words", ratio=0.5, words=words)
+    tokens = array("q", [*range(100, 200), *range(200, 300), 7, 270, 8])
+    prompt = ChunkPrompt.of(RequestOptions(spans=((0, 100), (100, 200))), tokens, Partition())
+    home = new_node(tokens[100:200])
+    store.put(home, 100)
+    manager.complete(prompt, Keep(1, 0, in_path=False), home)
+    plan = manager.plan(prompt, prompt_len=203, prefix_len=0, max_prefix_len=202)
+    rows = set(plan.row_positions.tolist())
+    assert set(range(100)) <= rows  # was not stored
+    assert plan.num_recomputed == 50
+    assert set(range(162, 178)) <= rows  # a third, around token 270, which stands at 170
+    later = manager.plan(prompt, prompt_len=209, prefix_len=0, max_prefix_len=208, num_generated=6)
+    assert later.row_positions.tolist() == plan.row_positions.tolist()
+
+
+@pytest.mark.parametrize("mode", ["auto", "off", "exact"])
+def test_a_prompt_without_chunks_has_a_plan(mode: str) -> None:
+    for method in METHODS:
+        manager = ChunkManager(Config(), DictStore(), method=method, ratio=0.5)
+        prompt = ChunkPrompt.of(RequestOptions(mode=mode), array("q", [1, 2, 3]), Partition())
+        assert not manager.plan(prompt, prompt_len=3, prefix_len=0, max_prefix_len=2).num_reused
 
 
 # What the store is told and tells.

@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError, show
-from chunk_cache.methods import METHODS, find_method, num_rows_at
+from chunk_cache.methods import METHODS, Method, find_method, num_rows_at
+from chunk_cache.methods.base import AllReused
 from unit.scheduler.method_suite import KEYS, LENS, RATIOS, MethodSuite, shared
 
 # A statistic as it is stored: many ties, some tokens without one, and nothing else that is special.
@@ -55,7 +57,7 @@ def test_unknown_methods_are_refused_alike(name: object) -> None:
 
 def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() == contract | {"full", "near", "lego-link", "infoflow", "question-drift"}
+    assert METHODS.keys() == contract | {"full", "near", "near-words", "lego-link", "infoflow", "question-drift"}
 
 
 def test_methods_are_found_by_their_name() -> None:
@@ -114,11 +116,11 @@ class TestNear(MethodSuite):
 
     def test_passages_in_front_of_the_question_get_most(self) -> None:
         spans = [(100, 250), (250, 400), (400, 550), (550, 700), (700, 1000)]
-        assert self.method.row_counts(spans, 1000, 0.15) == (5, 7, 10, 13, 100)
-        assert self.method.row_counts(spans[:2], 5000, 0.15) == (22, 23)  # far away all are alike
+        assert counts_of(self.method, spans, 1000, 0.15) == [5, 7, 10, 13, 100]
+        assert counts_of(self.method, spans[:2], 5000, 0.15) == [22, 23]  # far away all are alike
 
     def test_what_is_too_much_for_one_goes_to_the_next(self) -> None:
-        assert self.method.row_counts([(0, 500), (500, 520)], 520, 0.5) == (240, 20)
+        assert counts_of(self.method, [(0, 500), (500, 520)], 520, 0.5) == [240, 20]
 
     @shared
     @given(reused=SPANS, behind=st.integers(0, 400), ratio=RATIOS)
@@ -126,12 +128,76 @@ class TestNear(MethodSuite):
         self, reused: list[tuple[int, int]], behind: int, ratio: float
     ) -> None:
         lens = [end - start for start, end in reused]
-        counts = self.method.row_counts(reused, reused[-1][1] + behind, ratio)
-        assert counts is not None
+        counts = counts_of(self.method, reused, reused[-1][1] + behind, ratio)
         assert sum(counts) == num_rows_at(ratio, sum(lens))
         assert all(0 <= count <= length for count, length in zip(counts, lens, strict=True))
         for (far, near), (far_len, near_len) in zip(pairwise(counts), pairwise(lens), strict=True):
             assert far / far_len <= near / near_len + 1 / far_len + 1 / near_len  # but for whole rows
+
+
+def rows_of(
+    method: Method, spans: list[tuple[int, int]], question_start: int, ratio: float, rankings: Any = None, **more: Any
+) -> list[list[int]]:
+    """Rows of each chunk, from its first reused token on."""
+    ranking = None if rankings is None else np.concatenate(rankings)
+    reused = AllReused(spans, question_start, ranking=ranking, **more)
+    rows = method.rows_of_all(ratio, reused).tolist()
+    starts = [sum(reused.lens[:i]) for i in range(len(spans))]
+    return [[r - at for r in rows if at <= r < at + n] for at, n in zip(starts, reused.lens, strict=True)]
+
+
+def counts_of(method: Method, spans: list[tuple[int, int]], question_start: int, ratio: float) -> list[int]:
+    """Rows of each chunk, which are its first."""
+    rows = rows_of(method, spans, question_start, ratio)
+    assert all(own == list(range(len(own))) for own in rows)
+    return list(map(len, rows))
+
+
+class TestNearWords(MethodSuite):
+    method = METHODS["near-words"]
+
+    def test_a_third_are_the_highest_ranked_of_all(self) -> None:
+        ranking = np.zeros(30, dtype=np.float32)
+        ranking[[0, 9, 10, 11, 15]] = 9.0, 2.0, 3.0, 2.0, 1.0
+        rankings = [np.zeros(30, dtype=np.float32), ranking]
+        assert rows_of(self.method, [(0, 30), (30, 60)], 60, 0.2, rankings) == [[0, 1], [*range(6), 9, 10, 11, 15]]
+        # Of equals the first ones.
+        rankings[1] = np.where(ranking > 0, np.float32(1), np.float32(0))
+        assert rows_of(self.method, [(0, 30), (30, 60)], 60, 0.15, rankings) == [[0], [*range(5), 9, 10, 11]]
+
+    def test_where_few_words_stand_first_tokens_take_their_rows(self) -> None:
+        one = np.zeros(100, dtype=np.float32)
+        one[50] = 1.0
+        assert rows_of(self.method, [(0, 100)], 100, 0.1, [one]) == [[*range(9), 50]]
+        without = rows_of(self.method, [(0, 100), (100, 200)], 200, 0.3)
+        near = counts_of(METHODS["near"], [(0, 100), (100, 200)], 200, 0.3)
+        assert all(abs(len(own) - count) <= 1 for own, count in zip(without, near, strict=True))
+
+    def test_blocks_are_chosen_by_their_mean(self) -> None:
+        ranking = np.zeros(30, dtype=np.float32)
+        ranking[[14, 22, 23]] = 9.0, 5.0, 5.0
+        blocks = {"blocks": np.arange(30) // 5}
+        assert rows_of(self.method, [(0, 30)], 30, 0.5, [ranking], **blocks) == [[*range(10), *range(20, 25)]]
+
+    def test_a_budget_of_its_own_is_shared_alike(self) -> None:
+        ranking = np.zeros(30, dtype=np.float32)
+        ranking[[9, 10, 11]] = 2.0, 3.0, 2.0
+        assert self.method.rows_for_chunk(0, 30, 0.2, ranking=ranking).tolist() == [*range(4), 9, 10]
+
+    @shared
+    @given(reused=SPANS, behind=st.integers(0, 400), ratio=RATIOS, data=st.data())
+    def test_the_ratio_of_all_tokens_is_taken_once(
+        self, reused: list[tuple[int, int]], behind: int, ratio: float, data: st.DataObject
+    ) -> None:
+        lens = [end - start for start, end in reused]
+        values = st.sampled_from((0.0, 0.0, 1.0, 2.5))
+        drawn = [data.draw(st.lists(values, min_size=n, max_size=n)) for n in (min(n, 40) for n in lens)]
+        rankings = [np.resize(np.array(own, dtype=np.float32), n) for own, n in zip(drawn, lens, strict=True)]
+        rows = rows_of(self.method, reused, reused[-1][1] + behind, ratio, rankings)
+        assert sum(map(len, rows)) == num_rows_at(ratio, sum(lens))
+        for own, n in zip(rows, lens, strict=True):
+            assert own == sorted(set(own))
+            assert not own or (own[0] >= 0 and own[-1] < n)
 
 
 class TestLegoLink(MethodSuite):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
+from chunk_cache.methods.base import AllReused
 from chunk_cache.options.request_options import MODES, RequestOptions
 from chunk_cache.plan.planning import make_plan, replan_without_load
 from chunk_cache.plan.recompute_plan import RecomputePlan
@@ -229,20 +229,32 @@ class RowsOracle:
     def missing(self) -> set[int]:
         return set(range(self.case.prefix_len, self.load_end)) - set(self.brought_in)
 
-    def row_counts(self) -> Sequence[int] | None:
-        """Rows of each chunk that is brought in, where the method spreads them otherwise than by the ratio."""
-        spans = [(positions[0], positions[-1] + 1) for positions in map(self.positions, self.hits)]
+    def rows_of_all(self, i: int) -> list[int]:
+        """The rows of chunk i, of a method that looks at all that is brought in at once."""
+        each = [self.positions(i) for i in self.hits]
+        spans = [(positions[0], positions[-1] + 1) for positions in each]
         question_start = min(self.case.opts.spans[-1][1], self.case.prompt_len - 1)
-        return self.case.method.row_counts(spans, question_start, self.case.ratio)
+        worths = [self.worth(i, p) for i, positions in zip(self.hits, each, strict=True) for p in positions]
+        names = [(i, self.block(i, p)) for i, positions in zip(self.hits, each, strict=True) for p in positions]
+        blocks = np.array([[*dict.fromkeys(names)].index(name) for name in names]) if self.has_blocks else None
+        ranking = np.array([math.nan if one == -math.inf else one for one in worths], dtype=np.float32)
+        reused = AllReused(spans, question_start, ranking=ranking, blocks=blocks)
+        together = [p for positions in each for p in positions]
+        rows = self.case.method.rows_of_all(self.case.ratio, reused).tolist()
+        return sorted({together[row] for row in rows} & set(self.positions(i)))
+
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self.case.option("block_size"))
 
     def chosen_before(self, i: int) -> list[int]:
         """The rows of chunk i, one token at a time."""
         case, positions = self.case, self.positions(i)
         budget = case.budget(i, len(positions))
-        if case.own_alpha is None and (counts := self.row_counts()):
-            budget = counts[self.hits.index(i)] / len(positions)
         num_rows = num_rows_at(budget, len(positions))
-        if case.method.asks_selector and case.option("top_k") == "global":
+        if case.method.name in ("near", "near-words") and case.own_alpha is None:
+            chosen = self.rows_of_all(i)
+        elif case.method.asks_selector and case.option("top_k") == "global":
             order = sorted(self.brought_in, key=lambda p: (-self.block_worth(self.brought_in[p], p), p))
             chosen = [p for p in order[: num_rows_at(case.ratio, len(order))] if self.brought_in[p] == i]
         elif case.method.statistic is not None or case.method.asks_selector:
@@ -261,7 +273,7 @@ class RowsOracle:
         size, threshold = case.option("group_size"), case.option("group_threshold")
         assert isinstance(size, int)
         assert isinstance(threshold, int)
-        if size == 0 or budget == 1.0:
+        if size == 0 or len(chosen) == len(positions):
             return sorted(chosen)
         start, end = case.opts.spans[i]
         kept = []

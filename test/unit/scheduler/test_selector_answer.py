@@ -11,6 +11,7 @@ import pytest
 from chunk_cache.errors import ChunkCacheConfigError
 from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, STAND_IN
+from chunk_cache.methods.base import AllReused
 from chunk_cache.options.config import Config, parse_config
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
@@ -68,11 +69,8 @@ def test_the_stand_in_chooses_and_the_reply_says_so(reason: str) -> None:
     given = {"ratio": 0.25, "options": (("shift", 0), ("top_k", "chunk"))}
     plan = clip_plan(selector_reason=reason, **given)
     assert (plan.method, plan.ratio, plan.fallback_reason) == (STAND_IN, 0.25, reason)
-    counts = METHODS[STAND_IN].row_counts(SPANS, SPANS[-1][1], 0.25)
-    assert counts is not None
-    assert recomputed(plan) == [
-        start + i for (start, _), count in zip(SPANS, counts, strict=True) for i in range(count)
-    ]
+    rows = METHODS[STAND_IN].rows_of_all(0.25, AllReused(SPANS, SPANS[-1][1])).tolist()
+    assert recomputed(plan) == [[p for span in SPANS for p in range(*span)][row] for row in rows]
     assert {chunk.shift for chunk in plan.chunks} == {0}  # an option that both have
 
 

@@ -93,7 +93,7 @@ def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:
     assert args.stored == "shuffled"
     assert [(c.label, c.ratio) for c in found] == [
         ("full-reuse", 0.0),
-        ("near", 0.3),
+        ("near-words", 0.3),
         ("cacheblend", 0.3),
         ("fusionrag", 0.3),
         ("question-drift", 0.3),
