@@ -150,7 +150,7 @@ class Method:
         return TOP_K in self.own_options and self.option(options, TOP_K.name) == "global"
 
     def rows_of_all(self, ratio: float, reused: AllReused) -> Rows:
-        """As `rows_for_chunk`, of all reused chunks: sorted offsets in their reused tokens, counted side by side."""
+        """The tokens of all reused chunks that are computed again: sorted offsets in them, counted side by side."""
         num_rows = num_rows_at(ratio, reused.num_tokens)
         if num_rows in (0, reused.num_tokens):
             return np.arange(num_rows, dtype=np.int64)
