@@ -108,7 +108,7 @@ def test_what_cannot_be_met_is_computed_exactly(tp_size: int) -> None:
     for reply in replies[6:]:
         assert reply["reused_tokens"] == 0
         assert reply["fallback_reason"] == "target"
-        assert reply["target"]["reason"].startswith("2 of the newest 2 replies of near at 0.6 had a KL above")
+        assert reply["target"]["reason"].startswith("2 of the newest 2 replies of near-words at 0.6 had a KL above")
     assert named["ratio"] == 0.2
     assert named["reused_tokens"] > 0
     assert "target" not in named
