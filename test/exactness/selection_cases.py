@@ -49,10 +49,6 @@ RECIPES = [
     recipe("epic", 0.2),
     recipe("near", 0.2),
     recipe("near", 0.4, drift=1),
-    recipe("near-words", 0.15),
-    recipe("near-words", 0.4, **GROUPING),
-    recipe("near-words", 0.3, drift=0.5),
-    recipe("near-words", 0.3, block_size=8),
     recipe("epic", 0.3, shift=0),
     recipe("epic", 0.34, **GROUPING),
     recipe("epic", 0.34, group_size=8, group_threshold=5),
@@ -127,6 +123,10 @@ RECIPES = [
     recipe("cache-craft", 0.4, drift=1, focus_window=2),
     recipe("cacheblend", 0.3, drift=1, first_ratio=3.0, last_ratio=0.5, filter_share=1.0),
     recipe("a3", 0.4, drift=1, **GROUPING),
+    recipe("near-words", 0.15),
+    recipe("near-words", 0.4, **GROUPING),
+    recipe("near-words", 0.3, drift=0.5),
+    recipe("near-words", 0.3, block_size=8),
 ]
 """For models of at least four layers."""
 SELECTOR_RECIPES = [
