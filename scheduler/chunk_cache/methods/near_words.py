@@ -21,7 +21,7 @@ class NearWords(Near):
 
     def _select_of_all(self, num_rows: int, reused: AllReused) -> Rows:
         is_row = np.zeros(reused.num_tokens, dtype=np.bool_)
-        num_around = 0 if reused.ranking is None else num_rows // 3
+        num_around = num_rows // 3
         take_first(is_row, num_rows - num_around, reused)
         if reused.ranking is not None and num_around:
             ranking = reused.ranking if reused.blocks is None else block_means(reused.ranking, reused.blocks)
