@@ -9,6 +9,7 @@ Random requests of every method, each seed on the next of `PRESSURE` and of `SHA
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import tempfile
@@ -258,6 +259,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
 
         exact_pass.STEP_LEN = 16  # so that requests come between steps
     lull = 0
+    answers = itertools.cycle(SELECTOR_REASONS)  # few requests ask the selector, and each reason is to come
 
     def on_step(step: int) -> list[Any] | None:
         nonlocal lull
@@ -280,7 +282,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
                 asking.append(request)
         for request in [request for request in asking if s.rng.random() < 0.1]:
             asking.remove(request)
-            messages.append(s.local.answer(request, s.rng.choice(SELECTOR_REASONS)))
+            messages.append(s.local.answer(request, next(answers)))
         if live and s.rng.random() < 0.03:
             newest = range(len(live))[-10:]  # older ones have finished
             messages.append(s.local.abort(live.pop(s.rng.choice(newest))))

@@ -41,9 +41,8 @@ def check(seed: int, num: int) -> None:
     # One that loads layer by layer may have no idle turn; in a short one the first that waits may never find room.
     assert counts["verified"] or config.loading or num < 300 or not dict(config.options).get("verify_share")
     assert num < 1000 or all(counts[f"fused {method}"] for method in METHODS)
-    # A share leaves fewer hits, of which the selector is asked; one of its reasons may not come.
-    missed = [one for one in SELECTOR_REASONS if one and not counts[f"fallback {one}"]]
-    assert num < 1000 or share_of(seed) < 1.0 or len(missed) <= 1, missed
+    # A share leaves fewer hits, of which the selector is asked.
+    assert num < 1000 or share_of(seed) < 1.0 or all(counts[f"fallback {one}"] for one in SELECTOR_REASONS if one)
 
 
 def seeds(first: int, last: int) -> Any:
