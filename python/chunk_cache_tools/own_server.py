@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -169,10 +170,18 @@ class OwnServer:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now. SGLang takes further ports above it and looks for free ones itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now. SGLang takes further ports above it and looks for free ones itself.
+
+    Not one that the system may give to a connection before it is listened on, as those of Linux from 32,768 on.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def signal_group(pid: int, number: int) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from chunk_cache.options.defaults import DEFAULT_METHOD
+from chunk_cache_tools.own_server import free_port
 
 TEST_DIR = Path(__file__).resolve().parent.parent
 MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
@@ -113,9 +113,7 @@ def run_cases(
         names: of cases in `module`; numbers behind a name, with spaces between, are arguments of the case.
         within_s: when it is given up; less than what pytest waits for a test.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes, processes = [], []
     for rank in range(config.tp_size):
         receiver, sender = _context.Pipe(duplex=False)
