@@ -298,6 +298,7 @@ class ChunkManager:
         if memo.plan is not None and memo.plan_of == (self._version, asked):
             return memo.plan
         opts = prompt.options
+        question = question_of(opts.spans, prompt_len - num_generated, opts.answer_tokens)
         if num_generated:  # they are no part of the question, by which rows are chosen as before
             opts = replace(opts, answer_tokens=opts.answer_tokens + num_generated)
         lookups: list[Lookup | None] = [
@@ -316,7 +317,7 @@ class ChunkManager:
             lookups=lookups,
             min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
-            rankings=self._rankings(prompt, method, lookups, question_of(opts.spans, prompt_len, opts.answer_tokens)),
+            rankings=self._rankings(prompt, method, lookups, question),
             selector_reason=self._selector_reason(prompt, method),
             alpha=self.config.alpha,
             max_cfo=self.config.max_cfo,

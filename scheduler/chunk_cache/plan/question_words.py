@@ -43,7 +43,12 @@ class QuestionWords:
     @classmethod
     def of(cls, tokenizer: Any, num_ids: int) -> QuestionWords:
         """By what a tokenizer makes of each id, special tokens left out; None = there is none."""
-        return cls(None if tokenizer is None else (_decode(tokenizer, token) for token in range(num_ids)))
+        if tokenizer is None:
+            return cls(None)
+        # A slow tokenizer of transformers that is asked to skip special tokens collects them anew at every call.
+        skips = getattr(tokenizer, "is_fast", True)
+        special = frozenset() if skips else frozenset(tokenizer.all_special_ids)
+        return cls("" if token in special else _decode(tokenizer, token, skips) for token in range(num_ids))
 
     def rankings(self, token_ids: TokenIds, spans: Sequence[Span], question: Span) -> tuple[Ranking, ...]:
         """For each span `[span length]`, 0 where no word of the question is within `REACH`.
@@ -77,9 +82,9 @@ class QuestionWords:
         return np.where(is_known, self._word_of[np.where(is_known, ids, 0)], _NO_WORD)
 
 
-def _decode(tokenizer: Any, token: int) -> str:
+def _decode(tokenizer: Any, token: int, skips_special: bool) -> str:
     try:
-        return str(tokenizer.decode([token], skip_special_tokens=True))
+        return str(tokenizer.decode([token], skip_special_tokens=skips_special))
     except Exception:  # noqa: BLE001 - what a tokenizer cannot read, whatever it says of it, is no word
         return ""
 

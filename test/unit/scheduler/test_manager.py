@@ -417,6 +417,20 @@ def test_words_of_the_question_are_what_near_words_ranks_by() -> None:
     assert later.row_positions.tolist() == plan.row_positions.tolist()
 
 
+def test_where_a_prompt_ends_in_a_chunk_its_last_token_is_the_question_also_when_retracted() -> None:
+    store = DictStore()
+    manager = ChunkManager(Config(min_reuse_len=1), store, method="near-words", ratio=0.5, words=QuestionWords())
+    tokens = array("q", [*range(100, 200), *range(200, 299), 170])
+    prompts = [ChunkPrompt.of(RequestOptions(spans=((0, 100), (100, 200))), tokens, Partition()) for _ in range(2)]
+    home = new_node(tokens[:100])
+    store.put(home, 100)
+    manager.complete(prompts[0], Keep(0, 0, in_path=False), home)
+    first = manager.plan(prompts[0], prompt_len=200, prefix_len=0, max_prefix_len=199)
+    assert set(range(62, 78)) <= set(first.row_positions.tolist())
+    again = manager.plan(prompts[1], prompt_len=203, prefix_len=0, max_prefix_len=202, num_generated=3)
+    assert again.row_positions.tolist() == first.row_positions.tolist()
+
+
 @pytest.mark.parametrize("mode", ["auto", "off", "exact"])
 def test_a_prompt_without_chunks_has_a_plan(mode: str) -> None:
     for method in METHODS:

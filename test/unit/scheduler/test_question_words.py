@@ -69,3 +69,21 @@ def test_of_a_tokenizer_what_it_cannot_read_is_no_word() -> None:
     assert not nothing.any()
     (each,) = QuestionWords.of(None, 4).rankings([5, 6, 5], [(0, 2)], (2, 3))
     assert each.argmax() == 0
+
+
+class Slow:
+    """A slow tokenizer of transformers: skipping special tokens takes it long at each call."""
+
+    is_fast = False
+    all_special_ids = (1,)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return ["rose", "rose", "stone"][ids[0]]
+
+
+def test_of_a_slow_tokenizer_special_tokens_are_read_once() -> None:
+    (ranking,) = QuestionWords.of(Slow(), 3).rankings([2, 1, 0], [(0, 2)], (2, 3))
+    assert not ranking.any()
+    (ranking,) = QuestionWords.of(Slow(), 3).rankings([2, 0, 0], [(0, 2)], (2, 3))
+    assert ranking.argmax() == 1
