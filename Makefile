@@ -3,6 +3,7 @@
 # make clients   client libraries (openai, langchain, ...) in .venv-clients, for the tests with them
 # make gateway   SGLang's model gateway, for the tests with it (docs/fleet.md)
 # make mooncake   Mooncake's store, master and the system libraries they need (unpacked in .tools), for the tests with them
+# make peers      ContextPilot, in .cache/peers, for the serving benchmark (`--systems stock,contextpilot,...`)
 # make chromium   Debian's browser and its driver (apt-get, as root or by sudo), for the tests of the page and its picture
 # make test      install, then fast tests, then tests with real servers
 # make test-all  every test and the full matrix of server configurations
@@ -22,7 +23,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install clients gateway mooncake chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers soak-fleet bench-quality gpu-check bundle docs wheel \
+.PHONY: help install clients gateway mooncake peers chromium demo test test-all lint format check-sglang bench bench-ttft bench-index bench-tiers soak-tiers soak-fleet bench-quality gpu-check bundle docs wheel \
 	clean distclean
 
 BIN := .venv/bin
@@ -55,6 +56,10 @@ mooncake: $(STAMP)
 	.ci/install $(STAMP) --editable '.[server,dev,bench,mooncake]'
 	$(PY) -c 'import mooncake.store' 2>/dev/null || (mkdir -p .tools/mooncake && cd .tools/mooncake && \
 		apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for file in *.deb; do dpkg-deb -x $$file .; done)
+
+# Not in .venv: a file that comes with it hooks into SGLang at every start of Python.
+peers: $(STAMP)
+	.ci/install --target .cache/peers --no-deps contextpilot==0.5.0
 
 chromium:
 	$(if $(filter 0,$(shell id -u)),,sudo) sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver'

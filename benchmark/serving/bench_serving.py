@@ -4,6 +4,7 @@
     python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
     python benchmark/serving/bench_serving.py --plan quick        # to see that it works
     python benchmark/serving/bench_serving.py --plan ragpulse --ragpulse FOLDER     # a real RAG service's requests
+    python benchmark/serving/bench_serving.py --plan ragpulse-steady --ragpulse FOLDER    # behind 3,800 of them
     python benchmark/serving/bench_serving.py --parts serve --systems stock,epic@0.15 --log MY.jsonl --model DIR
     python benchmark/serving/bench_serving.py --parts serve --log MY.jsonl --model DIR --timestamps MY.csv:Timestamp:s
 
@@ -276,7 +277,7 @@ class Runner:
         assert trace is not None, "part pulse without its trace"
         num_closed, layouts = plan.load.warmup + plan.load.closed, []
         for number, behind in enumerate(plan.pulse.behind):
-            prompts = traces.from_ragpulse(trace, VOCAB, behind)
+            prompts = traces.from_ragpulse(trace, VOCAB, behind, marks_all=plan.pulse.marks_all)
             bench = Bench(fleet, Tape(prompts), self.tick)
             times_s = [] if number else [one.time_s for one in trace.requests[num_closed:]]
             rows = pulse(bench, self._systems_of("pulse"), plan.load, times_s, plan.pulse.rate)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from benchmark.common.models import LlamaShape
 from benchmark.quality.question import DataError
-from benchmark.serving.systems import NO_CACHE, REBUILD, REORDER, STOCK
+from benchmark.serving.systems import CONTEXTPILOT, NO_CACHE, REBUILD, REORDER, STOCK
 from benchmark.simulate.trace import TraceSpec
 
 VOCAB = 4096
@@ -91,6 +91,7 @@ class PulseScale:
         num_timed: requests behind the closed loop that come at their recorded times, which are scaled ...
         rate: ... to this share of what stock reached in the closed loop.
         behind: layouts: how many blocks of the system prompt stand behind the passages. The first one has times too.
+        marks_all: history and results from the web are marked too, not only passages.
     """
 
     share: float = 0.15
@@ -98,6 +99,7 @@ class PulseScale:
     num_timed: int = 60
     rate: float = 0.7
     behind: tuple[int, ...] = (0, 1)
+    marks_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,14 @@ RAGPULSE = Plan(
     swept=(STOCK, REORDER, REBUILD, "epic@0.15"),
     parts=("pulse",),
 )
-PLANS = {plan.name: plan for plan in (STANDARD, LONG, QUICK, RAGPULSE)}
+STEADY = replace(
+    RAGPULSE,
+    name="ragpulse-steady",
+    load=Load(warmup=3800, closed=240),
+    swept=(STOCK, CONTEXTPILOT, REBUILD, "near-words@0.15"),
+    pulse=PulseScale(num_timed=120, behind=(0,), marks_all=True),
+)
+PLANS = {plan.name: plan for plan in (STANDARD, LONG, QUICK, RAGPULSE, STEADY)}
 
 ORDERS_SPEC = TraceSpec(
     name="orders",

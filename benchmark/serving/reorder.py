@@ -1,6 +1,7 @@
 """Reordering: the exact way to more prefix hits, the baseline that reuse has to beat.
 
     Reorderer    puts marked chunks into an order in which earlier prompts began
+    Piloted      asks ContextPilot itself, the package, for the order of the chunks
     Rebuilder    knows no marks: begins a prompt as an earlier one began, with runs of its own tokens
     SetOrderer   follows an earlier prompt whose first chunks were the same set: the hits of Set-Cache
 
@@ -15,6 +16,9 @@ another order than the retriever's, which ranks them.
         B -> A                          the longest path whose chunks are all asked for comes first,
                                         the others behind it, the most wanted one first
 
+`Piloted` is the same with ContextPilot's own index (0.5.0, `make peers`), one prompt at a time, as its documentation
+asks a program that serves to. It is not told what the server evicts, which it would need a hook in the server for.
+
 `Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which
 the prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any
 text, also that of a system prompt.
@@ -27,14 +31,22 @@ the exact one of that order.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from benchmark.common.machine import ROOT
+from benchmark.quality.question import DataError
+
 Key = TypeVar("Key", str, int)
 MIN_RUN = 16
 """Tokens of the shortest run that a `Rebuilder` moves."""
+PEERS_DIR = ROOT / ".cache" / "peers"
+"""Where `make peers` puts packages that are no part of the environment, as installing them hooks into SGLang."""
 
 
 @dataclass(slots=True)
@@ -92,6 +104,26 @@ class Reorderer(Generic[Key]):
         for key in order:
             node = node.children.setdefault(key, _Node())
             node.used_at = self._clock
+
+
+class Piloted:
+    """See the head of this file. One per server, for requests in the order in which they are sent."""
+
+    def __init__(self) -> None:
+        """Raises DataError: the package is not there."""
+        if str(PEERS_DIR) not in sys.path:
+            sys.path.append(str(PEERS_DIR))
+        try:
+            from contextpilot.server.live_index import ContextPilot
+        except ImportError as error:
+            raise DataError(f"system contextpilot: {error}; `make peers` installs it.") from error
+        self._pilot = ContextPilot(use_gpu=False)
+
+    def order(self, keys: Sequence[str]) -> list[str]:
+        """The keys in the order to send them, each once."""
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every index that it builds
+            orders, _ = self._pilot.reorder([list(dict.fromkeys(keys))])
+        return list(orders[0])
 
 
 class SetOrderer(Generic[Key]):

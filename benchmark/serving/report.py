@@ -261,7 +261,8 @@ def _pulse(part: Row) -> list[str]:
         f"texts, with {scale['share']:g} of their length, answers with {scale['output_share']:g}.",
         f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches, {load['closed']}",
         f"more in {load['closed_runs']} runs, then {scale['num_timed']} at their recorded times, scaled to",
-        f"{scale['rate']:g} of what stock reached.",
+        f"{scale['rate']:g} of what stock reached. Marked are passages"
+        f"{', history and results from the web' if scale.get('marks_all') else ''}.",
         "",
         *(f"- {name}: sha256 `{digest}`" for name, digest in part["sha256"].items()),
     ]

@@ -5,6 +5,7 @@
 | `no-cache` | stock SGLang, `--disable-radix-cache` | as retrieved |
 | `stock` | stock SGLang, prefix cache on | as retrieved |
 | `reorder` | stock SGLang, prefix cache on | chunks reordered and de-duplicated by the client, `reorder.py` |
+| `contextpilot` | stock SGLang, prefix cache on | chunks in ContextPilot's order, and each once |
 | `rebuild` | stock SGLang, prefix cache on | rebuilt by tokens without marks, `reorder.py` |
 | `set-cache` | stock SGLang, prefix cache on | first chunks in the order of an earlier prompt, `reorder.py` |
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
@@ -22,11 +23,12 @@ from typing import Any
 
 from benchmark.quality.question import DataError
 from benchmark.serving.prompt import Piece, Prompt, num_tokens
-from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
+from benchmark.serving.reorder import Piloted, Rebuilder, Reorderer, SetOrderer
 
 from chunk_cache_tools.conditions import Condition, parse_method
 
 NO_CACHE, STOCK, REORDER, REBUILD, SET_CACHE = "no-cache", "stock", "reorder", "rebuild", "set-cache"
+CONTEXTPILOT = "contextpilot"
 DEFAULT_RATIO = 0.15
 SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("--disable-radix-cache",),
@@ -46,7 +48,7 @@ class System:
         name: as in tables and on the command line.
         kind: of its server, a key of `SERVER_FLAGS`.
         options: of the chunk cache; None on a stock server.
-        orders: what a client puts into another order, "chunks", "tokens" or "sets"; None = nothing.
+        orders: what a client puts into another order, "chunks", "pilot", "tokens" or "sets"; None = nothing.
     """
 
     name: str
@@ -59,6 +61,7 @@ BASELINES: Mapping[str, System] = {
     NO_CACHE: System(NO_CACHE, "no-cache"),
     STOCK: System(STOCK, "plain"),
     REORDER: System(REORDER, "plain", orders="chunks"),
+    CONTEXTPILOT: System(CONTEXTPILOT, "plain", orders="pilot"),
     REBUILD: System(REBUILD, "plain", orders="tokens"),
     SET_CACHE: System(SET_CACHE, "plain", orders="sets"),
 }
@@ -116,6 +119,7 @@ class Writer:
         self.system = system
         self.sent: list[Prompt] = []
         self._reorderer: Reorderer[str] | None = Reorderer(pool_len) if system.orders == "chunks" else None
+        self._piloted = Piloted() if system.orders == "pilot" else None
         self._rebuilder = Rebuilder(pool_len) if system.orders == "tokens" else None
         self._set_orderer: SetOrderer[str] | None = SetOrderer() if system.orders == "sets" else None
         self._heads: set[Piece] = set()
@@ -132,6 +136,8 @@ class Writer:
             rest += 0 if prompt.head in self._heads else num_tokens(prompt.head)
             self._heads.add(prompt.head)
             prompt = prompt.reordered(self._reorderer.order(list(lengths), lengths.__getitem__, rest, prompt.head))
+        if self._piloted is not None:
+            prompt = prompt.reordered(self._piloted.order([chunk.key for chunk in prompt.chunks]))
         if self._rebuilder is not None:
             tokens = prompt.tokens
             order = self._rebuilder.order(tokens, rest_len=prompt.output_len)

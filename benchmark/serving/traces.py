@@ -87,12 +87,13 @@ def documents(
     return prompts
 
 
-def from_ragpulse(pulse: RagPulse, vocab: int, num_behind: int = 0) -> list[Prompt]:
+def from_ragpulse(pulse: RagPulse, vocab: int, num_behind: int = 0, *, marks_all: bool = False) -> list[Prompt]:
     """Prompts of token ids that are made from ids of texts: equal ids, equal tokens.
 
     Args:
         vocab: token ids are drawn below it.
         num_behind: so many blocks of each system prompt, the last ones, stand behind the passages.
+        marks_all: history and results from the web are chunks too, not only passages.
     """
     ids = range(FIRST_PLAIN_ID, vocab)
 
@@ -107,11 +108,13 @@ def from_ragpulse(pulse: RagPulse, vocab: int, num_behind: int = 0) -> list[Prom
     for one in pulse.requests:
         cut = max(0, len(one.system) - num_behind)
         template = block_tokens(TEMPLATE, one.template_len, ids)
+        others = (*one.history, *one.web)
+        marked = (*one.passages, *(others if marks_all else ()))
         prompts.append(
             Prompt(
                 head=joined(*one.system[:cut]),
-                chunks=tuple(Chunk(str(block), tokens(block)) for block in one.passages),
-                tail=(*joined(*one.system[cut:], *one.history, *one.web, *one.user), *template),
+                chunks=tuple(Chunk(str(block), tokens(block)) for block in marked),
+                tail=(*joined(*one.system[cut:], *(() if marks_all else others), *one.user), *template),
                 output_len=one.output_len,
                 session=one.session,
                 arrival_s=one.time_s,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from benchmark.serving.reorder import Rebuilder, Reorderer, SetOrderer
+import pytest
+from benchmark.quality.question import DataError
+from benchmark.serving.reorder import PEERS_DIR, Piloted, Rebuilder, Reorderer, SetOrderer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +113,17 @@ def test_the_same_first_chunks_are_found_in_any_order() -> None:
     # {A, B} as A B; {A, C} and {C} began nothing; {A, B, D} did, as A B D.
     assert orders == [tuple("ABC"), tuple("ABD"), tuple("CA"), tuple("ABD")]
     assert orderer.order("BA", head="T") == ("B", "A"), "behind another head nothing is shared"
+
+
+def test_contextpilot_brings_shared_chunks_to_the_front() -> None:
+    if not PEERS_DIR.exists():
+        with pytest.raises(DataError, match="make peers"):
+            Piloted()
+        pytest.skip("`make peers` was not run")
+    piloted = Piloted()
+    orders = [piloted.order(keys) for keys in ("ABC", "DBA", "BAAE")]
+    assert [sorted(order) for order in orders] == [list("ABC"), list("ABD"), list("ABE")]
+    assert orders[1][:2] == orders[0][:2] == orders[2][:2]
 
 
 @given(st.lists(KEYS, max_size=8))

@@ -140,6 +140,11 @@ def test_ragpulse_gives_equal_texts_to_equal_ids(tmp_path: Path) -> None:
     behind = traces.from_ragpulse(pulse, VOCAB, 1)
     assert behind[0].head == prompts[0].head[:20]
     assert behind[0].tail == (*prompts[0].head[20:], *prompts[0].tail)
+    marked = traces.from_ragpulse(pulse, VOCAB, marks_all=True)
+    assert [prompt.tokens for prompt in marked] == [prompt.tokens for prompt in prompts]
+    added = [len(one.history) + len(one.web) for one in pulse.requests]
+    assert [len(more.chunks) - len(less.chunks) for more, less in zip(marked, prompts, strict=True)] == added
+    assert sum(added)
 
 
 def test_tokens_are_rebuilt_for_a_system_that_does_so(tmp_path: Path) -> None:
