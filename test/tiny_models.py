@@ -40,6 +40,10 @@ _GEMMA3 = {
     **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
     "layer_types": ("sliding_attention", "full_attention"),
 }  # fmt: skip
+_STATES = {
+    "layer_types": ("linear_attention", "full_attention"), "full_attention_interval": 2, "partial_rotary_factor": 0.5,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 # Prefix of the classes' names in transformers, and what its configuration has beside what all have.
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -73,6 +77,11 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOss",
         {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": _GEMMA3["layer_types"]},
+    ),
+    "qwen3_5": ("Qwen3_5", _STATES),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**_STATES, **_MOE, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 64},
     ),
     "gemma3_mm": ("Gemma3", _GEMMA3),
     "mistral_window": ("Mistral", _WINDOW),

@@ -58,6 +58,11 @@ def unpinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     return tensor
 
 
+def cpu_module(device: Any = None) -> Any:
+    """`torch.cpu`; torch itself names its module for CUDA where nobody says of which device."""
+    return torch.cpu
+
+
 class _TorchWithoutPins:
     """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory, or be waited for."""
 

@@ -14,6 +14,7 @@ SGLang imports this file in the middle of its own first imports, so what needs m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm in SPECULATIVE_ALGORITHMS
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Yes: a forward of `delta_rule` gives the states inside a prompt, which the radix cache keeps."""
+        return True
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         """None, SGLang's own; the one call that tells a platform that this process speculates."""
@@ -137,6 +142,8 @@ def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
         # SGLang would halve it, which on a CPU is slower and less exact.
         dtype = torch.float32
         chosen["dtype"] = "float32"
+    # SGLang keeps what stands in front of a convolution in bf16, whatever the model computes in.
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", str(dtype).removeprefix("torch."))
     if cfg.mem_fraction_static is None:
         chosen["mem_fraction_static"] = STATIC_MEMORY_FRACTION
         if cfg.max_total_tokens is None:

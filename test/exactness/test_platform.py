@@ -17,6 +17,7 @@ CASE = "prompts"
     [
         *("qwen2_moe", "deepseek_v2", "gemma3", "gpt_oss"),
         *(pytest.param(kind, marks=pytest.mark.all) for kind in ("mixtral", "glm4_moe", "deepseek_v3")),
+        *(pytest.param(kind, marks=pytest.mark.all) for kind in ("qwen3_5", "qwen3_next")),
     ],
 )
 def test_first_tokens_are_those_of_transformers(kind: str) -> None:
