@@ -115,7 +115,8 @@ def batch_of(prompts: Sequence[Notes]) -> Batch:
     sees_own = (groups[:, :, None] == groups[:, None, :]).tril()
     sees = torch.cat([sees_context, sees_own], dim=-1)[:, None]
     mask = torch.zeros(sees.shape).masked_fill_(~sees, float("-inf"))
-    layout = Layout(context_len, torch.cat([context_positions, positions], dim=1), mask)
+    blocks = _rows_of(groups.tolist(), context_len)
+    layout = Layout(context_len, torch.cat([context_positions, positions], dim=1), mask, blocks=blocks)
     hints = torch.tensor([hints_of(context) + [IGNORED] * (context_len - len(context)) for context in contexts])
     # A colour stands once in a context.
     asks_garb = torch.cat([torch.zeros(len(prompts), 1, dtype=torch.bool), ids[:, :-1] == ID_OF["garb"]], dim=1)
@@ -203,7 +204,26 @@ def chunk_by_chunk(batch: Batch, prompts: Sequence[Notes], *, shifted: bool) -> 
     is_system = torch.arange(n) < SYSTEM_LEN
     sees = ((owners[:, :, None] == owners[:, None, :]) | is_system).tril()
     mask = torch.zeros(sees.shape).masked_fill_(~sees, float("-inf"))[:, None]
-    return replace(batch, layout=replace(batch.layout, positions=positions, context_mask=mask))
+    chunks = _rows_of(owners.tolist(), 0)
+    return replace(batch, layout=replace(batch.layout, positions=positions, context_mask=mask, chunks=chunks))
+
+
+def _rows_of(owners: Sequence[Sequence[int]], first: int) -> Tensor:
+    """[samples, owners, rows]: the places of each owner in each sample, counted from `first`, -1 behind the last.
+
+    Rows of owner -1 are left out, and an owner that a sample lacks has none.
+    """
+    samples = []
+    for row in owners:
+        places: dict[int, list[int]] = {}
+        for place, owner in enumerate(row, start=first):
+            if owner >= 0:
+                places.setdefault(owner, []).append(place)
+        samples.append(list(places.values()))
+    count = max(map(len, samples))
+    longest = max(len(rows) for sample in samples for rows in sample)
+    filled = [[rows + [-1] * (longest - len(rows)) for rows in sample] for sample in samples]
+    return torch.tensor([sample + [[-1] * longest] * (count - len(sample)) for sample in filled])
 
 
 def to_device(batch: Batch, device: str) -> Batch:
@@ -212,7 +232,9 @@ def to_device(batch: Batch, device: str) -> Batch:
     mask = None if layout.question_mask is None else layout.question_mask.to(device)
     context_mask = None if layout.context_mask is None else layout.context_mask.to(device)
     positions = layout.positions.to(device)
+    blocks, chunks = (None if x is None else x.to(device) for x in (layout.blocks, layout.chunks))
     layout = replace(layout, positions=positions, question_mask=mask, context_mask=context_mask)
+    layout = replace(layout, blocks=blocks, chunks=chunks)
     hints, looks, orders = (None if x is None else x.to(device) for x in (batch.hints, batch.looks, batch.orders))
     ids, targets = batch.ids.to(device), batch.targets.to(device)
     return replace(batch, ids=ids, layout=layout, targets=targets, hints=hints, looks=looks, orders=orders)

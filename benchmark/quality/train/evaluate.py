@@ -16,13 +16,14 @@ import torch
 from benchmark.quality.question import Question
 from benchmark.quality.synthetic.notes import Asked, Notes
 from benchmark.quality.train.batches import IGNORED, batch_of, chunk_by_chunk
+from benchmark.quality.train.hybrid import Hybrid
 from benchmark.quality.train.model import Llama
 
 MODES = ("full", "shifted", "unshifted")
 BATCH_SIZE = 16
 
 
-def exact_match(model: Llama, questions: Sequence[Question], mode: str = "full") -> float:
+def exact_match(model: Llama | Hybrid, questions: Sequence[Question], mode: str = "full") -> float:
     """Share of questions whose whole answer and end token are the most likely tokens, one after the other.
 
     Raises:
@@ -34,7 +35,7 @@ def exact_match(model: Llama, questions: Sequence[Question], mode: str = "full")
 
 
 @torch.no_grad()
-def right_ones(model: Llama, questions: Sequence[Question], mode: str) -> list[bool]:
+def right_ones(model: Llama | Hybrid, questions: Sequence[Question], mode: str) -> list[bool]:
     """Whether each question is answered right."""
     right: list[bool] = []
     for start in range(0, len(questions), BATCH_SIZE):

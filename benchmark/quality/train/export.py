@@ -23,6 +23,7 @@ from benchmark.quality.synthetic.notes import FAMILIES
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from benchmark.quality.synthetic.vocabulary import BOS, EOS, ID_OF, PAD, UNKNOWN
 from benchmark.quality.train.evaluate import MODES, exact_match
+from benchmark.quality.train.hybrid import Hybrid, HybridConfig
 from benchmark.quality.train.model import Llama, ModelConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -48,7 +49,8 @@ class Run:
 def read_checkpoint(path: Path) -> Run:
     """The weights and origin of a checkpoint of `train.py`."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    config = ModelConfig(**state["size"]["model"])
+    sizes = state["size"]["model"]
+    config = HybridConfig(**sizes) if "full_every" in sizes else ModelConfig(**sizes)
     return Run(config, state["seed"], state["progress"]["step"], state["size"]["num_steps"], state["model"])
 
 
@@ -57,7 +59,8 @@ def write_model(run: Run, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in run.weights.items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    _write_json(folder / "config.json", llama_config(run.config))
+    is_hybrid = isinstance(run.config, HybridConfig)
+    _write_json(folder / "config.json", hybrid_config(run.config) if is_hybrid else llama_config(run.config))
     _write_json(
         folder / "generation_config.json",
         {
@@ -96,6 +99,32 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def hybrid_config(config: HybridConfig) -> dict[str, Any]:
+    """`config.json` of the same architecture, a text model, in transformers and SGLang."""
+    changed = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "layer_types": [
+            "full_attention" if config.is_full(index) else "linear_attention" for index in range(config.num_layers)
+        ],
+        "full_attention_interval": config.full_every,
+        "partial_rotary_factor": config.rotary_share,  # which SGLang reads here
+        "linear_conv_kernel_dim": config.conv_size,
+        "linear_key_head_dim": config.state_size,
+        "linear_value_head_dim": config.state_size,
+        "linear_num_key_heads": config.num_states,
+        "linear_num_value_heads": config.num_states,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": config.rotary_share,
+        },
+    }
+    left_out = ("mlp_bias", "rope_theta")
+    return {name: value for name, value in llama_config(config).items() if name not in left_out} | changed
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One word, one token; the beginning-of-sequence token in front; decoding joins words by one space."""
     tokenizer = Tokenizer(models.WordLevel(dict(ID_OF), unk_token=UNKNOWN))
@@ -115,14 +144,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def read_model(folder: Path, config: ModelConfig) -> Llama:
+def read_model(folder: Path, config: ModelConfig) -> Llama | Hybrid:
     """The weights of an exported folder, in fp32."""
-    model = Llama(config, torch.Generator().manual_seed(0))
+    kind = Hybrid if isinstance(config, HybridConfig) else Llama
+    model = kind(config, torch.Generator().manual_seed(0))
     model.load_state_dict({name: weight.float() for name, weight in load_file(folder / WEIGHTS_FILE).items()})
     return model.eval()
 
 
-def measure(model: Llama, num: int) -> dict[str, dict[str, float]]:
+def read_folder(folder: Path) -> Llama | Hybrid:
+    """The model of an exported folder, of the sizes "1m" and "hybrid-1m"."""
+    is_hybrid = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "qwen3_5_text"
+    return read_model(folder, HybridConfig(len(ID_OF)) if is_hybrid else ModelConfig(len(ID_OF)))
+
+
+def measure(model: Llama | Hybrid, num: int) -> dict[str, dict[str, float]]:
     """Exact match per family and column on `num` held-out questions each: in full on every held-out seed, chunk by
     chunk on the first one."""
     cases = [("full", seed) for seed in HELD_OUT_SEEDS] + [(mode, HELD_OUT_SEEDS[0]) for mode in MODES[1:]]
@@ -141,13 +177,17 @@ def model_card(run: Run, accuracy: dict[str, dict[str, float]], num: int) -> str
     columns = list(accuracy[FAMILIES[0]])
     in_full = columns[: len(HELD_OUT_SEEDS)]
     missed = [family for family in FAMILIES if any(accuracy[family][column] < MASTERED for column in in_full)]
+    is_hybrid = isinstance(run.config, HybridConfig)
+    kind = "hybrid of gated delta rule and attention (Qwen3.5's architecture)" if is_hybrid else "Llama"
+    options = "--size hybrid-1m " if is_hybrid else ""
     lines = [
         f"# Question answering over synthetic notes, {num_params / 1e6:.2f} M parameters, training seed {run.seed}",
         "",
-        "A Llama trained from scratch to measure what reuse of chunk KV does to answers. It knows the words and",
+        f"A {kind} trained from scratch to measure what reuse of chunk KV does to answers. It knows the words and",
         "sentences of `benchmark/quality/synthetic/` and nothing else. How it was made: `docs/benchmarks.md`.",
         "",
-        f"- command: `OMP_NUM_THREADS=1 python benchmark/quality/train/train.py --seed {run.seed} --out FOLDER`",
+        "- command: `OMP_NUM_THREADS=1 python benchmark/quality/train/train.py"
+        f" {options}--seed {run.seed} --out FOLDER`",
         f"- steps: {run.step} of {run.num_steps}, on one CPU core, fp32; the weights are stored in bfloat16",
         f"- {run.config.num_layers} layers, hidden size {run.config.hidden_size}, {run.config.num_heads} heads,"
         f" {run.config.num_kv_heads} KV heads, MLP {run.config.mlp_size}, vocabulary {run.config.vocab_size},"

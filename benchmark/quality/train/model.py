@@ -31,6 +31,10 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -43,12 +47,16 @@ class Layout:
             None when there are no question rows.
         context_mask: # [batch, 1, context_len, context_len], the same for context rows; None is causal. For
             chunks that do not see each other.
+        blocks: # [batch, questions, rows], int64, the rows of each question, -1 behind the last; None for no questions.
+        chunks: # [batch, chunks, rows], int64, the same for chunks that do not see each other; else None.
     """
 
     context_len: int
     positions: Tensor
     question_mask: Tensor | None
     context_mask: Tensor | None = None
+    blocks: Tensor | None = None
+    chunks: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -71,30 +79,41 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.keep_rotated = False  # whether the last forward leaves its queries and keys in `rotated`
-        self.rotated: tuple[Tensor, Tensor] | None = None
+        self.keep_seen = False  # whether the last forward leaves its rotated queries and keys in `seen`
+        self.seen: tuple[Tensor, Tensor] | None = None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before rotation, each [batch, heads, length, head_dim]."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in projections)
+        return q, k, v
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, heads, length, head_dim] of rotated queries over keys and values of the KV heads; None is causal."""
+        k, v = (x.repeat_interleave(self.num_groups, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+
+    def output(self, x: Tensor, out: Tensor) -> Tensor:
+        """[batch, length, hidden_size] of what `attend` gave for the layer's input `x`."""
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (
-            proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.rotated = (q, k) if self.keep_rotated else None
-        k, v = k.repeat_interleave(self.num_groups, dim=1), v.repeat_interleave(self.num_groups, dim=1)
+        q, k, v = self.project(x)
+        q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
+        self.seen = (q, k) if self.keep_seen else None
         n = layout.context_len
-        mask = layout.context_mask
-        out = F.scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], mask, is_causal=mask is None)
+        out = self.attend(q[:, :, :n], k[:, :, :n], v[:, :, :n], layout.context_mask)
         if layout.question_mask is not None:
-            asked = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=layout.question_mask)
-            out = torch.cat([out, asked], dim=2)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+            out = torch.cat([out, self.attend(q[:, :, n:], k, v, layout.question_mask)], dim=2)
+        return self.output(x, out)
 
     def first_head_logits(self, layout: Layout) -> Tensor:
         """Scores of the question rows of head 0 in the last forward, -inf where unseen: [batch, rows, length]."""
-        assert self.rotated is not None, "keep_rotated was off"
-        q, k = (x[:, 0] for x in self.rotated)
+        assert self.seen is not None, "keep_seen was off"
+        q, k = (x[:, 0] for x in self.seen)
         scores = q[:, layout.context_len :] @ k.mT * self.head_dim**-0.5
         return scores + layout.question_mask[:, 0]
 
@@ -168,15 +187,15 @@ class Llama(nn.Module):
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [batch, 1, length, head_dim], of positions [batch, length]."""
-    steps = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * config.rope_theta ** (-steps / config.head_dim)
+    """Cosines and sines, each [batch, 1, length, rotary_dim], of positions [batch, length]."""
+    steps = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * config.rope_theta ** (-steps / config.rotary_dim)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [batch, heads, length, head_dim], halves paired."""
+    """Rotary embedding of [batch, heads, length, rotary_dim], halves paired."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 

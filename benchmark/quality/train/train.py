@@ -38,6 +38,7 @@ from benchmark.quality.train.batches import (
     to_device,
 )
 from benchmark.quality.train.curriculum import COPY, LONG_COPIES, SHORT_COPIES, STAGES, Progress
+from benchmark.quality.train.hybrid import Hybrid, HybridConfig
 from benchmark.quality.train.model import Attention, Llama, ModelConfig
 from benchmark.quality.train.muon import Muon
 from torch import Tensor
@@ -60,6 +61,7 @@ class Size:
 
 SIZES = {
     "1m": Size(ModelConfig(len(WORDS)), num_steps=4000, prompt_factor=1),
+    "hybrid-1m": Size(HybridConfig(len(WORDS)), num_steps=3000, prompt_factor=1),
     # For a GPU; never run where these models were made.
     "15m": Size(
         ModelConfig(len(WORDS), hidden_size=320, num_layers=12, num_heads=10, num_kv_heads=5, mlp_size=864),
@@ -75,14 +77,15 @@ class Trainer:
     def __init__(self, size: Size, seed: int, device: str = "cpu") -> None:
         check_seed(seed)
         self.size, self.seed, self.device = size, seed, device
-        self.model = Llama(size.model, torch.Generator().manual_seed(seed)).to(device)
-        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
+        kind = Hybrid if isinstance(size.model, HybridConfig) else Llama
+        self.model = kind(size.model, torch.Generator().manual_seed(seed)).to(device)
+        matrices = [p for name, p in self.model.named_parameters() if _is_matrix(name, p)]
+        others = [p for name, p in self.model.named_parameters() if not _is_matrix(name, p)]
         self.optimizers = (
             Muon(matrices, lr=size.muon_lr),
             torch.optim.AdamW(others, lr=size.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
         )
-        self._looking_layer().keep_rotated = True
+        self._looking_layer().keep_seen = True
         self.progress = Progress()
 
     @property
@@ -125,13 +128,19 @@ class Trainer:
     def _with_hints(self, loss: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
         """Adds what a role stands for, and where questions about subjects and travellers find their answers."""
         stage = STAGES[self.progress.stage]
-        if batch.orders is not None and stage.order_weight:
+        # A hybrid said the first place and never the second one, until it was told where to look from the start; and
+        # its looking layer is the last one, behind which nothing leaves out the places that were said.
+        is_hybrid = isinstance(self.model, Hybrid)
+        order_weight = max(stage.order_weight, 0.5 if is_hybrid else 0.0)
+        if batch.orders is not None and order_weight:
             ordered = batch.orders.sum(-1) > 0
             scores = self._looking_layer().first_head_logits(batch.layout)[ordered]
-            shares = F.log_softmax(scores, dim=-1)[:, : batch.orders.shape[-1]]
+            shares, wanted = F.log_softmax(scores, dim=-1)[:, : batch.orders.shape[-1]], batch.orders[ordered]
+            if is_hybrid:
+                said = batch.ids[ordered.nonzero()[:, 0], : batch.orders.shape[-1]] != batch.targets[ordered][:, None]
+                wanted = (wanted > 0).float().masked_fill(said, 0.0)
             # -inf where a question does not look, times a share of 0
-            shares = shares.masked_fill(batch.orders[ordered] == 0, 0.0)
-            loss = loss - stage.order_weight * (batch.orders[ordered] * shares).sum(-1).mean()
+            loss = loss - order_weight * (wanted * shares.masked_fill(wanted == 0, 0.0)).sum(-1).mean()
         if batch.hints is None or batch.looks is None or stage.hint_weight == 0:
             return loss
         hinted = batch.hints != IGNORED
@@ -142,7 +151,8 @@ class Trainer:
         return loss + stage.hint_weight * (meaning + F.cross_entropy(scores, batch.looks[looking]))
 
     def _looking_layer(self) -> Attention:
-        return self.model.model.layers[self.size.model.num_layers // 2].self_attn
+        last = -1 if isinstance(self.model, Hybrid) else self.size.model.num_layers // 2
+        return self.model.model.layers[last].self_attn
 
     def _batch(self) -> Batch:
         progress, stage = self.progress, STAGES[self.progress.stage]
@@ -188,6 +198,11 @@ class Trainer:
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
         self.progress = Progress(**state["progress"])
+
+
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether Muon trains it; not the embedding, nor what gives each head one number."""
+    return weight.ndim == 2 and not any(part in name for part in ("embed", "in_proj_a", "in_proj_b"))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -117,7 +117,7 @@ def test_questions_about_clothes_are_told_where_to_look():
         assert batch.ids[row, batch.looks[row, place]] == batch.targets[row, place]
     model = random_model()
     attention = model.model.layers[1].self_attn
-    attention.keep_rotated = True
+    attention.keep_seen = True
     model(batch.ids, batch.layout)
     scores = attention.first_head_logits(batch.layout)
     assert scores.shape == batch.layout.question_mask[:, 0].shape
