@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from sglang_plain_cpu import patches
 
 BLOCK = 64
-"""Tokens that one step of `delta_rule` takes together; SGLang keeps states at multiples of it."""
+"""Tokens that one step of `delta_rule` takes together; `extend` returns a state at each multiple, as SGLang expects."""
 
 
 def use_states(make: Callable[..., Any], runner: Any, full_attention: Any) -> Any:
@@ -30,6 +30,8 @@ def use_states(make: Callable[..., Any], runner: Any, full_attention: Any) -> An
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
 
     if hybrid_gdn_config(runner.model_config) is not None:
+        if not runner.spec_algorithm.is_none():
+            raise ValueError("speculative decoding of a model with states needs a GPU; leave its flags out on a CPU.")
         patches.apply("states")
     return make(runner, full_attention)
 
@@ -45,7 +47,7 @@ def delta_rule(
         q, k: `[batch, heads, length, key size]`, of length 1
         v: `[batch, heads, length, value size]`
         g, beta: `[batch, heads, length]`; g <= 0 is the logarithm of the decay
-        state: `[batch, heads, key size, value size]`, which is how this function has states
+        state: `[batch, heads, key size, value size]`, transposed against the pools
 
     Within a block the corrections v_i - S^T k_i depend on each other by a triangular system (2412.06464, section 3.3):
     (I + L) u = beta (v - exp(c) k S), where c sums g and L_ij = beta_i exp(c_i - c_j) k_i k_j below the diagonal.
@@ -76,11 +78,11 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def gates(
-    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, *_args: Any
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g and beta, `[1, tokens, heads]` fp32, of the projections `a` and `b` `[tokens, heads]`."""
+    """g and beta, `[1, tokens, heads]` fp32, of the projections `a` and `b` `[tokens, heads]`; beta as exact as `b`."""
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return g[None], b.float().sigmoid()[None]
+    return g[None], b.float().sigmoid().to(b.dtype).float()[None]
 
 
 def extend(
@@ -100,7 +102,7 @@ def extend(
 
     Args:
         q, k: `[1, tokens, key heads, key size]`; `v` `[1, tokens, value heads, value size]`
-        cu_seqlens: `[sequences + 1]`, where each begins
+        cu_seqlens: `[sequences + 1]`, where each begins, and where the last ends
 
     Returns:
         Outputs `[1, tokens, value heads, value size]`, nothing, and the states at the beginning of each block of each
@@ -115,13 +117,19 @@ def extend(
         if end == start:
             continue
         part = (slice(None), slice(None), slice(start, end))
-        state = initial_state[max(slot, 0)].to(torch.float32, copy=True).mT[None]  # the slot is written below
+        state = _copy_of(initial_state, slot)
         found, state, blocks = delta_rule(q[part], k[part], values[part], g[part], beta[part], state)
         out[:, start:end] = found.transpose(1, 2).to(out.dtype)
         begins += [block[0].mT for block in blocks]
         if inplace_update and slot >= 0:
             initial_state[slot] = state[0].mT.to(initial_state.dtype)
     return out, None, torch.stack(begins)[None].to(v.dtype)
+
+
+def _copy_of(pool: torch.Tensor, slot: int) -> torch.Tensor:
+    """The state in a slot as `delta_rule` has it, fp32; zeros where there is no slot."""
+    state = pool[max(slot, 0)].to(torch.float32, copy=True)
+    return (state if slot >= 0 else state.zero_()).mT[None]
 
 
 def decode(
@@ -184,7 +192,8 @@ def convolve(
             continue
         before = conv_states[slot] if continues else torch.zeros_like(conv_states[slot])
         window = torch.cat([before.to(x.dtype), x[:, part]], dim=1)
-        out[:, part] = F.silu(F.conv1d(window[None], weight[:, None], bias, groups=len(weight))[0])
+        found = F.conv1d(window[None].float(), weight[:, None].float(), _float(bias), groups=len(weight))[0]
+        out[:, part] = F.silu(found).to(x.dtype)
         conv_states[slot] = window[:, -conv_states.shape[2] :]
     return out
 
@@ -199,19 +208,17 @@ def convolve_step(
     conv_state_indices: torch.Tensor,
     **_flags: Any,
 ) -> torch.Tensor:
-    """The same for one token of each sequence, `[batch, channels]`.
-
-    Raises:
-        NotImplementedError: several tokens of a sequence, as speculative decoding verifies them.
-    """
-    if x.dim() != 2:
-        raise NotImplementedError("speculative decoding of models with states needs a GPU; leave it out on a CPU.")
+    """The same for one token of each sequence, `[batch, channels]`."""
     slots = conv_state_indices.long()
-    window = torch.cat([conv_state[slots.clamp(min=0)], x[:, :, None].to(conv_state.dtype)], dim=2)
+    window = torch.cat([conv_state[slots.clamp(min=0)].to(x.dtype), x[:, :, None]], dim=2)
     used = slots >= 0
-    conv_state[slots[used]] = window[used][:, :, 1:]
+    conv_state[slots[used]] = window[used][:, :, 1:].to(conv_state.dtype)
     found = (window.float() * weight.float()).sum(2)
     return F.silu(found if bias is None else found + bias.float()).to(x.dtype)
+
+
+def _float(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.float()
 
 
 def keep_states(
@@ -292,30 +299,5 @@ def split_projections(
 
 def sigmoid_gated(attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """`attn_output * sigmoid(gate)`; the gate may come by head."""
-    gated = attn_output * gate.float().sigmoid().to(attn_output.dtype).reshape(attn_output.shape)
+    gated = (attn_output.float() * gate.float().sigmoid().reshape(attn_output.shape)).to(attn_output.dtype)
     return attn_output.copy_(gated) if inplace else gated
-
-
-def normed_qk(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norms of all heads, `[rows, head_dim]`; the weights are what is added to 1."""
-    return _norm_of_heads(q, q_weight, eps, head_dim), _norm_of_heads(k, k_weight, eps, head_dim)
-
-
-def normed_qk_and_gate(
-    q_gate: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    head_dim: int,
-    num_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of queries beside which their gates stand, head by head; and the gates."""
-    q, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).chunk(2, dim=-1)
-    return *normed_qk(q, k, q_weight, k_weight, eps, head_dim), gate.reshape(-1, head_dim).contiguous()
-
-
-def _norm_of_heads(x: torch.Tensor, weight: torch.Tensor, eps: float, head_dim: int) -> torch.Tensor:
-    return F.rms_norm(x.reshape(-1, head_dim).float(), (head_dim,), 1.0 + weight.float(), eps).to(x.dtype)

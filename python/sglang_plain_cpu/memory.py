@@ -1,7 +1,7 @@
-"""How much of a machine's memory the KV pool may take. Plain numbers in, plain numbers out.
+"""How much of a machine's memory the pools of KV and of states may take. Plain numbers in, plain numbers out.
 
 - `free_ram_bytes()` and `total_ram_bytes()` ask the machine, container limits included.
-- `pool_token_limit(...)` turns free memory into a number of tokens.
+- `pool_token_limit(...)` turns free memory into a number of tokens, `state_limit(...)` into a number of states.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ POOL_FRACTION = 0.25
 # A tiny model would get millions of slots. SGLang copies its list of free slots when a request ends, so slots that no
 # prompt will ever use cost time: 4 MB are copied at this limit.
 MAX_POOL_TOKENS = 1 << 19
+STATE_FRACTION = 0.125
+"""Part of the free memory for states, of models that have layers which keep one."""
+NUM_STATES = (16, 512)
+"""States at least and at most; a running request holds up to three of them, the radix cache the others."""
 
 # (limit, usage) files of control groups, version 2 and 1.
 CGROUP_MEMORY_FILES = (
@@ -51,6 +55,17 @@ def pool_token_limit(
     by_memory = int(free_bytes * POOL_FRACTION) // (token_bytes * num_processes)
     tokens = min(by_memory, max(MAX_POOL_TOKENS, min_tokens))
     return max(page_size, tokens // page_size * page_size)
+
+
+def state_limit(*, free_bytes: int, state_bytes: int, num_processes: int) -> int:
+    """States per process so that all pools together take at most `STATE_FRACTION` of `free_bytes`, within `NUM_STATES`.
+
+    Args:
+        state_bytes: one state over all layers, as one process stores it.
+        num_processes: as of `pool_token_limit`.
+    """
+    fewest, most = NUM_STATES
+    return max(fewest, min(most, int(free_bytes * STATE_FRACTION) // (state_bytes * num_processes)))
 
 
 def _cgroup_memory() -> list[tuple[int, int]]:

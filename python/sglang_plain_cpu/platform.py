@@ -4,7 +4,8 @@
 - device `cpu`, attention `torch_native`, sampling `pytorch`, no compilation, no graphs;
 - a float32 checkpoint stays float32;
 - one KV pool for layers with a window and without;
-- a KV pool of at most a quarter of the free memory (`memory`);
+- a KV pool of at most a quarter of the free memory, and a pool of states of an eighth (`memory`);
+- what stands in front of a convolution is kept in the model's dtype;
 - CPUs per rank (`threads`);
 - operations that SGLang has for accelerators only (`patches`).
 A flag or an environment variable of the user wins over each of them.
@@ -30,6 +31,8 @@ from sglang_plain_cpu.compiler import switch_compiler_on
 # lower bound in tokens; SGLang applies the smaller one.
 STATIC_MEMORY_FRACTION = 0.9
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
+CONVOLUTION_VARIABLE = "SGLANG_MAMBA_CONV_DTYPE"
+_convolutions: dict[str, str] = {}  # what an earlier engine of this process set the variable to
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -142,8 +145,14 @@ def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
         # SGLang would halve it, which on a CPU is slower and less exact.
         dtype = torch.float32
         chosen["dtype"] = "float32"
-    # SGLang keeps what stands in front of a convolution in bf16, whatever the model computes in.
-    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", str(dtype).removeprefix("torch."))
+    if (states := _config_of_states(model_config)) is not None:
+        _keep_convolutions_in(dtype)
+        if cfg.max_mamba_cache_size is None:
+            chosen["max_mamba_cache_size"] = memory.state_limit(
+                free_bytes=memory.free_ram_bytes(),
+                state_bytes=_state_bytes(states, dtype, cfg.tp_size),
+                num_processes=_num_processes(cfg),
+            )
     if cfg.mem_fraction_static is None:
         chosen["mem_fraction_static"] = STATIC_MEMORY_FRACTION
         if cfg.max_total_tokens is None:
@@ -162,10 +171,35 @@ def _is_float32_checkpoint(model_config: Any) -> bool:
     return model_config.quantization is None and stored in (None, "float32", torch.float32)
 
 
+def _keep_convolutions_in(dtype: torch.dtype) -> None:
+    """Tells SGLang, which has bf16 whatever the model computes in, unless the user did."""
+    if os.environ.get(CONVOLUTION_VARIABLE, "") == _convolutions.get("dtype", ""):
+        _convolutions["dtype"] = os.environ[CONVOLUTION_VARIABLE] = str(dtype).removeprefix("torch.")
+
+
 def _token_bytes(model_config: Any, dtype: torch.dtype, tp_size: int) -> int:
     """K and V of one token in one rank over all layers. A smaller KV dtype only makes the pool smaller than allowed."""
     width = model_config.get_num_kv_heads(tp_size) * (model_config.head_dim + model_config.v_head_dim)
-    return int(width * model_config.num_hidden_layers * dtype.itemsize)
+    states = _config_of_states(model_config)
+    num_layers = model_config.num_hidden_layers if states is None else len(states.full_attention_layer_ids)
+    return int(width * num_layers * dtype.itemsize)
+
+
+def _config_of_states(model_config: Any) -> Any:
+    """The configuration of a model with layers of the gated delta rule; None for others."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    config = hybrid_gdn_config(model_config)
+    return config if hasattr(config, "linear_num_value_heads") else None
+
+
+def _state_bytes(config: Any, dtype: torch.dtype, tp_size: int) -> int:
+    """One state in one rank over all layers: fp32 matrices, and what stands in front of convolutions."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    matrices = values * config.linear_key_head_dim * torch.float32.itemsize
+    rows = (2 * keys + values) * (config.linear_conv_kernel_dim - 1) * dtype.itemsize
+    return int((matrices + rows) // tp_size * len(config.linear_layer_ids))
 
 
 def _num_processes(cfg: Any) -> int:

@@ -37,6 +37,11 @@ def test_a_long_context_raises_the_limit_but_not_the_memory_bound():
     assert limit(min_tokens=1 << 20) == 4 * GIB // (128 * 1024)
 
 
+@pytest.mark.parametrize(("state_bytes", "expected"), [(1 << 20, 512), (16 << 20, 64), (1 << 30, 16)])
+def test_states_take_an_eighth_within_their_bounds(state_bytes: int, expected: int):
+    assert memory.state_limit(free_bytes=16 * GIB, state_bytes=state_bytes, num_processes=2) == expected
+
+
 def test_one_page_at_least():
     assert limit(free_bytes=0, page_size=16) == 16
 
