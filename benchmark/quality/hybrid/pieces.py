@@ -84,7 +84,7 @@ class Stored:
 
 
 def _carried(mixed: Mixed, inputs: Tensor, skip: int) -> Carried:
-    rest = Mixed(*(x[:, :, skip:] for x in (mixed.q, mixed.k, mixed.v, mixed.g, mixed.beta)))
+    rest = mixed.part(skip, mixed.g.shape[2])
     heads, size = rest.k.shape[1], rest.k.shape[3]
     _, adds = rest.run(torch.zeros(1, heads, size, rest.v.shape[3]))
     _, turn = replace(rest, v=torch.zeros_like(rest.k)).run(torch.eye(size).expand(1, heads, -1, -1))
@@ -175,29 +175,28 @@ class Prompt:
         start, outs, convolved = 0, [], []
         for part in self.parts:
             if isinstance(part, Reused):
-                kept = part.layers[index]
-                state = kept.turn @ state + kept.adds
-                tail = torch.cat([tail, kept.tail[None]], dim=1)[:, -layer.tail :]
-                continue
-            rows = slice(start, start + len(part.ids))
-            start = rows.stop
-            window = torch.cat([tail, inputs[:, rows]], dim=1)
-            convolved.append(layer.convolved(window))
-            out, state = layer.mixed(x[:, rows], convolved[-1]).run(state)
-            tail = window[:, -layer.tail :]
-            outs.append(out)
-        self.mixed[index] = layer.mixed(x, torch.cat(convolved, dim=1))
-        self.inputs[index] = inputs[0]
+                tail = torch.cat([tail, part.layers[index].tail[None]], dim=1)[:, -layer.tail :]
+            else:
+                window = torch.cat([tail, inputs[:, start : start + len(part.ids)]], dim=1)
+                start += len(part.ids)
+                convolved.append(layer.convolved(window))
+                tail = window[:, -layer.tail :]
+        self.inputs[index], self.mixed[index] = inputs[0], layer.mixed(x, torch.cat(convolved, dim=1))
+        start = 0
+        for part in self.parts:
+            if isinstance(part, Reused):
+                state = part.layers[index].turn @ state + part.layers[index].adds
+            else:
+                out, state = self.mixed[index].part(start, start + len(part.ids)).run(state)
+                start += len(part.ids)
+                outs.append(out)
         return torch.cat(outs, dim=2)
 
     def stored(self, first: int, size: int, system: int = 0) -> Stored:
         """The tokens `first` to `first + size` of a prompt that is one run and begins with `system` shared tokens."""
         rows = slice(first, first + size)
         outside = [share[rows, system:first].sum(-1).mean().item() for share in self.shares]
-        mixed = {
-            index: Mixed(*(x[:, :, rows] for x in (kept.q, kept.k, kept.v, kept.g, kept.beta)))
-            for index, kept in self.mixed.items()
-        }
+        mixed = {index: kept.part(rows.start, rows.stop) for index, kept in self.mixed.items()}
         seen = {index: Seen(kept.k[:, rows], kept.v[:, rows]) for index, kept in self.seen.items()}
         return Stored(mixed, {index: kept[rows] for index, kept in self.inputs.items()}, seen, size, sum(outside))
 

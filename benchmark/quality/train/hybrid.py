@@ -49,6 +49,10 @@ class Mixed:
     g: Tensor
     beta: Tensor
 
+    def part(self, start: int, end: int) -> Mixed:
+        """The tokens from `start` to `end`."""
+        return Mixed(*(x[:, :, start:end] for x in (self.q, self.k, self.v, self.g, self.beta)))
+
     def rows(self, index: Tensor) -> Mixed:
         """The tokens `index` [batch, blocks, length] of each sample, -1 for none: [batch * blocks, heads, ...]."""
         batch, blocks, length = index.shape

@@ -1,4 +1,4 @@
-"""Trains a small Llama on synthetic notes, from scratch, on one CPU core (or a GPU).
+"""Trains a small Llama or hybrid on synthetic notes, from scratch, on one CPU core (or a GPU).
 
     OMP_NUM_THREADS=1 python benchmark/quality/train/train.py --seed 0 --out FOLDER [--resume]
 
@@ -128,8 +128,8 @@ class Trainer:
     def _with_hints(self, loss: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
         """Adds what a role stands for, and where questions about subjects and travellers find their answers."""
         stage = STAGES[self.progress.stage]
-        # A hybrid said the first place and never the second one, until it was told where to look from the start; and
-        # its looking layer is the last one, behind which nothing leaves out the places that were said.
+        # Without this loss from the start, a hybrid learnt the first place and never the second one. Its looking layer
+        # is the last, so no later layer can leave out the places that were said: it looks at the next one only.
         is_hybrid = isinstance(self.model, Hybrid)
         order_weight = max(stage.order_weight, 0.5 if is_hybrid else 0.0)
         if batch.orders is not None and order_weight:
@@ -137,8 +137,10 @@ class Trainer:
             scores = self._looking_layer().first_head_logits(batch.layout)[ordered]
             shares, wanted = F.log_softmax(scores, dim=-1)[:, : batch.orders.shape[-1]], batch.orders[ordered]
             if is_hybrid:
-                said = batch.ids[ordered.nonzero()[:, 0], : batch.orders.shape[-1]] != batch.targets[ordered][:, None]
-                wanted = (wanted > 0).float().masked_fill(said, 0.0)
+                is_next = (
+                    batch.ids[ordered.nonzero()[:, 0], : batch.orders.shape[-1]] == batch.targets[ordered][:, None]
+                )
+                wanted = ((wanted > 0) & is_next).float()
             # -inf where a question does not look, times a share of 0
             loss = loss - order_weight * (wanted * shares.masked_fill(wanted == 0, 0.0)).sum(-1).mean()
         if batch.hints is None or batch.looks is None or stage.hint_weight == 0:
