@@ -109,7 +109,7 @@ def find_models(paths: Sequence[str] | None) -> dict[str, str]:
     Raises:
         DataError: there is none, or two have one name.
     """
-    paths = paths or sorted(str(path) for path in MODELS_DIR.glob("*-seed*") if path.is_dir())
+    paths = paths or sorted(str(path) for path in MODELS_DIR.glob("qa-1m-seed*") if path.is_dir())
     if not paths:
         raise DataError(f"--model: no trained model in {os.path.relpath(MODELS_DIR)}; give the path of one.")
     models = {Path(path).name: path for path in paths}

@@ -253,11 +253,14 @@ def run_page(args: argparse.Namespace) -> None:
         for name, answers in (("Hybrid", hybrid), ("Transformer", llama)):
             page += ["", f"## {name}, {shape} passages", "", *table(answers, shape)]
     page += ["", "## What a piece leaves of the state before it", ""]
-    page += [f"||A||_2 of pieces behind a seam of {RULE_SEAM}, stored alone, over layers, heads and passages:", ""]
+    page += [
+        f"The spectral norm of A, behind a seam of {RULE_SEAM}, stored alone, over layers, heads and passages:",
+        "",
+    ]
     marks = (0.05, 0.25, 0.5, 0.75, 0.95)
     page += markdown_table(
         ["quantile", *(f"{mark:.0%}" for mark in marks)],
-        [["||A||_2", *(f"{value:.3f}" for value in np.quantile(norms, marks))]],
+        [["norm", *(f"{value:.3f}" for value in np.quantile(norms, marks))]],
     )
     page += ["", *run_markdown(runs[0])]
     page += [f"- {run['weights']}: {run['command']}, {run['hours']:.2f} hours" for run in runs]
