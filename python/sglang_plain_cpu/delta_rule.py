@@ -26,7 +26,11 @@ BLOCK = 64
 
 
 def use_states(make: Callable[..., Any], runner: Any, full_attention: Any) -> Any:
-    """Wraps SGLang's choice of the attention backend: puts the functions below in place where a model has states."""
+    """Wraps SGLang's choice of the attention backend: puts the functions below in place where a model has states.
+
+    Raises:
+        ValueError: the server speculates, which needs kernels that are not replaced here.
+    """
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
 
     if hybrid_gdn_config(runner.model_config) is not None:

@@ -11,7 +11,7 @@ its seam). What a piece was computed behind is another context, so its numbers a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ class Stored:
 
 
 def _carried(mixed: Mixed, inputs: Tensor, skip: int) -> Carried:
-    rest = mixed.part(skip, mixed.g.shape[2])
+    rest = mixed.part(slice(skip, None))
     heads, size = rest.k.shape[1], rest.k.shape[3]
     _, adds = rest.run(torch.zeros(1, heads, size, rest.v.shape[3]))
     _, turn = replace(rest, v=torch.zeros_like(rest.k)).run(torch.eye(size).expand(1, heads, -1, -1))
@@ -96,8 +96,8 @@ def mean_of(pieces: Sequence[list[Layer]]) -> list[Layer]:
     means: list[Layer] = []
     for layers in zip(*pieces, strict=True):
         kind = type(layers[0])
-        names = layers[0].__dataclass_fields__
-        means.append(kind(*(torch.stack([getattr(layer, name) for layer in layers]).mean(0) for name in names)))
+        every = ([getattr(layer, field.name) for layer in layers] for field in fields(kind))
+        means.append(kind(*(torch.stack(values).mean(0) for values in every)))
     return means
 
 
@@ -106,6 +106,10 @@ class Run:
     """Tokens that are computed."""
 
     ids: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -126,18 +130,21 @@ class Prompt:
     """
 
     def __init__(self, model: Hybrid | Llama, parts: Sequence[Part], *, watches: bool = False) -> None:
-        self.model, self.parts, self.watches = model, parts, watches
+        self.model, self.watches = model, watches
+        self.places_of: list[tuple[Part, slice]] = []
+        """Each part with its tokens: of a run among the computed ones, of a piece in the prompt."""
         self.shares: list[Tensor] = []
         self.mixed: dict[int, Mixed] = {}
         self.inputs: dict[int, Tensor] = {}
         self.seen: dict[int, Seen] = {}
         places, start = [], 0
         for part in parts:
-            size = len(part.ids) if isinstance(part, Run) else part.size
+            before = len(places) if isinstance(part, Run) else start
+            self.places_of.append((part, slice(before, before + part.size)))
             if isinstance(part, Run):
-                places.append(torch.arange(start, start + size))
-            start += size
-        self.places, self.size = torch.cat(places), start
+                places += range(start, start + part.size)
+            start += part.size
+        self.places, self.size = torch.tensor(places), start
         self.cos, self.sin = rotary_table(torch.arange(start)[None], model.config)
         self.mask = (torch.arange(start) <= self.places[:, None])[None, None]
         ids = torch.tensor([token for part in parts if isinstance(part, Run) for token in part.ids])
@@ -155,13 +162,9 @@ class Prompt:
         self.seen[index] = Seen(k[0], v[0])
         all_k, all_v = (part.new_empty(1, part.shape[1], self.size, part.shape[3]) for part in (k, v))
         all_k[:, :, self.places], all_v[:, :, self.places] = k, v
-        start = 0
-        for part in self.parts:
-            size = len(part.ids) if isinstance(part, Run) else part.size
+        for part, places in self.places_of:
             if isinstance(part, Reused):
-                kept = part.layers[index]
-                all_k[0, :, start : start + size], all_v[0, :, start : start + size] = kept.k, kept.v
-            start += size
+                all_k[0, :, places], all_v[0, :, places] = part.layers[index].k, part.layers[index].v
         q = layer.rotated(q, self.cos[:, :, self.places], self.sin[:, :, self.places])
         all_k = layer.rotated(all_k, self.cos, self.sin)
         if self.watches:
@@ -172,23 +175,19 @@ class Prompt:
     def _states(self, index: int, layer: StateLayer, x: Tensor) -> Tensor:
         inputs = layer.in_proj_qkv(x)
         state, tail = layer.empty_state(1), inputs.new_zeros(1, layer.tail, inputs.shape[2])
-        start, outs, convolved = 0, [], []
-        for part in self.parts:
-            if isinstance(part, Reused):
-                tail = torch.cat([tail, part.layers[index].tail[None]], dim=1)[:, -layer.tail :]
-            else:
-                window = torch.cat([tail, inputs[:, start : start + len(part.ids)]], dim=1)
-                start += len(part.ids)
+        outs, convolved = [], []
+        for part, rows in self.places_of:
+            new = part.layers[index].tail[None] if isinstance(part, Reused) else inputs[:, rows]
+            window = torch.cat([tail, new], dim=1)
+            if isinstance(part, Run):
                 convolved.append(layer.convolved(window))
-                tail = window[:, -layer.tail :]
+            tail = window[:, -layer.tail :]
         self.inputs[index], self.mixed[index] = inputs[0], layer.mixed(x, torch.cat(convolved, dim=1))
-        start = 0
-        for part in self.parts:
+        for part, rows in self.places_of:
             if isinstance(part, Reused):
                 state = part.layers[index].turn @ state + part.layers[index].adds
             else:
-                out, state = self.mixed[index].part(start, start + len(part.ids)).run(state)
-                start += len(part.ids)
+                out, state = self.mixed[index].part(rows).run(state)
                 outs.append(out)
         return torch.cat(outs, dim=2)
 
@@ -196,7 +195,7 @@ class Prompt:
         """The tokens `first` to `first + size` of a prompt that is one run and begins with `system` shared tokens."""
         rows = slice(first, first + size)
         outside = [share[rows, system:first].sum(-1).mean().item() for share in self.shares]
-        mixed = {index: kept.part(rows.start, rows.stop) for index, kept in self.mixed.items()}
+        mixed = {index: kept.part(rows) for index, kept in self.mixed.items()}
         seen = {index: Seen(kept.k[:, rows], kept.v[:, rows]) for index, kept in self.seen.items()}
         return Stored(mixed, {index: kept[rows] for index, kept in self.inputs.items()}, seen, size, sum(outside))
 

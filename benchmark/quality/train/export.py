@@ -23,7 +23,7 @@ from benchmark.quality.synthetic.notes import FAMILIES
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from benchmark.quality.synthetic.vocabulary import BOS, EOS, ID_OF, PAD, UNKNOWN
 from benchmark.quality.train.evaluate import MODES, exact_match
-from benchmark.quality.train.hybrid import Hybrid, HybridConfig
+from benchmark.quality.train.hybrid import Hybrid, HybridConfig, make_model
 from benchmark.quality.train.model import Llama, ModelConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -146,8 +146,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def read_model(folder: Path, config: ModelConfig) -> Llama | Hybrid:
     """The weights of an exported folder, in fp32."""
-    kind = Hybrid if isinstance(config, HybridConfig) else Llama
-    model = kind(config, torch.Generator().manual_seed(0))
+    model = make_model(config, torch.Generator().manual_seed(0))
     model.load_state_dict({name: weight.float() for name, weight in load_file(folder / WEIGHTS_FILE).items()})
     return model.eval()
 

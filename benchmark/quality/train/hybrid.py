@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from benchmark.quality.train.model import MLP, Attention, Layout, ModelConfig, rotary_table, rotate
+from benchmark.quality.train.model import MLP, Attention, Layout, Llama, ModelConfig, RMSNorm, rotary_table, rotate
 from torch import Tensor, nn
 
 from sglang_plain_cpu.delta_rule import delta_rule, unit
@@ -49,9 +49,9 @@ class Mixed:
     g: Tensor
     beta: Tensor
 
-    def part(self, start: int, end: int) -> Mixed:
-        """The tokens from `start` to `end`."""
-        return Mixed(*(x[:, :, start:end] for x in (self.q, self.k, self.v, self.g, self.beta)))
+    def part(self, rows: slice) -> Mixed:
+        """Some tokens side by side."""
+        return Mixed(*(x[:, :, rows] for x in (self.q, self.k, self.v, self.g, self.beta)))
 
     def rows(self, index: Tensor) -> Mixed:
         """The tokens `index` [batch, blocks, length] of each sample, -1 for none: [batch * blocks, heads, ...]."""
@@ -86,14 +86,9 @@ class ZeroNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), 1.0 + self.weight, self.eps)
 
 
-class GatedNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
+class GatedNorm(RMSNorm):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(gate)
+        return super().forward(x) * F.silu(gate)
 
 
 class StateLayer(nn.Module):
@@ -294,6 +289,11 @@ class Hybrid(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocab_size] of [..., hidden_size], with the embedding as output matrix."""
         return F.linear(hidden, self.model.embed_tokens.weight)
+
+
+def make_model(config: ModelConfig, generator: torch.Generator) -> Llama | Hybrid:
+    """A fresh model of the kind that a configuration is of."""
+    return Hybrid(config, generator) if isinstance(config, HybridConfig) else Llama(config, generator)
 
 
 @torch.no_grad()

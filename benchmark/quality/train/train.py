@@ -38,8 +38,8 @@ from benchmark.quality.train.batches import (
     to_device,
 )
 from benchmark.quality.train.curriculum import COPY, LONG_COPIES, SHORT_COPIES, STAGES, Progress
-from benchmark.quality.train.hybrid import Hybrid, HybridConfig
-from benchmark.quality.train.model import Attention, Llama, ModelConfig
+from benchmark.quality.train.hybrid import Hybrid, HybridConfig, make_model
+from benchmark.quality.train.model import Attention, ModelConfig
 from benchmark.quality.train.muon import Muon
 from torch import Tensor
 
@@ -77,8 +77,7 @@ class Trainer:
     def __init__(self, size: Size, seed: int, device: str = "cpu") -> None:
         check_seed(seed)
         self.size, self.seed, self.device = size, seed, device
-        kind = Hybrid if isinstance(size.model, HybridConfig) else Llama
-        self.model = kind(size.model, torch.Generator().manual_seed(seed)).to(device)
+        self.model = make_model(size.model, torch.Generator().manual_seed(seed)).to(device)
         matrices = [p for name, p in self.model.named_parameters() if _is_matrix(name, p)]
         others = [p for name, p in self.model.named_parameters() if not _is_matrix(name, p)]
         self.optimizers = (

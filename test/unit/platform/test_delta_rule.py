@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang_plain_cpu.delta_rule import BLOCK, convolve, convolve_step, decode, delta_rule, extend, keep_states, unit
+from sglang_plain_cpu.delta_rule import (
+    BLOCK,
+    convolve,
+    convolve_step,
+    decode,
+    delta_rule,
+    extend,
+    keep_states,
+    unit,
+    use_states,
+)
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 SEQUENCES = (70, 1, 0, 130)
@@ -147,3 +159,12 @@ def test_states_are_kept_in_other_slots(layers: tuple[int, ...]) -> None:
     slots = [0, 1, 2, 3, 1, 5]
     for kept, before in zip(pools, (conv, states), strict=True):
         assert torch.equal(kept, before.index_select(len(layers), torch.tensor(slots)))
+
+
+def test_speculation_is_refused_where_a_model_has_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.hybrid_gdn_config", lambda config: config)
+    runner = SimpleNamespace(model_config="hybrid", spec_algorithm=SimpleNamespace(is_none=lambda: False))
+    with pytest.raises(ValueError, match="leave its flags out on a CPU"):
+        use_states(lambda *_: pytest.fail("made a backend"), runner, None)
+    runner.model_config = None
+    assert use_states(lambda *made: made, runner, "attention") == (runner, "attention")
