@@ -38,6 +38,8 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
         "other_system": (_MEND, "send the same text around the passages, or start the server with system_prompts any"),
         "untrusted": (_MEND, "warm the chunk behind this system prompt, or start the server with trust any"),
+        "cut": (_ASKED, "normal where a prompt begins as another one did, up to within the chunk; it is computed"),
+        "states": (_MEND, "raise state_bytes of the server"),
         "high_cfo": (_MEND, "raise max_cfo of the server"),
         "preparing": (_ASKED, 'the clients ask for it by "mode": "prepare" or "warm"'),
         "target": (_MEND, "loosen --chunk-cache-target, or choose another method; stats of the gate say what it sees"),

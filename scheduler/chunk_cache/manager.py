@@ -130,6 +130,7 @@ class ChunkManager:
         capacity: tokens that the store holds; None = any number.
         max_unknown_rows, step_len: as in `make_plan`.
         words: of the model's tokenizer.
+        has_states: as in `make_plan`.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class ChunkManager:
         max_unknown_rows: int | None = None,
         step_len: int | None = None,
         words: QuestionWords | None = None,
+        has_states: bool = False,
     ) -> None:
         self.config = config
         self.store = store
@@ -160,6 +162,7 @@ class ChunkManager:
         self._page_size = page_size
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
         self._words = words or QuestionWords()
+        self._has_states = has_states
         self._max_derived = math.inf if capacity is None else MAX_DERIVED_SHARE * capacity
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
@@ -324,6 +327,8 @@ class ChunkManager:
             limit_reason=limit_reason,
             max_unknown_rows=self._max_unknown_rows,
             step_len=self._step_len,
+            seam_len=self.config.seam_len,
+            has_states=self._has_states,
         )
         if no_load is not None:
             memo.plan = replan_without_load(memo.plan, no_load)
@@ -442,7 +447,7 @@ class ChunkManager:
             covered_len = min(end, in_tree) - start
             if exceeds_share:
                 yield Forgo(i, "partition_share")
-            elif 2 * covered_len >= end - start:
+            elif covered_len == end - start or (2 * covered_len >= end - start and not self._has_states):
                 # A path that holds a part of the chunk may hold no more of it than is stored already.
                 if covered_len == end - start or self._stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
@@ -460,7 +465,8 @@ class ChunkManager:
             yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
             return
         generation = 0
-        fixes = self.config.remember == "contexts" and plan.num_recomputed > 0
+        # What a chunk does to states is known of one that was computed whole.
+        fixes = self.config.remember == "contexts" and plan.num_recomputed > 0 and not self._has_states
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
                 generation = max(generation, 1 + chunk.generation)

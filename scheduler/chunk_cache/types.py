@@ -36,6 +36,8 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "weights_changed": "What was stored of the chunk was computed with weights that the model has no more.",
         "partition_share": "The chunk was evicted, or not kept, because its partition holds its share of the server.",
         "too_short": "The chunk would bring in fewer tokens than the least worth reusing, after rounding to pages.",
+        "cut": "The model keeps states, which are known behind whole chunks only, and a part of it was to be used.",
+        "states": "What the chunk does to the states of the model is not stored, or has no room (state_bytes).",
         "high_cfo": "So much of the chunk would be recomputed that it is computed instead (max_cfo of the server).",
         "untrusted": "The chunk is stored behind other requests' passages only, and the server trusts what was warmed.",
         "preparing": "The request asked for mode prepare or warm: its last chunk is computed, and kept for any prompt.",

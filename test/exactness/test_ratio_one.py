@@ -15,6 +15,7 @@ from exactness.runner import Config, run_cases
 
 TOLERANCE = 1e-4  # log-probabilities, fp32
 
+STATES = {"layers": 4, "tree_core": "python", "method": "seams", "options": (("seam_len", 8),)}  # beside KV
 RUNS = (("attention", "runs"),)  # of --chunk-cache-config
 # Every pair of values of page size, TP size, chunked prefill, overlap, tree core, messages and attention is in one.
 # Two of them run in `make test-all` alone (`LONG` in test/conftest.py).
@@ -49,6 +50,7 @@ MODELS = [
     Config(kind="gemma3_mm", layers=4, chunked=True),
     Config(kind="gpt_oss", layers=4, page_size=16, chunked=True),  # attention sinks
     Config(kind="qwen3_vl", page_size=16, tp_size=2),
+    Config(kind="qwen3_5", chunked=True, **STATES),
 ]
 MORE_MODELS = [
     Config(rope="linear", options=(("verify_share", 1.0),)),
@@ -85,6 +87,10 @@ MORE_MODELS = [
     Config(kind="kimi_k25", chunked=True, page_size=16),
     Config(kind="kimi_k25", tp_size=2, options=RUNS),
     Config(kind="deepseek_v2", tp_size=2, options=RUNS, server=(("ep_size", 2),)),
+    Config(kind="qwen3_5", tp_size=2, page_size=16, **STATES),
+    Config(kind="qwen3_5", overlap=False, **STATES),
+    Config(kind="qwen3_5", chunked=True, server=(("enable_mixed_chunk", True),), **STATES),
+    Config(kind="qwen3_next", chunked=True, page_size=16, **STATES),
 ]
 MODEL_CASES = ["02_all_hits_in_another_order", "04_miss_between_two_hits", "07_stored_after_partial_reuse"]
 

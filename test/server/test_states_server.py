@@ -1,4 +1,6 @@
-"""Stock SGLang on the CPU serves a hybrid of states and attention (Qwen3.5's class) as our own forward computes it."""
+"""A hybrid of states and attention (Qwen3.5's class) on the CPU: stock SGLang computes it as our own forward does, and
+reused passages are put together as the study does in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from benchmark.quality.hybrid.pieces import Prompt, Reused, Run
 from benchmark.quality.synthetic.vocabulary import WORDS
-from benchmark.quality.train.export import Run, read_model, write_model
+from benchmark.quality.train.export import Run as TrainingRun
+from benchmark.quality.train.export import read_model, write_model
 from benchmark.quality.train.hybrid import Hybrid, HybridConfig
 from benchmark.quality.train.model import Layout
 
@@ -17,6 +21,7 @@ pytestmark = pytest.mark.server
 
 CONFIG = HybridConfig(len(WORDS), hidden_size=64, num_layers=4, full_every=2, num_states=2, state_size=16, mlp_size=96)
 CLOSE = 1e-4
+SEAM_LEN = 8
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +33,21 @@ def folder(tmp_path_factory):
         if weight.ndim >= 2 and "embed" not in name:
             torch.nn.init.normal_(weight, std=1.5 * weight[0].numel() ** -0.5, generator=generator)
     folder = tmp_path_factory.mktemp("hybrid")
-    write_model(Run(CONFIG, 0, 0, 0, model.state_dict()), folder)
+    write_model(TrainingRun(CONFIG, 0, 0, 0, model.state_dict()), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def hybrid(folder):
     with Server(folder, "--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "512") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reusing(folder):
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "128")
+    config = f'{{"seam_len": {SEAM_LEN}}}'
+    with Server(folder, *flags, "--chunk-cache", "--chunk-cache-config", config) as server:
         yield server
 
 
@@ -73,3 +86,79 @@ def test_prompts_chunks_of_prompts_and_continued_prompts(folder, hybrid):
     worst, cached = worst_difference(model, hybrid, longer, 4)
     assert worst < CLOSE
     assert max(cached) >= 256, "SGLang keeps states at multiples of its interval"
+
+
+# Reused passages.
+
+
+def draw(generator, length):
+    return torch.randint(2, len(WORDS), (length,), generator=generator).tolist()
+
+
+def ask(server, system, chunks, question, **options):
+    ids, spans = list(system), []
+    for chunk in chunks:
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    return server.generate([*ids, *question], max_new_tokens=4, logprobs=True, chunk_cache={"spans": spans, **options})
+
+
+def composed(model, system, chunks, stored, reply, question):
+    """Log probabilities of the answer, the passages put together as the reply says that they were."""
+    info, parts = reply["meta_info"]["chunk_cache"], [Run(system)]
+    for chunk, piece, told in zip(chunks, stored, info["chunks"], strict=True):
+        is_reused = told["status"] == "hit" and len(told["recomputed_positions"]) < len(chunk)
+        parts += [Run(chunk[:SEAM_LEN]), Reused(piece, len(chunk) - SEAM_LEN)] if is_reused else [Run(chunk)]
+    answer = reply["output_ids"]
+    with torch.no_grad():
+        prompt = Prompt(model, [*parts, Run([*question, *answer[:-1]])])
+        logits = model.logits(prompt.hidden[0, -len(answer) :]).log_softmax(-1)
+    return sum(isinstance(part, Reused) for part in parts), [
+        float(row[token]) for row, token in zip(logits, answer, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("ratio", "num_reused"), [(0.0, 10), (0.6, 5), (1.0, 0)])
+def test_passages_are_put_together_as_in_the_study(folder, reusing, ratio, num_reused):
+    """One longer than a step, one twice in a prompt; with more than seams whole passages are computed."""
+    reusing.post("/flush_cache", {})
+    model, generator = read_model(folder, CONFIG), torch.Generator().manual_seed(3)
+    system, chunks = draw(generator, 20), [draw(generator, length) for length in (40, 33, 51, 200)]
+    for chunk in chunks:
+        ask(reusing, system, [chunk], draw(generator, 3))
+    with torch.no_grad():
+        stored = [
+            Prompt(model, [Run(system + chunk)]).stored(len(system), len(chunk)).piece(SEAM_LEN) for chunk in chunks
+        ]
+    found = 0
+    for order in ((3, 1, 0, 2), (2, 0, 1), (1, 1, 3), (0, 3)):
+        own, question = [chunks[i] for i in order], draw(generator, 9)
+        reply = ask(reusing, system, own, question, ratio=ratio, explain=True)
+        num, expected = composed(model, system, own, [stored[i] for i in order], reply, question)
+        assert [one for one, *_ in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=CLOSE)
+        assert reply["meta_info"]["chunk_cache"]["method"] == "seams"
+        found += num
+    assert found >= num_reused
+    assert found == 0 or ratio < 1.0
+
+
+def test_what_is_stored_is_counted(reusing):
+    reusing.post("/flush_cache", {})
+    pool = reusing.get("/chunk_cache/stats").json()["ranks"][0]["tiers"]["pool"]
+    assert (pool["state_variants"], pool["state_bytes"]) == (0, 0)
+    generator = torch.Generator().manual_seed(4)
+    ask(reusing, draw(generator, 20), [draw(generator, 30), draw(generator, 40)], draw(generator, 3))
+    pool = reusing.get("/chunk_cache/stats").json()["ranks"][0]["tiers"]["pool"]
+    size = CONFIG.state_size
+    rule, tail = 2 * CONFIG.num_states * size**2, 3 * CONFIG.num_states * size * (CONFIG.conv_size - 1)
+    assert pool["state_variants"] == 2
+    assert pool["state_bytes"] == 2 * (CONFIG.num_layers // 2) * 4 * (rule + tail)
+
+
+@pytest.mark.parametrize(("method", "status"), [("seams", 200), ("full", 200), ("near-words", 400), ("fusionrag", 400)])
+def test_a_method_of_single_tokens_is_refused(reusing, method, status):
+    body = {"input_ids": [5] * 30, "sampling_params": {"max_new_tokens": 1}}
+    body["sampling_params"]["custom_params"] = {"chunk_cache": {"spans": [[2, 20]], "method": method}}
+    reply = reusing.post("/generate", body, check=False)
+    assert reply.status_code == status
+    assert status == 200 or "choose seams or full" in reply.text

@@ -275,4 +275,7 @@ def pool_stats(admin: ChunkAdmin) -> dict[str, int]:
         "kept_tokens": admin.manager.num_kept_tokens(allocator.size),
         "share_evicted_tokens": admin.store.num_evicted_above,
     }
+    transitions = admin.store.transitions
+    if transitions is not None:
+        numbers |= {"state_variants": len(transitions), "state_bytes": transitions.num_bytes}
     return {name: int(number) for name, number in numbers.items()}  # SGLang's sizes may be numpy's numbers

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from chunk_cache.methods import METHODS, Method, Options, OptionValue, Stage
+from chunk_cache.methods import METHODS, STATE_METHODS, Method, Options, OptionValue, Stage
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.selection_plan import is_selecting
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
 from sglang_chunk_cache.flags.step_limits import most_unknown_rows
+from sglang_chunk_cache.kv.state_models import has_states, method_problem
 
 
 def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:
@@ -34,6 +35,12 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
     if opts.method is None:
         return
     method = opts.method
+    if has_states(manager.model_config):
+        if method not in STATE_METHODS:
+            raise request_error(f"{path}.method", method_problem(method), f"choose {' or '.join(STATE_METHODS)}")
+        if opts.options:
+            problem = "this model keeps states, for which rows are computed by seam_len of the server and the ratio"
+            raise request_error(f"{path}.options", problem, "leave them out")
     num_layers = manager.model_config.num_hidden_layers
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
@@ -93,6 +100,8 @@ def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
         return "the decode server"
     if server_args.enable_mixed_chunk:
         return "a batch that mixes prefill and decoding (--enable-mixed-chunk)"
+    if has_states(model_config):
+        return "a model with states"
     if model_config.sliding_window_size is not None:
         return "attention in a sliding window"
     return None

@@ -331,6 +331,13 @@ def attach(server_args: Any, args: ChunkCacheArgs) -> None:
     setattr(server_args, _INSTANCE, uuid.uuid4().hex)
 
 
+def change(server_args: Any, args: ChunkCacheArgs) -> None:
+    """Other options, as the model asks for them, on a record that `attach` was given."""
+    setattr(server_args, _ATTACHED, args.dumps())
+    if get_args() is not None:
+        set_args(args)
+
+
 def attached(server_args: Any) -> ChunkCacheArgs | None:
     """What `attach` noted, or None: this server runs without the chunk cache."""
     text = getattr(server_args, _ATTACHED, None)

@@ -83,7 +83,7 @@ class Choice:
 
 
 NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-_NOTHING = AddedRows(NO_ROWS)
+NOTHING_ADDED = AddedRows(NO_ROWS)
 
 
 def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
@@ -93,7 +93,7 @@ def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
         state = state_of(req)
         load = None if state is None else state.admission.take_load()
         if load is None:
-            found.append(_NOTHING)
+            found.append(NOTHING_ADDED)
         else:
             found.append(AddedRows(_positions_of(load.plan), load.plan.load_start, load, state))
     return tuple(found) if any(one.load is not None for one in found) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_chunk_cache.forward.state_forward import StateForward
     from sglang_chunk_cache.kv.partial_load import LayerLoads
 
 
@@ -93,6 +95,7 @@ def attending(
     observers: Sequence[Observer] = (),
     loads: LayerLoads | None = None,
     stock_positions: torch.Tensor | None = None,
+    states: StateForward | None = None,
 ) -> Iterator[None]:
     """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
 
@@ -100,19 +103,23 @@ def attending(
         backend: the one that the forwards call.
         loads: KV that must be in place before a layer attends.
         stock_positions: `[num_tokens]` for observers, where `attention` is None.
+        states: what layers with states do; None = as in stock SGLang.
     """
     assert "forward" not in vars(backend), "forwards do not nest"
     stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
 
     def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        layer: Any = None,
+        forward_batch: Any = None,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if "mixed_qkv" in kwargs:  # a layer with states
+            compute = stock_forward if states is None else partial(states.forward, stock_forward)
+            return compute(layer=layer, forward_batch=forward_batch, **kwargs)
         if loads is not None:
             loads.arrive(layer.layer_id)
         if attention is None:
@@ -132,7 +139,9 @@ def attending(
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:
         batch = forward_batch if attention is None else attention.for_metadata(forward_batch)
         if batch is not None:
-            stock_metadata(batch)
+            stock_metadata(batch if states is None else states.for_metadata(batch))
+        if states is not None:
+            states.set_up(forward_batch)
 
     backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
     setattr(backend, _SCOPE, (attention, observers))
@@ -143,6 +152,8 @@ def attending(
         delattr(backend, _SCOPE)
         if attention is not None:
             attention.finish()
+        if states is not None:
+            states.finish()
 
 
 def attending_now(backend: AttentionBackend) -> tuple[Attention | None, Sequence[Observer]]:

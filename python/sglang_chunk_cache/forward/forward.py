@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_chunk_cache.forward.state_forward import StateForward
+
 _FORWARD = "chunk_cache_forward"
 
 
@@ -33,6 +35,7 @@ class Part:
         batch: as the model sees it.
         attention: in the place of SGLang's backend; None = that one.
         observers: look on.
+        states: what layers with states do; None = as in SGLang's forward of `batch`.
         is_question: its rows are computed again by the next part; only what `observers` see of it counts.
         choose: places rows that the part in front has found into `batch`, and returns what attends; None = all rows
             were known.
@@ -41,6 +44,7 @@ class Part:
     batch: ForwardBatch
     attention: Attention | None = None
     observers: tuple[Observer, ...] = ()
+    states: StateForward | None = None
     is_question: bool = False
     choose: Callable[[], Attention] | None = None
 
@@ -81,7 +85,8 @@ class Forward:
     def is_stock(self) -> bool:
         """Whether it is simply SGLang's."""
         part = self.parts[-1]
-        return part.attention is None and not part.observers and self.timing is None and not self.first_rows
+        is_plain = part.attention is None and not part.observers and part.states is None
+        return is_plain and self.timing is None and not self.first_rows
 
 
 def announce(forward: Forward) -> ForwardBatch:

@@ -9,7 +9,7 @@ Promises: the radix tree is not touched, nothing is evicted, and no request, bat
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class OwnPrompt:
         self._scheduler = scheduler
         self.token_ids = token_ids
         self.row, self._num_shared = row, num_shared
+        self._states = _states_for(scheduler.req_to_token_pool, row)
         params = SamplingParams(max_new_tokens=0)
         params.normalize(None)
         self._req = Req(name, "", token_ids, params)
@@ -105,6 +106,7 @@ class OwnPrompt:
             token_ids_logprobs=[None] if with_logprobs else None,
             extend_input_logprob_token_ids=torch.tensor(behind, dtype=torch.int64) if with_logprobs else None,
             multimodal_inputs=[None],
+            mamba_clear_indices=self._states,
             spec_algorithm=scheduler.spec_algorithm,
         )
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
@@ -114,3 +116,15 @@ class OwnPrompt:
         """Gives slots and row back."""
         self._scheduler.token_to_kv_pool_allocator.free(self.slots[self._num_shared :])
         self._scheduler.req_to_token_pool.free_rows([self.row])
+        if self._states is not None:
+            self._scheduler.req_to_token_pool.mamba_allocator.free(self._states)
+
+
+def _states_for(rows: Any, row: int) -> torch.Tensor | None:
+    """Where the states of a row lie, `[1]`, which each batch begins from zero; None where the model has none."""
+    if not hasattr(rows, "mamba_allocator"):
+        return None
+    slot: torch.Tensor | None = rows.mamba_allocator.alloc(1)
+    assert slot is not None, "an idle server has room for the states of a prompt"
+    rows.req_index_to_mamba_index_mapping[row] = slot[0].to(torch.int32)
+    return slot

@@ -116,21 +116,7 @@ class BackendRuns:
         self.row_positions, self.row_lens = row_positions, row_lens
         self._kv_pool = kv_pool
         self._forward = forward
-        pool_rows, ends, starts, lens, begins = uploaded
-        ends_cpu = torch.from_numpy(runs.starts + runs.lens)
-        self._per_run = {
-            "batch_size": len(runs.lens),
-            "req_pool_indices": pool_rows,
-            "seq_lens": ends,
-            "seq_lens_cpu": ends_cpu,
-            "seq_lens_sum": int(ends_cpu.sum()),
-            "extend_prefix_lens": starts,
-            "extend_prefix_lens_cpu": runs.starts.tolist(),
-            "extend_seq_lens": lens,
-            "extend_seq_lens_cpu": runs.lens.tolist(),
-            "extend_start_loc": begins,
-            "extend_num_tokens": int(runs.lens.sum()),
-        }
+        self._per_run = run_fields(runs, uploaded)
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
         """A copy of `batch` with one entry per run."""
@@ -156,6 +142,25 @@ class BackendRuns:
 
     def finish(self) -> None:
         """The forward has ended; the backend keeps what it made."""
+
+
+def run_fields(runs: Runs, uploaded: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Fields of a `ForwardBatch` with one entry per run; `uploaded` as of `BackendRuns`."""
+    pool_rows, ends, starts, lens, begins = uploaded
+    ends_cpu = torch.from_numpy(runs.starts + runs.lens)
+    return {
+        "batch_size": len(runs.lens),
+        "req_pool_indices": pool_rows,
+        "seq_lens": ends,
+        "seq_lens_cpu": ends_cpu,
+        "seq_lens_sum": int(ends_cpu.sum()),
+        "extend_prefix_lens": starts,
+        "extend_prefix_lens_cpu": runs.starts.tolist(),
+        "extend_seq_lens": lens,
+        "extend_seq_lens_cpu": runs.lens.tolist(),
+        "extend_start_loc": begins,
+        "extend_num_tokens": int(runs.lens.sum()),
+    }
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class StatisticsTaker:
             state = state_of(req)
             if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
                 continue
-            ranges = _computed_ranges(state, *computed[i])
+            ranges = computed_ranges(state, *computed[i])
             if not ranges:
                 continue
             spans = state.options.spans
@@ -229,7 +229,7 @@ class StatisticsTaker:
             job.sums.add(job.chunk, job.begin, job.end, sums, at)
 
 
-def _computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
+def computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
     """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
 
     Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they

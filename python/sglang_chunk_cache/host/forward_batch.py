@@ -21,9 +21,11 @@ import numpy as np
 
 from chunk_cache.gate.verification_queue import Candidate
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.added_rows import AddedRows, take_added_rows
+from sglang_chunk_cache.forward.added_rows import NOTHING_ADDED, AddedRows, take_added_rows
 from sglang_chunk_cache.forward.attending import Observer
 from sglang_chunk_cache.forward.batch.fused_batch import FusedBatch
+from sglang_chunk_cache.forward.batch.row_arrays import positions_of
+from sglang_chunk_cache.forward.batch.state_rows import state_forward
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.kept_chooser import KeptChooser
 from sglang_chunk_cache.forward.positions import stand_at
@@ -85,11 +87,14 @@ def _target_forward(
     added = take_added_rows(batch)
     first_rows = () if chunks.gate is None else _first_rows(batch)
     observe = partial(_observers, model_runner, chunks)
+    states_of = partial(state_forward, chunks.states)
     if added is None:
         timing, observers = _timing(chunks, batch, ()), observe(batch, batch.prefix_lens, None)
-        return Forward((Part(init(batch), None, observers),), timing=timing, first_rows=first_rows)
+        none = [NOTHING_ADDED] * len(batch.reqs)
+        states = states_of(batch, none, positions_of(batch, none))
+        return Forward((Part(init(batch), None, observers, states),), timing=timing, first_rows=first_rows)
     count = chunks.metrics.count_fused_batch
-    fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, count=count)
+    fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, states=states_of, count=count)
     forward = partial(Forward, fused.parts(added), added, tail_lens=_tail_lens(batch), first_rows=first_rows)
     copies = [layer_copy for one in added for layer_copy in one.layer_copies]
     if chunks.landings is None or not copies:

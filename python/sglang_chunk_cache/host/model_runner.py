@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_chunk_cache.forward.state_forward import StateForward
+
 
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
@@ -87,7 +89,7 @@ def _compute_part(
     part: Part, loads: LayerLoads | None, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner
 ) -> Any:
     attention = part.attention
-    if attention is None and not part.observers:
+    if attention is None and not part.observers and part.states is None:
         return stock(part.batch)
     # For observers where stock attention serves; a copy, because some models add to what they are given.
     stock_positions = part.batch.positions.clone() if attention is None else None
@@ -95,8 +97,8 @@ def _compute_part(
     if isinstance(attention, LayerwiseForward) and attention.rows_leave:
         layerwise = attention.run()
     with (
-        _graphs_that_fit(model_runner, attention, loads),
-        attending(model_runner.attn_backend, attention, part.observers, loads, stock_positions),
+        _graphs_that_fit(model_runner, attention, loads, part.states),
+        attending(model_runner.attn_backend, attention, part.observers, loads, stock_positions, part.states),
         layerwise,
     ):
         output = stock(part.batch)
@@ -107,7 +109,7 @@ def _compute_part(
 
 @contextlib.contextmanager
 def _graphs_that_fit(
-    model_runner: ModelRunner, attention: Attention | None, loads: LayerLoads | None
+    model_runner: ModelRunner, attention: Attention | None, loads: LayerLoads | None, states: StateForward | None
 ) -> Iterator[None]:
     """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
 
@@ -116,10 +118,10 @@ def _graphs_that_fit(
 
     A breakable graph does. No graph can replay a forward in which rows leave. What some models captured writes K and V
     of the rows before the backend is called: no place for layers that are brought in then, which would lie over them,
-    nor for a correction, which reads what stood there.
+    nor for a correction, which reads what stood there. Layers with states are computed in rounds, or twice.
     """
     runner = model_runner.prefill_cuda_graph_runner
-    fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend) and loads is None
+    fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend) and loads is None and states is None
     if isinstance(attention, LayerwiseForward):
         fits = fits and not attention.rows_leave and not writes_kv_early(model_runner.attn_backend)
     if runner is None or fits:

@@ -71,6 +71,8 @@ class ChunkRadixCache(UnifiedRadixCache):
     def init_chunks(self, args: ChunkCacheArgs, ctx: TreeCacheBuildContext) -> None:
         """Second half of the construction, once the base class has built the tree."""
         self.chunks = create_runtime(self, args, ctx)
+        if self.chunks.states is not None:
+            _allow_nodes_without_state(self.components[ComponentType.MAMBA])
         if is_latent(self.token_to_kv_pool_allocator.get_kvcache()):
             keep_latent_rows()
 
@@ -260,9 +262,16 @@ class ChunkRadixCache(UnifiedRadixCache):
         # What is computed to be prepared stays as a node of its own, not as a path that nobody asks for again.
         if state is None or not (state.admission.is_fused or state.prompt.to_prepare is not None):
             super().checkpoint(req, up_to=up_to, **kwargs)
+        elif req.finished():
+            self._free_states(req)
         if state is not None:
             self._parts.keeper.remember(req, state, up_to, is_last=req.finished())
             state.packing.note_stored()
+
+    def _free_states(self, req: Req) -> None:
+        """The states of a request that gives none to the tree."""
+        for component in self._components_tuple:
+            component.cleanup_after_caching_req(req, is_finished=True)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         left = ranges if self.chunks is None else self.chunks.keeper.left_of(kv.req_pool_idx, ranges)
@@ -288,6 +297,8 @@ class ChunkRadixCache(UnifiedRadixCache):
             chunks.store.note_change()
             chunks.store.shares.clear()
             chunks.manager.index.clear()
+            if chunks.store.transitions is not None:
+                chunks.store.transitions.clear()
             chunks.keeper.clear()
             chunks.refresh.clear()
             chunks.admin.after_reset()
@@ -297,6 +308,17 @@ class ChunkRadixCache(UnifiedRadixCache):
                 chunks.tiers.flush()
             if chunks.landings is not None:
                 chunks.landings.clear()
+
+
+def _allow_nodes_without_state(component: Any) -> None:
+    """A chunk's own node has no state: no prompt goes on from there. SGLang's tree evicts states by themselves too."""
+    commit = component.commit_insert_component_data
+
+    def commit_state(*, params: InsertParams, **kwargs: Any) -> None:
+        if params.mamba_value is not None:
+            commit(params=params, **kwargs)
+
+    component.commit_insert_component_data = commit_state
 
 
 def _reason_not_to_verify(req: Req) -> str | None:

@@ -37,6 +37,8 @@ from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_chunk_cache.kv.transition import ChunkTransitions, Transition
+
 logger = logging.getLogger(__name__)
 
 Ranges = list[tuple[int, int]]
@@ -64,6 +66,9 @@ class Computed(Protocol):
 
     @property
     def sums(self) -> ChunkSums | None: ...
+
+    @property
+    def transitions(self) -> ChunkTransitions | None: ...
 
 
 class _Awaited(NamedTuple):
@@ -184,6 +189,8 @@ class ChunkKeeper:
             start, _ = state.prompt.options.spans[action.chunk]
             if isinstance(action, Forgo):
                 self._metrics.count_not_remembered(action.reason)
+            elif self._store.transitions is not None and self._transition(state, action.chunk) is None:
+                self._metrics.count_not_remembered("states")
             elif self._has_old_prefixes and (plan is None or start < plan.prefix_len):
                 self._metrics.count_not_remembered("weights_changed")
             else:
@@ -213,6 +220,9 @@ class ChunkKeeper:
         variant = self._manager.complete(state.prompt, keep, home)
         if variant is None:
             return
+        transition = self._transition(state, keep.chunk)
+        if self._store.transitions is not None and transition is not None:
+            self._store.transitions.put(variant.variant_id, transition)
         if state.sums is not None and state.sums.has(keep.chunk):
             self._awaited.append(_Awaited(variant.variant_id, state.sums, keep.chunk))
         elif self._note_stored is not None:
@@ -223,6 +233,14 @@ class ChunkKeeper:
         elif keep.generation and req.lora_id is None:
             spans = state.prompt.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.prompt.partition))
+
+    def _transition(self, state: Computed, chunk: int) -> Transition | None:
+        """What a chunk does to states; None where it was not computed whole, or has no room."""
+        store = self._store.transitions
+        if store is None or state.transitions is None:
+            return None
+        found = state.transitions.of(chunk, state.prompt.options.spans[chunk][1])
+        return found if found is not None and store.fits(found) else None
 
     def _own_home(self, req: Req, state: Computed, keep: Keep) -> NodeHome | None:
         start, end = state.prompt.options.spans[keep.chunk]

@@ -66,7 +66,12 @@ def write_kv(kv_pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.
 
 def is_latent(kv_pool: Any) -> bool:
     """Whether a pool holds one row per token and layer, of which K and V of all heads are made (MLA)."""
-    return hasattr(kv_pool, "kv_lora_rank")
+    return hasattr(attention_pool(kv_pool), "kv_lora_rank")
+
+
+def attention_pool(kv_pool: Any) -> Any:
+    """The pool of the layers that attend; a model with states has others, whose pool stands around this one."""
+    return kv_pool.full_kv_pool if hasattr(kv_pool, "mamba_pool") else kv_pool
 
 
 def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -75,6 +80,7 @@ def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     Of latent attention (MLA), whose row is a latent vector with the rotated dimensions behind it, "K" is these
     dimensions and "V" the vector: together they are the row.
     """
+    kv_pool = attention_pool(kv_pool)
     if is_latent(kv_pool):
         rows, rank = _typed(kv_pool, kv_pool.kv_buffer), kv_pool.kv_lora_rank
         return [row[..., rank:] for row in rows], [row[..., :rank] for row in rows]

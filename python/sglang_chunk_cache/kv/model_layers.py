@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from sgl_kernel_ext.rotary import (
     RotaryMismatchError,
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """The decoder layers of a loaded model, in order.
+    """The decoder layers of a loaded model that attend, in order; in some models others between them keep states.
 
     Attributes:
         decoder: the module that runs them; called with `(input_ids, positions, batch)`.
         modules: `[num_layers]` decoder layers.
-        attentions: `[num_layers]` attention of each, whose `layer_id` is its place.
+        attentions: `[num_layers]` attention of each, whose `layer_id` is its place among all layers.
         rotaries: `[num_layers]` how the keys of each are rotated, with frequencies on the device of the model; equal
             ones are one object. None: they carry no position.
     """
@@ -63,27 +64,32 @@ def describe_model(model: torch.nn.Module, context_len: int) -> ModelLayers:
             each dimension by a fixed angle per position; the sentence names the layer.
     """
     name, modules = _decoder_layers(model)
-    attentions = tuple(_attention_of(layer, i) for i, layer in enumerate(modules))
+    attentions = tuple(_attention_of(layer, i) for i, layer in modules)
     specs: dict[int, RotarySpec] = {}  # by the rotary module: layers share them
-    rotaries = tuple(_rotary_of(layer, i, context_len, specs) for i, layer in enumerate(modules))
+    rotaries = tuple(_rotary_of(layer, i, context_len, specs) for i, layer in modules)
     if not specs:
         refuse("the model has no rotary embedding, so its keys cannot be moved to another position.")
-    return ModelLayers(model.get_submodule(name), modules, attentions, rotaries)
+    return ModelLayers(model.get_submodule(name), tuple(layer for _, layer in modules), attentions, rotaries)
 
 
-def _decoder_layers(model: torch.nn.Module) -> tuple[str, tuple[torch.nn.Module, ...]]:
-    """Name of the module that holds the list of layers, and the layers."""
+def _decoder_layers(model: torch.nn.Module) -> tuple[str, tuple[tuple[int, torch.nn.Module], ...]]:
+    """Name of the module that holds the list of layers, and those that attend with their places; others have states."""
+    kinds = (RadixAttention, RadixLinearAttention)
     lists = [
-        (name, tuple(module))
+        (name, tuple((i, layer) for i, layer in enumerate(module) if _has(layer, RadixAttention)))
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList)
-        and len(module)
-        and all(any(isinstance(part, RadixAttention) for part in layer.modules()) for layer in module)
+        and _has(module, RadixAttention)
+        and all(_has(one, kinds) for one in module)
     ]
     if len(lists) != 1:
         refuse(f"{type(model).__name__} has {len(lists)} lists of layers with attention; exactly one is supported.")
     ((name, layers),) = lists
     return name.rpartition(".")[0], layers
+
+
+def _has(module: torch.nn.Module, kinds: Any) -> bool:
+    return any(isinstance(part, kinds) for part in module.modules())
 
 
 def _attention_of(layer: torch.nn.Module, i: int) -> RadixAttention:

@@ -11,9 +11,9 @@ same stream, later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from chunk_cache.index.need import Need
     from sglang_chunk_cache.kv.layer_stream import LayerStream
     from sglang_chunk_cache.kv.stored_variant import StoredVariant
+    from sglang_chunk_cache.kv.transition import Transition
 
 
 class _Copy(NamedTuple):
@@ -52,11 +53,13 @@ class Load:
         plan: what they hold: positions `[plan.load_start, plan.load_end)` of its prompt.
         slots: `[plan.load_len]` int64, on the device; the request's own.
         layer_copies: what is still on its way, to be copied during the forward.
+        transitions: by variant, what it does to states, in a model that has some.
     """
 
     plan: RecomputePlan
     slots: torch.Tensor
     layer_copies: tuple[LayerCopy, ...]
+    transitions: Mapping[int | None, Transition] = field(default_factory=dict)
 
 
 class ChunkPool:
@@ -135,7 +138,9 @@ class ChunkPool:
         self._note_copies(copied, slots, plan.load_start)
         self._manager.use(sources)
         self._touch([variant for _, variant in sources])
-        return Load(plan, slots, tuple(layer_copies))
+        known = self._store.transitions
+        ids = () if known is None else [variant.variant_id for _, variant in sources]
+        return Load(plan, slots, tuple(layer_copies), {} if known is None else {one: known.use(one) for one in ids})
 
     def _note_copies(
         self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int

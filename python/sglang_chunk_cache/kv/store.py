@@ -32,6 +32,8 @@ from chunk_cache.keys import Partition, partition_key
 if TYPE_CHECKING:
     import torch
 
+    from sglang_chunk_cache.kv.transition_store import TransitionStore
+
 _PADDING_TOKEN = 0
 
 LOOK_SHARE = 1 / 16
@@ -69,6 +71,8 @@ class VariantStore:
         self.num_evicted_above = 0
         """Tokens that went because their partition was above its share."""
         self._num_behind = int(tree.tree_core.is_eagle)
+        self.transitions: TransitionStore | None = None
+        """What variants do to states, without which they are gone; None = the model has no states."""
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
         self._num_namespaces = 0
@@ -87,6 +91,8 @@ class VariantStore:
         What two chunks have in common, a title say, outlives the one of them that is evicted. Such a remnant is not
         worth a hit, and it would keep the chunk from being remembered again.
         """
+        if self.transitions is not None and variant.variant_id not in self.transitions:
+            return 0
         start = _start_in_path(variant)
         available = self._available_len(variant, start + variant.length)
         covered_len = max(0, min(available - start, variant.length))

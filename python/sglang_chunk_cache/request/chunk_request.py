@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from chunk_cache.plan.discover import Discoverer
     from sglang_chunk_cache.kv.chunk_sums import ChunkSums
     from sglang_chunk_cache.kv.pool import Load
+    from sglang_chunk_cache.kv.transition import ChunkTransitions
     from sglang_chunk_cache.request.selection_report import SelectionReport
     from sglang_chunk_cache.tiers.search import Outcome
 
@@ -139,6 +140,8 @@ class ChunkRequest:
         is_replied: the reply was sent. By `host/output_streamer`.
         admission: by its own verbs, which `host/radix_cache` calls, and the forward that takes the load.
         sums: statistics of the chunks that were computed so far. By `forward/statistics_taker`.
+        transitions: what its chunks do to states, as far as they were computed; None = nothing was taken. By
+            `forward/batch/state_rows`.
         packing: by its own verbs, which `host/radix_cache`, `forward/kept_chooser` and `kv/packer` call.
     """
 
@@ -150,6 +153,7 @@ class ChunkRequest:
     is_replied: bool = False
     admission: Admission = field(default_factory=Admission)
     sums: ChunkSums | None = None
+    transitions: ChunkTransitions | None = None
     packing: Packing = field(default_factory=Packing)
 
     @property
@@ -181,6 +185,7 @@ class ChunkRequest:
         """The request lost its KV (retraction); the next match plans anew."""
         self.admission = Admission()
         self.sums = None
+        self.transitions = None
         self.packing = Packing()
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,8 +42,10 @@ from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
+from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
+from sglang_chunk_cache.kv.transition import ChunkTransitions
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -164,6 +166,7 @@ class _Check:
         self._shift = scheduler.model_config.context_len - num_tokens
         self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
+        self._known: ChunkTransitions | None = None
         self._own: list[float] = []  # by layer, and of the logits: what rounding does to the model's own forward
 
     def close(self) -> None:
@@ -179,7 +182,7 @@ class _Check:
             self._compare_keys(keys, there.keys, shift)
         for how, positions, attention in self._attentions():
             self._bring_in(0)
-            self._compare_forward(self._forward(positions, attention), expected, how)
+            self._compare_forward(self._forward(positions, attention, states=self._over_gap(positions)), expected, how)
         first = next((layer for layer in range(len(self._own)) if not self._is_compared(layer)), None)
         if first is not None:
             logger.warning(
@@ -191,7 +194,7 @@ class _Check:
 
     def compute(self) -> _Pass:
         """SGLang's own forward of the prompt, which then stands elsewhere."""
-        computed = self._forward(self._positions)
+        computed = self._forward(self._positions, states=self._taking())
         slots = self._prompt.slots
         self._prompt.move(self._others)
         self._others = slots
@@ -204,6 +207,34 @@ class _Check:
         keys, _ = self._kv()
         return keys, there
 
+    @property
+    def _gap(self) -> tuple[int, int]:
+        """What is reused where rows stand in runs."""
+        return self._num_tokens // 4, self._num_tokens // 2
+
+    def _taking(self) -> StateForward | None:
+        """A forward of all rows in which what the gap does to states is taken."""
+        begin, end = self._gap
+        return self._states(self._positions, wanted=lambda known: [Wanted(0, begin, end, begin, known)])
+
+    def _over_gap(self, positions: npt.NDArray[np.int64]) -> StateForward | None:
+        transition = None if self._known is None else self._known.of(0, self._gap[1])
+        assert (transition is None) == (self._chunks.states is None)
+        return None if transition is None else self._states(positions, gaps=[Gap(self._gap[1], transition)])
+
+    def _states(
+        self,
+        positions: npt.NDArray[np.int64],
+        gaps: Sequence[Gap] = (),
+        wanted: Callable[[ChunkTransitions], Sequence[Wanted]] = lambda _: (),
+    ) -> StateForward | None:
+        layers = self._chunks.states
+        if layers is None:
+            return None
+        self._known = self._known or ChunkTransitions()
+        rows = RequestRows(self._prompt.row, positions, 0, gaps, wanted(self._known))
+        return StateForward.of(layers, [rows], self._prompt.slots.device)
+
     def _bring_in(self, shift: int) -> None:
         """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
         source, target = (slots[: self._num_tokens].to(torch.int64) for slots in (self._others, self._prompt.slots))
@@ -211,12 +242,15 @@ class _Check:
 
     def _attentions(self) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
         """What attends in fused batches, for a sentence, with the rows that it computes."""
-        layers, num_tokens = self._chunks.layers, self._num_tokens
+        layers, has_states = self._chunks.layers, self._chunks.states is not None
         rows = self._rows(self._positions)
-        yield "computed by our kernel", self._positions, rows
+        if not has_states:
+            yield "computed by our kernel", self._positions, rows
         if self._chunks.min_run_len is not None:
-            gap = np.delete(self._positions, np.arange(num_tokens // 4, num_tokens // 2))
+            gap = np.delete(self._positions, np.arange(*self._gap))
             yield "computed in runs", gap, self._runs(gap)
+        if has_states:
+            return  # no row of theirs leaves
         leaving = _Leaving(rows.row_positions, len(layers.modules))
         tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
         layerwise = LayerwiseForward(rows, [leaving], layers, tp_size, adapters)
@@ -224,7 +258,13 @@ class _Check:
 
     # Forwards.
 
-    def _forward(self, positions: npt.NDArray[np.int64], attention: Attention | None = None, shift: int = 0) -> _Pass:
+    def _forward(
+        self,
+        positions: npt.NDArray[np.int64],
+        attention: Attention | None = None,
+        shift: int = 0,
+        states: StateForward | None = None,
+    ) -> _Pass:
         """One forward of some rows of a prompt, by SGLang's backend or by `attention`."""
         batch = ForwardBatch.init_new(
             self._prompt.batch(positions), self._runner, return_hidden_states_before_norm=False
@@ -233,7 +273,8 @@ class _Check:
             stand_at(batch, torch.from_numpy(positions + shift).to(batch.positions.device))
         else:
             stand_at(batch, attention.row_positions)  # the same tensor by which rows are masked, as in serving
-            announce(Forward((Part(batch, attention),)))
+        if attention is not None or states is not None:
+            announce(Forward((Part(batch, attention, states=states),)))
         output = self._runner.forward(batch).logits_output
         return _Pass(*self._kv(), output.next_token_logits[0].float().clone())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_chunk_cache.flags.server_args import refuse
+from sglang_chunk_cache.kv.state_models import has_states
 
 SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -94,8 +95,13 @@ def _attention_reason(model_config: Any) -> str | None:
     text_config = model_config.hf_text_config
     num_kv_heads = getattr(text_config, "num_key_value_heads", None)
     layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if has_states(model_config):
+        return None
     if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
-        return "it has state-space or linear-attention layers"
+        return (
+            "its layers keep states of another kind than the gated delta rule (Mamba, Kimi Delta Attention, Lightning "
+            "Attention), which are not composed yet; no flag helps"
+        )
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
     if model_config.is_hybrid_swa:

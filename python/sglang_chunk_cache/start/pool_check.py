@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kernel_ext.backend import FP8
 from sglang_chunk_cache.flags.server_args import refuse
-from sglang_chunk_cache.kv.layer_kv import is_latent, kv_scales
+from sglang_chunk_cache.kv.layer_kv import attention_pool, is_latent, kv_scales
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -37,6 +37,7 @@ def check_pool(kv_pool: Any, backends: Collection[str] = ()) -> None:
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+    kv_pool = attention_pool(kv_pool)
     layout = getattr(kv_pool, "kv_cache_layout", None)
     is_by_head = isinstance(kv_pool, MHATokenToKVPool) and layout == "nhd"
     if not is_by_head and type(kv_pool) is not MLATokenToKVPool:

@@ -14,15 +14,17 @@ import copy
 import errno
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
 from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
-from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, refuse
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
+from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model
+from sglang_chunk_cache.start.state_refusals import check_states
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -246,6 +248,9 @@ def check_resolved(server_args: Any) -> None:
     _check_chosen(server_args)
     if kernel == "flashinfer":
         check_flashinfer(model_config)
+    if args is not None and has_states(model_config):
+        args = replace(args, method=check_states(server_args, args))
+        change(server_args, args)
     if args is not None:
         check_tokenizer_workers(args, server_args)
         _check_selector(args)

@@ -38,8 +38,10 @@ from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
+from sglang_chunk_cache.kv.transition_store import TransitionStore
 from sglang_chunk_cache.request.reply import whole_reason
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.start.window_check import check_windows
@@ -73,6 +75,7 @@ class ChunkRuntime:
         clock: measures forwards; those of all batches where there are tiers, else of those with marked requests.
         journal: what became of requests.
         kernel: backend of the operations.
+        states: layers of the model that keep states; None = it has none.
         min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
         statistics_layers: of the model, at which statistics are taken.
         target_forwards: from the model to one that drafts behind it.
@@ -99,6 +102,7 @@ class ChunkRuntime:
     clock: ForwardClock
     journal: Journal
     kernel: str
+    states: StateLayers | None
     min_run_len: int | None
     statistics_layers: tuple[int, ...]
     target_forwards: TargetForwards
@@ -135,6 +139,8 @@ class ChunkRuntime:
         index = self.manager.index
         nodes = [one.holder for one in index if isinstance(one.holder, NodeHome)]
         index.clear("weights_changed")
+        if self.store.transitions is not None:
+            self.store.transitions.clear()
         self.admin.after_forgetting()
         for node in nodes:
             self.store.remove_node(node)
@@ -184,6 +190,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))
+    states = find_state_layers(model_runner, config.seam_len)
     manager = ChunkManager(
         config,
         store,
@@ -194,7 +201,14 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         max_unknown_rows=most_unknown_rows(),
         step_len=step_len(),
         words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
+        has_states=states is not None,
     )
+    if states is not None:
+        store.transitions = TransitionStore(
+            config.state_bytes,
+            is_known=lambda variant_id: manager.index.get(variant_id) is not None,
+            note_change=store.note_change,
+        )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
@@ -273,8 +287,11 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         clock=clock,
         journal=journal,
         kernel=kernel,
-        min_run_len=_min_run_len(config.attention, model_runner.device),
-        statistics_layers=config.layers_with_statistics(model_runner.model_config.num_hidden_layers),
+        states=states,
+        min_run_len=1 if states is not None else _min_run_len(config.attention, model_runner.device),
+        statistics_layers=tuple(
+            layers.attentions[i].layer_id for i in config.layers_with_statistics(len(layers.attentions))
+        ),
         target_forwards=TargetForwards(),
     )
 

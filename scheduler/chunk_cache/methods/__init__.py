@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from chunk_cache.errors import request_error, show
 from chunk_cache.methods.base import Method, Ranking, Rows, Stage, num_rows_at
-from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Near, Random
+from chunk_cache.methods.fixed import Epic, Full, FullReuse, LegoLink, Near, Random, Seams
 from chunk_cache.methods.method_options import Options, OptionValue
 from chunk_cache.methods.near_words import NearWords
 from chunk_cache.methods.ranked import H2O, CacheCraft
@@ -21,6 +21,7 @@ __all__ = [
     "METHODS",
     "METHODS_OF_ANY_SERVER",
     "STAND_IN",
+    "STATE_METHODS",
     "Method",
     "OptionValue",
     "Options",
@@ -38,6 +39,7 @@ _ALL: tuple[Method, ...] = (
     Near(),
     NearWords(),
     LegoLink(),
+    Seams(),
     H2O(),
     CacheCraft(),
     CacheBlend("cacheblend"),
@@ -52,6 +54,8 @@ _ALL: tuple[Method, ...] = (
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 """The methods, by the name a request uses."""
 
+STATE_METHODS = (Seams.name, Full.name)
+"""Names of those that a model with states can be served with: they compute runs, between whole pieces of chunks."""
 METHODS_OF_ANY_SERVER = tuple(name for name, method in METHODS.items() if not method.asks_selector)
 """Names of those that need no selector."""
 

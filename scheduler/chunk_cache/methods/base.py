@@ -67,6 +67,8 @@ class AllReused(NamedTuple):
         spans: their positions in the prompt, ascending, at least one.
         question_start: position of the question's first token.
         seed, ranking, blocks: as of `rows_for_chunk`, `[num_tokens]`.
+        cfos: of each chunk, None where none is known.
+        seam_len: tokens at the beginning of a chunk that `seams` computes.
     """
 
     spans: Sequence[Span]
@@ -74,6 +76,8 @@ class AllReused(NamedTuple):
     seed: int = 0
     ranking: Ranking | None = None
     blocks: Rows | None = None
+    cfos: Sequence[float | None] = ()
+    seam_len: int = 0
 
     @property
     def lens(self) -> list[int]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from chunk_cache.methods.base import AllReused, Basis, Method, Rows
+from chunk_cache.methods.base import AllReused, Basis, Method, Rows, num_rows_at
 from chunk_cache.methods.method_options import ALPHA, ENDS, IntOption, Options
 
 
@@ -90,6 +90,35 @@ def _spread(reused: AllReused, num_rows: int, rooms: Sequence[int]) -> list[int]
 
 _REACH = 16
 """Tokens right in front of the question that count alike (docs/quality.md)."""
+
+
+class Seams(Method):
+    """The first tokens of each chunk, and whole chunks as far as the ratio reaches (HYPIC; whole chunks *ours*).
+
+    All rows of a chunk behind its seam, or none: so a model with states needs no state from within a chunk. The chunk
+    with the highest CFO comes first, and of those that have none the one nearest to the question. Seams are computed at
+    any ratio.
+    """
+
+    name = "seams"
+
+    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
+        return np.arange(num_rows, dtype=np.int64)
+
+    def shares_budget(self, options: Options) -> bool:
+        return True
+
+    def rows_of_all(self, ratio: float, reused: AllReused) -> Rows:
+        counts = [min(reused.seam_len, length) for length in reused.lens]
+        left = num_rows_at(ratio, reused.num_tokens) - sum(counts)
+        cfos = reused.cfos or [None] * len(counts)
+        for i in sorted(range(len(counts)), key=lambda i: (cfos[i] or 0.0, i), reverse=True):
+            more = reused.lens[i] - counts[i]
+            if more <= left:
+                counts[i] += more
+                left -= more
+        starts = accumulate(reused.lens, initial=0)
+        return np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=False)])
 
 
 class LegoLink(Method):

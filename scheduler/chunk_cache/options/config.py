@@ -12,7 +12,7 @@ from chunk_cache.methods import METHODS
 from chunk_cache.methods.method_options import ALPHA, Options, OptionValue, layer_numbers
 from chunk_cache.options.event_config import EventConfig, parse_events
 from chunk_cache.options.selector_config import SelectorConfig, parse_selector
-from chunk_cache.options.tier_config import TierConfig, parse_tiers, shown_url
+from chunk_cache.options.tier_config import TierConfig, parse_bytes, parse_tiers, shown_url
 
 FLAG = "--chunk-cache-config"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
@@ -91,6 +91,11 @@ class Config:
     """Where it is published what enters and leaves the server; None = nowhere."""
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     """How the model of `--chunk-cache-selector` runs, where there is one."""
+    seam_len: int = 64
+    """Tokens at the beginning of each passage that the method `seams` computes, at any ratio."""
+    state_bytes: int = 8_000_000_000
+    """Host memory of each rank for what passages do to the states of a model that has some, such as Qwen3.5; beyond it
+    the passages that were not used for longest go."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
     options: Options = ()
@@ -119,6 +124,7 @@ def describe(config: Config) -> dict[str, Any]:
 
 
 _MINIMUM = {
+    "seam_len": 3,  # the convolution in front of a state reads so many inputs
     "max_variants": 1,
     "max_variants_per_chunk": 1,
     "max_path_tokens": 1,
@@ -190,6 +196,8 @@ def _check(key: str, value: object) -> object:
         return parse_events(value, path)
     if key == "selector":
         return parse_selector(value, path)
+    if key == "state_bytes":
+        return parse_bytes(value, path)
     if key == "verify_file":
         return _check_file(value, path)
     if key == "options":

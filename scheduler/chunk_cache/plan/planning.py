@@ -46,6 +46,8 @@ def make_plan(
     selector_reason: str | None = None,
     max_unknown_rows: int | None = None,
     step_len: int | None = None,
+    seam_len: int = 0,
+    has_states: bool = False,
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -71,6 +73,9 @@ def make_plan(
             `STAND_IN` chooses. None = any number.
         step_len: rows of a step; where what follows the load has more, `STAND_IN` chooses for a method that reads the
             question. None = any number.
+        seam_len: as of `AllReused`.
+        has_states: the model keeps states, which are known behind a chunk and not within: it is reused whole, behind
+            its seam, or not at all.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -88,6 +93,8 @@ def make_plan(
     scale = budget_alpha or alpha or 1.0
     if opts.names_method:
         min_reuse_len = 1
+    if has_states:
+        min_reuse_len = max(min_reuse_len, seam_len + 1)
     rankings = rankings or [None] * num_chunks
     rules = _Rules(
         mode=opts.mode,
@@ -107,7 +114,9 @@ def make_plan(
         lookup is not None and span[0] + lookup.covered_len > limit
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
-    load_end = _round_load(chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason)
+    load_end = _round_load(
+        chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason, limit if has_states else None
+    )
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
     budgets = None
@@ -126,6 +135,7 @@ def make_plan(
         ratio=ratio,
         prompt_len=prompt_len,
         budgets=budgets,
+        seam_len=seam_len,
     )
     chosen = choose(method=method, opts=opts)
     if chosen.selection is not None:
@@ -284,12 +294,15 @@ def _round_load(
     min_reuse_len: int,
     is_cut: Sequence[bool],
     limit_reason: str,
+    whole_below: int | None = None,
 ) -> int:
     """Cut the hits to whole pages, in place, and return the end of the load.
 
     Only the last hit is cut. Where that leaves too little of it the hit before it is the last, and so on; hits in the
     middle keep their length, since the gaps between them are computed rows. `is_cut` says whether the limit already
     cut chunk i, which is then the reason for what is missing.
+
+    Where chunks are reused `whole_below` a position or not at all, none is cut: the last page is filled up with rows.
     """
     load_end = prefix_len
     for i in range(len(chunks) - 1, -1, -1):
@@ -297,6 +310,15 @@ def _round_load(
         if not chunk.num_reused:
             continue
         dst_end = chunk.dst_end
+        if whole_below is not None:
+            page_end = -(-dst_end // page_size) * page_size if load_end == prefix_len else dst_end
+            is_whole = (chunk.dst_start, dst_end) == (chunk.start, chunk.end) and page_end <= whole_below
+            if not is_whole or dst_end - chunk.start < min_reuse_len:
+                reason = "too_short" if is_whole else limit_reason if is_cut[i] or page_end > whole_below else "cut"
+                chunks[i] = _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
+                continue
+            load_end = max(load_end, page_end)
+            continue
         if load_end == prefix_len:  # nothing behind it is brought in
             dst_end -= dst_end % page_size
         if dst_end - chunk.dst_start < min_reuse_len:

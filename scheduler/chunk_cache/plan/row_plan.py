@@ -51,12 +51,14 @@ def choose_rows(
     opts: RequestOptions,
     prompt_len: int,
     budgets: Sequence[float] | None = None,
+    seam_len: int = 0,
 ) -> ChosenRows:
     """The rows of the load [load_start, load_end).
 
     Args:
         keys, rankings: one per chunk; rankings of whole chunks.
         budgets: per chunk the share that is recomputed, of a method that chooses before the forward; None = `ratio`.
+        seam_len: as of `AllReused`.
     """
     if load_start == load_end:
         return ChosenRows(_NO_ROWS, 0)
@@ -71,7 +73,7 @@ def choose_rows(
     shares = [ratio] * len(chunks) if budgets is None else budgets
     hits = [hit for hit in zip(chunks, keys, rankings, shares, strict=True) if hit[0].num_reused]
     if budgets is None and hits and method.shares_budget(opts.options):
-        chosen = how.best_of_all(hits, ratio, question[0])
+        chosen = how.best_of_all(hits, ratio, question[0], seam_len)
     else:
         chosen = [how.best_of(*hit) for hit in hits]
     num_recomputed = 0
@@ -156,7 +158,11 @@ class _Choice:
         )
 
     def best_of_all(
-        self, hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]], ratio: float, question_start: int
+        self,
+        hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]],
+        ratio: float,
+        question_start: int,
+        seam_len: int,
     ) -> list[Rows]:
         """Offsets in the reused part of each chunk, by one budget for all of them."""
         chunks = [chunk for chunk, *_ in hits]
@@ -165,7 +171,15 @@ class _Choice:
             for chunk, _, ranking, _ in hits
         ]
         spans = [(chunk.dst_start, chunk.dst_end) for chunk in chunks]
-        reused = AllReused(spans, question_start, self.seed, np.concatenate(parts), self._blocks(chunks))
+        reused = AllReused(
+            spans,
+            question_start,
+            self.seed,
+            np.concatenate(parts),
+            self._blocks(chunks),
+            [chunk.cfo for chunk in chunks],
+            seam_len,
+        )
         rows = self.method.rows_of_all(ratio, reused)
         starts = np.cumsum([0, *reused.lens])
         cuts = np.searchsorted(rows, starts)

@@ -28,6 +28,7 @@ class Store:
     version = 0
     num_evicted_above = 0
     shares = Shares(64)
+    transitions = None
 
     def node_id(self, variant: Variant) -> Any:
         return variant.holder.seen

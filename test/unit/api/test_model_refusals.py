@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "falcon_h1",
         "FalconH1ForCausalLM",
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
-        "state-space",
+        "states of another kind",
     ),
     "long rope beyond its original context": (*LLAMA, LONG_ROPE, "add --context-length 1024"),
     "embedding": ("llama", "LlamaModel", {}, "embedding"),

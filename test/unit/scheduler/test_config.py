@@ -20,6 +20,8 @@ def test_every_field_can_be_given() -> None:
         "max_path_tokens": 1000,
         "max_generation": 0,
         "min_reuse_len": 16,
+        "seam_len": 8,
+        "state_bytes": 1000,
         "models": "any",
         "kernel": "torch",
         "attention": "runs",

@@ -57,7 +57,15 @@ def test_unknown_methods_are_refused_alike(name: object) -> None:
 
 def test_names_are_those_of_the_contract() -> None:
     contract = {"full-reuse", "random", "epic", "cacheblend", "cache-craft", "a3", "fusionrag", "cacheclip", "h2o"}
-    assert METHODS.keys() == contract | {"full", "near", "near-words", "lego-link", "infoflow", "question-drift"}
+    assert METHODS.keys() == contract | {
+        "full",
+        "near",
+        "near-words",
+        "lego-link",
+        "seams",
+        "infoflow",
+        "question-drift",
+    }
 
 
 def test_methods_are_found_by_their_name() -> None:
@@ -151,6 +159,34 @@ def counts_of(method: Method, spans: list[tuple[int, int]], question_start: int,
     rows = rows_of(method, spans, question_start, ratio)
     assert all(own == list(range(len(own))) for own in rows)
     return list(map(len, rows))
+
+
+class TestSeams(MethodSuite):
+    method = METHODS["seams"]
+
+    def test_seams_are_computed_at_any_ratio_and_whole_chunks_as_far_as_it_reaches(self) -> None:
+        spans = [(0, 100), (100, 140), (140, 144), (150, 210)]
+        for ratio, counts in ((0.0, [8, 8, 4, 8]), (0.2, [8, 8, 4, 8]), (0.4, [8, 8, 4, 60]), (0.5, [8, 8, 4, 60])):
+            rows = rows_of(self.method, spans, 220, ratio, seam_len=8)
+            assert rows == [list(range(count)) for count in counts]
+        assert counts_of(self.method, spans, 220, 1.0) == [100, 40, 4, 60]
+
+    def test_the_highest_cfo_comes_first_and_what_does_not_fit_is_passed_over(self) -> None:
+        spans = [(0, 100), (100, 140), (140, 200)]
+        rows = rows_of(self.method, spans, 220, 0.4, cfos=[0.9, 0.5, None], seam_len=8)
+        assert list(map(len, rows)) == [8, 40, 8]
+
+    @shared
+    @given(reused=SPANS, ratio=RATIOS, seam_len=st.integers(3, 90))
+    def test_a_chunk_is_computed_whole_or_its_seam(
+        self, reused: list[tuple[int, int]], ratio: float, seam_len: int
+    ) -> None:
+        rows = rows_of(self.method, reused, reused[-1][1], ratio, seam_len=seam_len)
+        seams = [min(seam_len, end - start) for start, end in reused]
+        for own, seam, (start, end) in zip(rows, seams, reused, strict=True):
+            assert own in (list(range(seam)), list(range(end - start)))
+        most = num_rows_at(ratio, sum(end - start for start, end in reused))
+        assert sum(map(len, rows)) <= max(most, sum(seams))
 
 
 class TestNearWords(MethodSuite):

@@ -238,7 +238,8 @@ class RowsOracle:
         names = [(i, self.block(i, p)) for i, positions in zip(self.hits, each, strict=True) for p in positions]
         blocks = np.array([[*dict.fromkeys(names)].index(name) for name in names]) if self.has_blocks else None
         ranking = np.array([math.nan if one == -math.inf else one for one in worths], dtype=np.float32)
-        reused = AllReused(spans, question_start, ranking=ranking, blocks=blocks)
+        cfos = [lookup.unit_cfo for i in self.hits if (lookup := self.case.lookups[i]) is not None]
+        reused = AllReused(spans, question_start, ranking=ranking, blocks=blocks, cfos=cfos)
         together = [p for positions in each for p in positions]
         rows = self.case.method.rows_of_all(self.case.ratio, reused).tolist()
         return sorted({together[row] for row in rows} & set(self.positions(i)))
@@ -252,7 +253,7 @@ class RowsOracle:
         case, positions = self.case, self.positions(i)
         budget = case.budget(i, len(positions))
         num_rows = num_rows_at(budget, len(positions))
-        if case.method.name in ("near", "near-words") and case.own_alpha is None:
+        if case.method.name in ("near", "near-words", "seams") and case.own_alpha is None:
             chosen = self.rows_of_all(i)
         elif case.method.asks_selector and case.option("top_k") == "global":
             order = sorted(self.brought_in, key=lambda p: (-self.block_worth(self.brought_in[p], p), p))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Rank:
         self.index = ChunkIndex(16, 8, 1000)
         self.noted: list[int] = []
         self.keeper = ChunkKeeper(
-            *(None, self, None, None, None),
+            *(None, self, SimpleNamespace(transitions=None), None, None),
             refresh=None,
             metrics=None,
             note_stored=lambda variant: self.noted.append(variant.variant_id),

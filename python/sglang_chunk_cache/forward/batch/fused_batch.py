@@ -41,8 +41,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_chunk_cache.forward.state_forward import StateForward
+
 Observe = Callable[["ScheduleBatch", Sequence[int], int | None], tuple[Observer, ...]]
 """Who looks on in a batch, given where each request begins, and where its rows end; None = where its extend does."""
+States = Callable[["ScheduleBatch", Sequence[AddedRows], Sequence[npt.NDArray[np.int64]]], "StateForward | None"]
+"""What layers with states do in a batch, given what is added to it and the positions of all rows."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class FusedBatch:
         min_run_len: mean length of runs of rows from which SGLang's attention backend serves them; None = never.
         layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
         observe: see `Observe`.
+        states: see `States`.
         count: told by which kernel a part is served.
     """
 
@@ -67,6 +72,7 @@ class FusedBatch:
     min_run_len: int | None
     layers: ModelLayers | None = None
     observe: Observe = lambda *_: ()
+    states: States = lambda *_: None
     count: Callable[[str], None] = lambda _: None
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
@@ -130,6 +136,7 @@ class FusedBatch:
         fused_batch, row_positions, uploaded = with_rows(batch, added, positions, extra, self.model_runner.device)
         if self.layers is None:
             fused_batch.input_ids = one_ahead(batch, fused_batch, positions)
+        states = self.states(batch, added, positions)
         forward_batch = self.init(fused_batch)
         stand_at(forward_batch, row_positions)
         kv_pool, row_lens = self.model_runner.token_to_kv_pool, fused_batch.extend_lens
@@ -139,7 +146,7 @@ class FusedBatch:
             stock_forward = self.model_runner.attn_backend.forward
             by_runs = BackendRuns(runs, uploaded, row_positions, row_lens, kv_pool, stock_forward)
             if all(are_served):
-                return Part(forward_batch, by_runs, observers)
+                return Part(forward_batch, by_runs, observers, states)
             slots = torch.cat([*itertools.compress(fused_batch.out_cache_loc.split(row_lens), are_served)])
             beside = StockServedRequests(are_served, by_runs, slots)
         self.count(self.kernel)
@@ -156,7 +163,7 @@ class FusedBatch:
                 kernel=self.kernel,
                 beside=beside,
             )
-        return Part(forward_batch, rows, observers)
+        return Part(forward_batch, rows, observers, states)
 
     def _runs_for_backend(
         self, positions: list[npt.NDArray[np.int64]], pool_rows: list[int], rows_stay: list[bool]

@@ -1,0 +1,70 @@
+"""What layers with states compute of a batch: gaps between the rows of each request, and chunks to remember.
+
+Verb: `state_forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
+from sglang_chunk_cache.forward.statistics_taker import computed_ranges
+from sglang_chunk_cache.kv.state_layers import StateLayers
+from sglang_chunk_cache.kv.transition import ChunkTransitions
+from sglang_chunk_cache.request.chunk_request import state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+def state_forward(
+    layers: StateLayers | None,
+    batch: ScheduleBatch,
+    added: Sequence[AddedRows],
+    positions: Sequence[npt.NDArray[np.int64]],
+) -> StateForward | None:
+    """None where the model has no such layers, or they do what SGLang's do, and nothing is taken.
+
+    Args:
+        added, positions: of each request, what is added, and where all of its rows stand.
+    """
+    if layers is None:
+        return None
+    pool_rows = batch.req_pool_indices_cpu.tolist()
+    requests = [
+        RequestRows(
+            pool_rows[i],
+            positions[i],
+            batch.prefix_lens[i] if one.begin is None else one.begin,
+            _gaps(one),
+            _wanted(layers, req, int(positions[i][0]), int(positions[i][-1]) + 1),
+        )
+        for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True))
+    ]
+    return StateForward.of(layers, requests, batch.device)
+
+
+def _gaps(one: AddedRows) -> list[Gap]:
+    if one.load is None:
+        return []
+    found = ((chunk.dst_end, one.load.transitions.get(chunk.variant_id)) for chunk in one.load.plan.chunks)
+    return [Gap(end, transition) for end, transition in found if transition is not None]
+
+
+def _wanted(layers: StateLayers, req: Any, begin: int, end: int) -> list[Wanted]:
+    """Chunks that this forward computes, of which all that stands in front within them is known."""
+    state = state_of(req)
+    if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
+        return []
+    found = []
+    for chunk, first, last in computed_ranges(state, begin, end):
+        start, _ = state.options.spans[chunk]
+        known = state.transitions = state.transitions or ChunkTransitions()
+        if first == start or known.reaches(chunk) == first:
+            found.append(Wanted(chunk, first, last, start + layers.seam_len, known))
+    return found

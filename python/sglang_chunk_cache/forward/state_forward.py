@@ -1,0 +1,341 @@
+"""StateForward: layers with states in one forward of a batch that reuses chunks, or computes some that will be.
+
+Verbs: `StateForward.of` (on the host), `set_up` (once per forward), `forward` (one layer), `finish`.
+
+Rows of a request stand in runs, and between two of them lies what is reused. SGLang's kernels know no gap, so runs are
+computed in rounds, the first of all requests, then the second, and so on: in front of each its states are moved over
+the gap by the transition of what lies there. A batch without a gap is one round, which is SGLang's own forward.
+
+Chunks that will be remembered have their transition taken: the kernel runs over their rows again, from zero, which
+gives the offset, and from the identity without values, which gives the operator.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl_kernel_ext.transfer import host_buffer, upload
+from sglang_chunk_cache.forward.runs import Runs, run_fields
+from sglang_chunk_cache.kv.state_layers import StateLayers
+from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+_TRACKING = (
+    "mamba_track_indices",
+    "mamba_track_mask",
+    "mamba_track_seqlens",
+    "mamba_prefill_track_mask_cpu",
+    "mamba_track_seqlens_cpu",
+)
+"""Fields of a batch by which SGLang keeps states for its tree, of requests whose states are exact."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What is reused in front of a row: `end` is the position of the row."""
+
+    end: int
+    transition: Transition
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk that is computed in a forward and will be remembered, or a part of it.
+
+    Attributes:
+        chunk: its place in the prompt.
+        begin, end: positions of the part.
+        seam_end: position from which on the transition is wanted.
+        known: gets the transition.
+    """
+
+    chunk: int
+    begin: int
+    end: int
+    seam_end: int
+    known: ChunkTransitions
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """Rows of one request in a forward.
+
+    Attributes:
+        pool_row: its row of `req_to_token`.
+        positions: `[num_rows]` int64, ascending.
+        begin: position up to which its states are known.
+        gaps: in front of rows.
+        wanted: chunks, each within one run.
+    """
+
+    pool_row: int
+    positions: npt.NDArray[np.int64]
+    begin: int
+    gaps: Sequence[Gap] = ()
+    wanted: Sequence[Wanted] = ()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows [first, first + length) of the forward, which stand at `start` and behind."""
+
+    request: RequestRows
+    first: int
+    start: int
+    length: int
+    gap: Gap | None
+
+
+@dataclass(frozen=True)
+class _Taking:
+    """Rows [begin, end) of a round, a part of a chunk, and what was taken of them so far, by layer."""
+
+    wanted: Wanted
+    begin: int
+    end: int
+    layers: list[LayerTransition] = field(default_factory=list)
+
+    @property
+    def rule_begin(self) -> int:
+        """The first row behind the seam."""
+        return min(self.end, self.begin + max(0, self.wanted.seam_end - self.wanted.begin))
+
+
+@dataclass
+class _Round:
+    """Runs that are computed together.
+
+    Attributes:
+        takings: of its rows.
+        rule_rows, rule_borders: rows of its takings behind seams, twice, and where each of these sequences ends.
+        rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
+        fields: of the batch as SGLang's backend sees it.
+        gaps: in front of its runs.
+        gap_runs: by part of a transition, the runs in front of which there is one, on the device.
+        metadata: of the backend, once it has made them.
+    """
+
+    takings: list[_Taking]
+    rule_rows: torch.Tensor
+    rule_borders: torch.Tensor
+    rows: torch.Tensor | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    gaps: list[Gap] = field(default_factory=list)
+    gap_runs: list[torch.Tensor] = field(default_factory=list)
+    metadata: Any = None
+
+
+class StateForward:
+    """See the head of this file.
+
+    Args:
+        layers: of the model.
+        rounds: at least one.
+        are_plain: `[num_requests]` bool on the host and on the device, whether rows are one run with no gap in front.
+    """
+
+    def __init__(
+        self, layers: StateLayers, rounds: Sequence[_Round], are_plain: tuple[Sequence[bool], torch.Tensor]
+    ) -> None:
+        self._layers = layers
+        self._rounds = rounds
+        self._are_plain = are_plain
+
+    @classmethod
+    def of(cls, layers: StateLayers, requests: Sequence[RequestRows], device: Any) -> StateForward | None:
+        """What layers with states compute of a batch; None = as SGLang does, and nothing is taken."""
+        runs, first = [], 0
+        for one in requests:
+            runs.append(_runs_of(one, first))
+            first += len(one.positions)
+        are_plain = [len(own) == 1 and own[0].gap is None for own in runs]
+        if all(are_plain) and not any(one.wanted for one in requests):
+            return None
+        (on_device,) = upload([np.array(are_plain)], device)
+        rounds = [[own[k] for own in runs if len(own) > k] for k in range(max(map(len, runs)))]
+        made = [_round_of(own, device, is_stock=all(are_plain)) for own in rounds]
+        return cls(layers, made, (are_plain, on_device))
+
+    @property
+    def _is_stock(self) -> bool:
+        return self._rounds[0].rows is None
+
+    def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
+        """`batch` as SGLang's backend can prepare a forward of it, however many entries it has."""
+        if self._is_stock:
+            return batch
+        view = copy.copy(batch)
+        vars(view).update(dict.fromkeys(_TRACKING))
+        return view
+
+    def set_up(self, batch: ForwardBatch) -> None:
+        """Behind that preparation."""
+        if self._is_stock:
+            return
+        on_host, on_device = self._are_plain
+        if batch.mamba_track_mask is not None:  # of the first round, which has one run of each request
+            tracking = {name: getattr(batch, name) for name in _TRACKING}
+            tracking["mamba_track_mask"] = batch.mamba_track_mask & on_device
+            masks = batch.mamba_prefill_track_mask_cpu
+            if masks is not None:
+                both = zip(masks, on_host, strict=True)
+                tracking["mamba_prefill_track_mask_cpu"] = [mask and is_plain for mask, is_plain in both]
+            self._rounds[0].fields |= tracking
+        for one in self._rounds:
+            one.metadata = self._layers.backend._forward_metadata(_view(batch, one))
+
+    def forward(
+        self, stock: Callable[..., Any], *, layer: RadixLinearAttention, forward_batch: ForwardBatch, **inputs: Any
+    ) -> torch.Tensor:
+        """One layer of all rows, in the place of `stock`: `[1, rows, value heads, value size]`."""
+        mixed_qkv = inputs["mixed_qkv"]
+        if self._is_stock:
+            with self._taking(self._rounds[0], mixed_qkv):
+                computed: torch.Tensor = stock(layer=layer, forward_batch=forward_batch, **inputs)
+            return computed
+        backend = self._layers.backend
+        out = mixed_qkv.new_zeros((1, len(mixed_qkv), layer.num_v_heads, layer.head_v_dim))
+        for one in self._rounds:
+            self._cross_gaps(layer.layer_id, one)
+            backend.forward_metadata = one.metadata
+            own = {name: inputs[name].index_select(0, one.rows) for name in ("mixed_qkv", "a", "b")}
+            with self._taking(one, own["mixed_qkv"]):
+                part = backend.forward_extend(layer=layer, forward_batch=_view(forward_batch, one), **own)
+            out.index_copy_(1, one.rows, part)
+        return out
+
+    def finish(self) -> None:
+        """All layers were computed: the requests know the transitions of their chunks."""
+        for taking in (taking for one in self._rounds for taking in one.takings):
+            wanted = taking.wanted
+            wanted.known.note(wanted.chunk, wanted.begin, wanted.end, Transition(tuple(taking.layers)))
+
+    def _cross_gaps(self, layer_id: int, one: _Round) -> None:
+        number = self._layers.layer_ids.index(layer_id)
+        conv, states = self._layers.pools(layer_id)
+        crossed = [gap.transition.layers[number] for gap in one.gaps]
+        for part, runs in enumerate(one.gap_runs):
+            slots = one.metadata.mamba_cache_indices.index_select(0, runs).long()
+            rules = [layer.rules[part] for layer in crossed if len(layer.rules) > part]
+            before = states.index_select(0, slots).float()
+            after = torch.baddbmm(
+                *(one.flatten(0, 1) for one in (_stack([r.offset for r in rules], states), before)),
+                _stack([r.operator for r in rules], states).flatten(0, 1),
+            )
+            states.index_copy_(0, slots, after.view_as(before).to(states.dtype))
+            if not part:
+                tails = [layer.tail(self._layers.width) for layer in crossed]
+                conv.index_copy_(0, slots, _stack(tails, conv).to(conv.dtype))
+
+    @contextmanager
+    def _taking(self, one: _Round, mixed_qkv: torch.Tensor) -> Iterator[None]:
+        """While the rows of a round are computed inside, transitions of its chunks are taken."""
+        if not one.takings:
+            yield
+            return
+        dispatcher = self._layers.backend.kernel_dispatcher
+        stock = dispatcher.extend
+
+        def extend(**given: Any) -> Any:
+            result = stock(**given)
+            rules = iter(_rules(one, stock, given))
+            for taking in one.takings:
+                tail = mixed_qkv[max(taking.begin, taking.end - self._layers.width) : taking.end].T
+                rule = () if taking.rule_begin == taking.end else (next(rules),)
+                taking.layers.append(LayerTransition(rule, (_on_host(tail),)))
+            return result
+
+        dispatcher.extend = extend
+        try:
+            yield
+        finally:
+            del dispatcher.extend
+
+
+def _rules(one: _Round, stock: Callable[..., Any], given: dict[str, Any]) -> list[Rule]:
+    """Operators and offsets of the parts behind seams, by the kernel that computes their rows."""
+    num_twice = len(one.rule_borders) - 1
+    states = given["ssm_states"]
+    scratch = torch.zeros((num_twice, *states.shape[1:]), dtype=torch.float32, device=states.device)
+    scratch[num_twice // 2 :] = torch.eye(states.shape[-1], device=states.device)
+    rows = {name: given[name].index_select(1, one.rule_rows) for name in ("q", "k", "v", "g", "beta")}
+    rows["v"][:, len(one.rule_rows) // 2 :] = 0
+    if num_twice:
+        stock(
+            **rows,
+            ssm_states=scratch,
+            cache_indices=torch.arange(num_twice, dtype=torch.int32, device=states.device),
+            query_start_loc=one.rule_borders,
+            layer_id=given["layer_id"],
+        )
+    offsets, operators = scratch.chunk(2) if num_twice else ((), ())
+    return [Rule(_on_host(operator), _on_host(offset)) for operator, offset in zip(operators, offsets, strict=True)]
+
+
+def _runs_of(request: RequestRows, first: int) -> list[_Run]:
+    runs = Runs.of([request.positions], [request.pool_row])
+    gaps, known, found = {gap.end: gap for gap in request.gaps}, request.begin, []
+    for start, length in zip(runs.starts.tolist(), runs.lens.tolist(), strict=True):
+        found.append(_Run(request, first, start, length, gaps[start] if start > known else None))
+        first, known = first + length, start + length
+    return found
+
+
+def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
+    takings, first = [], 0
+    for run in own:
+        for wanted in run.request.wanted:
+            if run.start <= wanted.begin and wanted.end <= run.start + run.length:
+                at = first - run.start
+                takings.append(_Taking(wanted, at + wanted.begin, at + wanted.end))
+        first += run.length
+    ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
+    rule_rows = np.concatenate([np.empty(0, dtype=np.int64), *(2 * [np.arange(*one) for one in ranges])])
+    borders = np.cumsum([0, *(2 * [end - begin for begin, end in ranges])]).astype(np.int32)
+    if is_stock:
+        return _Round(takings, *upload([rule_rows, borders], device))
+    runs = Runs(
+        np.array([run.request.pool_row for run in own]),
+        np.array([run.start for run in own]),
+        np.array([run.length for run in own]),
+    )
+    rows = np.concatenate([np.arange(run.first, run.first + run.length) for run in own])
+    gaps = [run.gap for run in own if run.gap is not None]
+    parts = range(max((gap.transition.num_rules for gap in gaps), default=0))
+    gap_runs = [
+        np.array([i for i, run in enumerate(own) if run.gap is not None and run.gap.transition.num_rules > part])
+        for part in parts
+    ]
+    arrays = [rule_rows, borders, rows, *gap_runs, *runs.arrays()]
+    uploaded = iter(upload(arrays, device))
+    made = _Round(takings, next(uploaded), next(uploaded), next(uploaded))
+    made.gaps = gaps
+    made.gap_runs = [next(uploaded) for _ in parts]
+    made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(_TRACKING)
+    return made
+
+
+def _view(batch: ForwardBatch, one: _Round) -> ForwardBatch:
+    view = copy.copy(batch)
+    vars(view).update(one.fields)
+    return view
+
+
+def _stack(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.stack([part.to(like.device, non_blocking=True) for part in parts])
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, behind what the stream was given; later copies from it follow on the same stream."""
+    return host_buffer(value.shape, value.dtype).copy_(value, non_blocking=True)

@@ -1,0 +1,64 @@
+"""StateLayers: the layers of a loaded model that keep states, and where the states of a request lie.
+
+Verb: `find_state_layers` (None where a model has none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+from sglang_chunk_cache.flags.server_args import refuse
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """See the head of this file.
+
+    Attributes:
+        model_runner: has SGLang's backend, which is made after the layers were found.
+        layer_ids: of the layers, ascending.
+        width: kernel - 1 of their convolutions.
+        seam_len: tokens of a chunk in front of those whose transition is taken.
+    """
+
+    model_runner: ModelRunner
+    layer_ids: tuple[int, ...]
+    width: int
+    seam_len: int
+
+    @property
+    def backend(self) -> Any:
+        """SGLang's, of these layers alone."""
+        backend = self.model_runner.attn_backend
+        assert isinstance(backend, HybridLinearAttnBackend), type(backend)
+        return backend.linear_attn_backend
+
+    def pools(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pools of a layer: `[slots, channels, kernel - 1]` and `[slots, value heads, value size, key size]`."""
+        cache = self.model_runner.req_to_token_pool.mamba2_layer_cache(layer_id)
+        return cache.conv[0], cache.temporal
+
+
+def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers | None:
+    """The layers of the model that keep states.
+
+    Raises:
+        StartRefused: their states are no square matrices, which transitions are taken by.
+    """
+    found = [part for part in model_runner.model.modules() if isinstance(part, RadixLinearAttention)]
+    if not found:
+        return None
+    if any(layer.head_k_dim != layer.head_v_dim for layer in found):
+        sizes = f"{found[0].head_k_dim} and {found[0].head_v_dim}"
+        refuse(f"the states of this model have keys and values of different sizes ({sizes}), which is not supported.")
+    layer_ids = tuple(sorted(layer.layer_id for layer in found))
+    conv = model_runner.req_to_token_pool.mamba2_layer_cache(layer_ids[0]).conv[0]
+    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len)

@@ -1,0 +1,92 @@
+"""Transition: what a stretch of tokens does to the states of a model.
+
+A layer of the gated delta rule has a state S `[value size, key size]` a head, which a token changes by
+
+    S <- exp(g) S;    S <- S + beta (v - S k) k^T
+
+(Yang et al., 2412.06464, eq. 10). So a stretch of tokens is an affine map of the state in front of it, S <- S A + B,
+whatever that state is, and whoever has A and B of a passage needs none of its tokens (HYPIC, 2607.01299). The
+convolution in front of the rule reads its last inputs, the `tail`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Rule(NamedTuple):
+    """A `[heads, key size, key size]` and B `[heads, value size, key size]` of one layer."""
+
+    operator: torch.Tensor
+    offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LayerTransition:
+    """What tokens do to one layer, in the parts in which they were computed.
+
+    Attributes:
+        rules: in order; a part within a seam has none.
+        tails: `[channels, at most kernel - 1]` of each part.
+    """
+
+    rules: tuple[Rule, ...]
+    tails: tuple[torch.Tensor, ...]
+
+    def then(self, later: LayerTransition) -> LayerTransition:
+        """Both in a row."""
+        return LayerTransition(self.rules + later.rules, self.tails + later.tails)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for parts in (self.tails, *self.rules) for part in parts)
+
+    def tail(self, width: int) -> torch.Tensor:
+        """`[channels, width]` the last inputs of the convolution."""
+        return torch.cat(self.tails, dim=1)[:, -width:] if len(self.tails) > 1 else self.tails[0][:, -width:]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What tokens do to all layers that keep states, in the order of the layers; in host memory."""
+
+    layers: tuple[LayerTransition, ...]
+
+    def then(self, later: Transition) -> Transition:
+        """Both in a row."""
+        return Transition(tuple(one.then(other) for one, other in zip(self.layers, later.layers, strict=True)))
+
+    @property
+    def num_rules(self) -> int:
+        """Rules of each layer, of which all have as many."""
+        return len(self.layers[0].rules)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.layers)
+
+
+class ChunkTransitions:
+    """Transitions of the chunks of one request, as far as they were computed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Transition]] = {}  # by chunk: up to which position
+
+    def reaches(self, chunk: int) -> int | None:
+        """Position up to which a chunk is known; None = not at all."""
+        known = self._known.get(chunk)
+        return None if known is None else known[0]
+
+    def note(self, chunk: int, begin: int, end: int, transition: Transition) -> None:
+        """Tokens [begin, end) of a chunk were computed: its first ones, or those behind what is known."""
+        if self.reaches(chunk) == begin:
+            transition = self._known[chunk][1].then(transition)
+        self._known[chunk] = end, transition
+
+    def of(self, chunk: int, end: int) -> Transition | None:
+        """The transition of a chunk that ends there; None where it was not computed up to there."""
+        known = self._known.get(chunk)
+        return None if known is None or known[0] != end else known[1]

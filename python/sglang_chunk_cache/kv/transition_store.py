@@ -1,0 +1,67 @@
+"""TransitionStore: what stored chunks do to states, in host memory, by variant.
+
+A variant without its transition is of no use, so for the index it is gone (`kv/store`). Beyond `max_bytes` those that
+were not used for longest go. All tensor-parallel ranks store the same number of bytes in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from sglang_chunk_cache.kv.transition import Transition
+
+
+class TransitionStore:
+    """See the head of this file.
+
+    Args:
+        is_known: whether the index still has the variant of an id.
+        note_change: told when a variant has lost its transition, or has one now.
+    """
+
+    def __init__(self, max_bytes: int, *, is_known: Callable[[int], bool], note_change: Callable[[], None]) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._is_known = is_known
+        self._note_change = note_change
+        self._stored: OrderedDict[int, Transition] = OrderedDict()  # the last one used last
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, variant_id: int) -> bool:
+        return variant_id in self._stored
+
+    def fits(self, transition: Transition) -> bool:
+        """Whether it could be stored were it the only one."""
+        return transition.num_bytes <= self.max_bytes
+
+    def put(self, variant_id: int, transition: Transition) -> None:
+        """Stores one that `fits`."""
+        assert self.fits(transition), f"{transition.num_bytes} bytes of at most {self.max_bytes}"
+        self._drop(variant_id)
+        if self.num_bytes + transition.num_bytes > self.max_bytes:
+            for known in [one for one in self._stored if not self._is_known(one)]:
+                self._drop(known)
+        while self.num_bytes + transition.num_bytes > self.max_bytes:
+            self._drop(next(iter(self._stored)))
+        self._stored[variant_id] = transition
+        self.num_bytes += transition.num_bytes
+        self._note_change()
+
+    def use(self, variant_id: int) -> Transition:
+        """The transition of a variant that is stored, which is the last one used now."""
+        self._stored.move_to_end(variant_id)
+        return self._stored[variant_id]
+
+    def clear(self) -> None:
+        """Nothing is stored any more."""
+        self._stored.clear()
+        self.num_bytes = 0
+        self._note_change()
+
+    def _drop(self, variant_id: int) -> None:
+        dropped = self._stored.pop(variant_id, None)
+        if dropped is not None:
+            self.num_bytes -= dropped.num_bytes

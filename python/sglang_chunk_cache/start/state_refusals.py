@@ -1,0 +1,58 @@
+"""What a server of a model with states refuses, and what it does otherwise.
+
+Verb: `check_states` (flags and options of such a server).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chunk_cache.methods import STATE_METHODS
+from chunk_cache.options.config import Config
+from chunk_cache.options.defaults import DEFAULT_METHOD
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
+from sglang_chunk_cache.kv.state_models import method_problem
+
+_RULES: tuple[tuple[str, str], ...] = (
+    ("speculative_algorithm", "speculative decoding (--speculative-algorithm)"),
+    ("enable_linear_replayssm", "states that are replayed (--enable-linear-replayssm)"),
+    ("enable_linear_replayssm_spec", "states that are replayed (--enable-linear-replayssm-spec)"),
+    ("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
+)
+_OPTIONS: tuple[tuple[str, str], ...] = (
+    ("tiers", "they keep KV and no states"),
+    ("verify_share", "a verification computes a prompt where no states are kept"),
+    ("keep_tokens", "decoding goes on from states of all tokens"),
+    ("options", "which rows are computed is up to seam_len and the ratio"),
+)
+
+
+def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
+    """The default method of a server of such a model.
+
+    Raises:
+        StartRefused: a method, a flag or an option does not work with states.
+    """
+    from sglang.srt.arg_groups.overrides import resolution_result
+    from sglang.srt.environ import envs
+
+    for name, what in _RULES:
+        if getattr(server_args, name, None):
+            refuse(f"{what} cannot be combined with --chunk-cache for a model with states; drop one of them.")
+    if server_args.disaggregation_mode != "null":
+        refuse("--disaggregation-mode has not been run with --chunk-cache for a model with states; drop one of them.")
+    for name, why in _OPTIONS:
+        if getattr(args.parsed_config, name) != getattr(Config(), name):
+            refuse(f"--chunk-cache-config: {name}: this model keeps states, and {why}; leave it out.")
+    for name in ("linear_attn_backend", "linear_attn_prefill_backend"):
+        value = resolution_result(server_args, name)
+        if value not in (None, "triton"):
+            refuse(f"--{name.replace('_', '-')} {value} has not been run with --chunk-cache; use triton.")
+    core = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
+    if core.is_set() and core.get() != "python":
+        refuse("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND: a model with states needs SGLang's tree in Python; unset it.")
+    core.set("python")  # the other has no nodes without a state
+    method = STATE_METHODS[0] if args.method == DEFAULT_METHOD else args.method
+    if method not in STATE_METHODS:
+        refuse(f"--chunk-cache-method {method}: {method_problem(method)}; choose {' or '.join(STATE_METHODS)}.")
+    return method

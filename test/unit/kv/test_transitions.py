@@ -1,0 +1,90 @@
+"""Transitions: parts in a row, and a store of a few bytes that forgets what was not used for longest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition
+from sglang_chunk_cache.kv.transition_store import TransitionStore
+from sglang_plain_cpu.delta_rule import delta_rule, unit
+
+HEADS, SIZE, WIDTH = 2, 4, 3
+
+
+def tokens(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=generator) for _ in range(3))
+    g, beta = (torch.rand(1, HEADS, length, generator=generator) for _ in range(2))
+    return unit(q), unit(k), v, -g, beta
+
+
+def rule_of(q, k, v, g, beta):
+    """Operator and offset as the kernel gives them, transposed against `delta_rule`."""
+    _, offset, _ = delta_rule(q, k, v, g, beta, torch.zeros(1, HEADS, SIZE, SIZE))
+    _, operator, _ = delta_rule(q, k, torch.zeros_like(v), g, beta, torch.eye(SIZE).expand(1, HEADS, -1, -1))
+    return Rule(operator[0].mT, offset[0].mT)
+
+
+def transition(*rules, tails=((0.0,),)):
+    return Transition((LayerTransition(tuple(rules), tuple(torch.tensor([tail]) for tail in tails)),))
+
+
+def test_parts_of_a_chunk_are_the_chunk():
+    """The state behind 70 tokens, from any state, by the rules of 40 and 30."""
+    parts = [tokens(40, 0), tokens(30, 1)]
+    known = ChunkTransitions()
+    known.note(2, 100, 140, transition(rule_of(*parts[0])))
+    assert known.of(2, 170) is None
+    known.note(2, 140, 170, transition(rule_of(*parts[1])))
+    (layer,) = known.of(2, 170).layers
+    state = torch.randn(1, HEADS, SIZE, SIZE)
+    _, expected, _ = delta_rule(*(torch.cat(both, dim=2) for both in zip(*parts, strict=True)), state)
+    found = state[0].mT
+    for operator, offset in layer.rules:
+        found = found @ operator + offset
+    torch.testing.assert_close(found, expected[0].mT, atol=1e-5, rtol=1e-5)
+
+
+def test_a_chunk_that_begins_anew_forgets_its_parts():
+    known = ChunkTransitions()
+    known.note(0, 10, 20, transition(rule_of(*tokens(5, 0))))
+    known.note(0, 10, 40, transition(rule_of(*tokens(5, 1))))
+    assert known.reaches(0) == 40
+    assert known.of(0, 40).num_rules == 1
+
+
+def test_the_tail_reaches_over_short_parts():
+    one, other = transition(tails=([1.0, 2.0, 3.0],)), transition(tails=([4.0],))
+    (layer,) = one.then(other).layers
+    assert layer.tail(WIDTH).tolist() == [[2.0, 3.0, 4.0]]
+
+
+@pytest.fixture
+def known():
+    return set(range(10))
+
+
+def test_beyond_its_bytes_the_one_not_used_for_longest_goes(known):
+    one, changes = transition(rule_of(*tokens(5, 0))), []
+    store = TransitionStore(2 * one.num_bytes, is_known=known.__contains__, note_change=lambda: changes.append(1))
+    for variant in (0, 1):
+        store.put(variant, one)
+    store.use(0)
+    store.put(2, one)
+    assert [variant in store for variant in range(3)] == [True, False, True]
+    assert store.num_bytes == 2 * one.num_bytes
+    assert len(changes) == 3
+    known.discard(0)
+    store.use(0)
+    store.put(3, one)
+    assert [variant in store for variant in range(4)] == [False, False, True, True], "unknown variants go first"
+    store.clear()
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_what_is_larger_than_the_store_does_not_fit(known):
+    one = transition(rule_of(*tokens(5, 0)))
+    store = TransitionStore(one.num_bytes - 1, is_known=known.__contains__, note_change=lambda: None)
+    assert not store.fits(one)
+    assert TransitionStore(one.num_bytes, is_known=known.__contains__, note_change=lambda: None).fits(one)
