@@ -155,10 +155,12 @@ def test_what_is_stored_is_counted(reusing):
     assert pool["state_bytes"] == 2 * (CONFIG.num_layers // 2) * 4 * (rule + tail)
 
 
-@pytest.mark.parametrize(("method", "status"), [("seams", 200), ("full", 200), ("near-words", 400), ("fusionrag", 400)])
+@pytest.mark.parametrize(
+    ("method", "status"), [("seams", 200), ("full", 200), ("full-reuse", 200), ("near-words", 400), ("fusionrag", 400)]
+)
 def test_a_method_of_single_tokens_is_refused(reusing, method, status):
     body = {"input_ids": [5] * 30, "sampling_params": {"max_new_tokens": 1}}
     body["sampling_params"]["custom_params"] = {"chunk_cache": {"spans": [[2, 20]], "method": method}}
     reply = reusing.post("/generate", body, check=False)
     assert reply.status_code == status
-    assert status == 200 or "choose seams or full" in reply.text
+    assert status == 200 or "choose seams or full or full-reuse" in reply.text

@@ -72,6 +72,11 @@ class ChunkAdmin:
         handle: Callable[[Any], Result] = _HANDLERS[type(request)].__get__(self)
         return handle(request)
 
+    def is_pinned(self, variant_id: int) -> bool:
+        """Whether the variant of an id is kept for a while."""
+        variant = self.index.get(variant_id)
+        return variant is not None and self.pins.until(variant) is not None
+
     def before_eviction(self) -> None:
         """Room is about to be made in the pool."""
         self.pins.renew()

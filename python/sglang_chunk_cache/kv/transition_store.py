@@ -1,7 +1,7 @@
 """TransitionStore: what stored chunks do to states, in host memory, by variant.
 
 A variant without its transition is of no use, so for the index it is gone (`kv/store`). Beyond `max_bytes` those that
-were not used for longest go. All tensor-parallel ranks store the same number of bytes in the same order.
+were not used for longest go, but none that is kept. All tensor-parallel ranks store as many bytes in the same order.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class TransitionStore:
         self.num_bytes = 0
         self._is_known = is_known
         self._note_change = note_change
+        self.is_kept: Callable[[int], bool] = lambda variant_id: False
+        """Whether a variant is pinned."""
         self._stored: OrderedDict[int, Transition] = OrderedDict()  # the last one used last
 
     def __len__(self) -> int:
@@ -34,18 +36,20 @@ class TransitionStore:
         return variant_id in self._stored
 
     def fits(self, transition: Transition) -> bool:
-        """Whether it could be stored were it the only one."""
-        return transition.num_bytes <= self.max_bytes
+        """Whether there is room beside those that are kept."""
+        kept = sum(one.num_bytes for variant_id, one in self._stored.items() if self.is_kept(variant_id))
+        return kept + transition.num_bytes <= self.max_bytes
 
     def put(self, variant_id: int, transition: Transition) -> None:
         """Stores one that `fits`."""
         assert self.fits(transition), f"{transition.num_bytes} bytes of at most {self.max_bytes}"
         self._drop(variant_id)
         if self.num_bytes + transition.num_bytes > self.max_bytes:
-            for known in [one for one in self._stored if not self._is_known(one)]:
-                self._drop(known)
-        while self.num_bytes + transition.num_bytes > self.max_bytes:
-            self._drop(next(iter(self._stored)))
+            victims = sorted(self._stored, key=self._is_known)  # unknown ones first, else as they were used
+            for victim in (one for one in victims if not self.is_kept(one)):
+                if self.num_bytes + transition.num_bytes <= self.max_bytes:
+                    break
+                self._drop(victim)
         self._stored[variant_id] = transition
         self.num_bytes += transition.num_bytes
         self._note_change()

@@ -257,6 +257,9 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     discoverer = Discoverer() if args.discover else None
     journal = Journal()
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
+    admin = ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, kernel)
+    if store.transitions is not None:
+        store.transitions.is_kept = admin.is_pinned
     logger.info(
         "Chunk cache: method %s, ratio %s, separator %r, kernels %s, %s",
         args.method,
@@ -282,7 +285,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         tiers=tiers,
         landings=landings,
         events=events,
-        admin=ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, kernel),
+        admin=admin,
         metrics=metrics,
         clock=clock,
         journal=journal,

@@ -54,7 +54,7 @@ _ALL: tuple[Method, ...] = (
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _ALL})
 """The methods, by the name a request uses."""
 
-STATE_METHODS = (Seams.name, Full.name)
+STATE_METHODS = (Seams.name, Full.name, FullReuse.name)
 """Names of those that a model with states can be served with: they compute runs, between whole pieces of chunks."""
 METHODS_OF_ANY_SERVER = tuple(name for name, method in METHODS.items() if not method.asks_selector)
 """Names of those that need no selector."""

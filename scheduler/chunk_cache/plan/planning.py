@@ -18,6 +18,7 @@ from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.need import OBSTACLES
 from chunk_cache.index.reusability import share_to_fix
 from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking
+from chunk_cache.methods.fixed import Seams
 from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
 from chunk_cache.options.request_options import EXACT_MODES, RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
@@ -86,6 +87,8 @@ def make_plan(
     method = METHODS[opts.method or default_method]
     opts = _with_defaults(opts, method, default_options)
     ratio = method.effective_ratio(opts.ratio, default_ratio)
+    if has_states and ratio == 0.0:
+        method = METHODS[Seams.name]  # reused in full is what lies behind a seam
     stood_in_for = None
     if selector_reason is not None and 0.0 < ratio < 1.0:
         stood_in_for, method, opts = selector_reason, *_stand_in(opts)

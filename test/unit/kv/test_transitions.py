@@ -83,6 +83,17 @@ def test_beyond_its_bytes_the_one_not_used_for_longest_goes(known):
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+def test_what_is_pinned_stays_and_what_has_no_room_beside_it_does_not_fit(known):
+    one = transition(rule_of(*tokens(5, 0)))
+    store = TransitionStore(2 * one.num_bytes, is_known=known.__contains__, note_change=lambda: None)
+    store.is_kept = {0}.__contains__
+    for variant in (0, 1, 2):
+        store.put(variant, one)
+    assert [variant in store for variant in range(3)] == [True, False, True]
+    store.is_kept = {0, 2}.__contains__
+    assert not store.fits(one)
+
+
 def test_what_is_larger_than_the_store_does_not_fit(known):
     one = transition(rule_of(*tokens(5, 0)))
     store = TransitionStore(one.num_bytes - 1, is_known=known.__contains__, note_change=lambda: None)
