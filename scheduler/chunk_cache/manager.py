@@ -267,6 +267,10 @@ class ChunkManager:
         assert variant is not None, "the index wanted it"
         return variant
 
+    def has_whole(self, prompt: ChunkPrompt, chunk: int) -> bool:
+        """Whether the whole of a chunk is stored for a prompt."""
+        return self._stored_len(prompt, chunk) == prompt.length(chunk)
+
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
         """Whether the whole of a chunk is stored as prepared behind what stands in front of it."""
         variant = self.index.prepared(prompt.keys[chunk], prompt.system, prompt.context(chunk))
@@ -449,7 +453,8 @@ class ChunkManager:
                 yield Forgo(i, "partition_share")
             elif covered_len == end - start or (2 * covered_len >= end - start and not self._has_states):
                 # A path that holds a part of the chunk may hold no more of it than is stored already.
-                if covered_len == end - start or self._stored_len(prompt, i) < covered_len:
+                is_better = covered_len == end - start and not (self._has_states and self.has_whole(prompt, i))
+                if is_better or self._stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
             elif end <= up_to and self._is_new(prompt, i, 0, plan):
                 # The last page of a path is not stored: a short chunk at its end would be lost.

@@ -171,7 +171,7 @@ def random_recipe(rng: random.Random, names: Sequence[str]) -> dict[str, Any]:
             recipe["ratio"] = rng.choice(RATIOS)
         if rng.random() < 0.9:
             recipe["method"] = method.name
-        if "method" in recipe and rng.random() < 0.5:
+        if "method" in recipe and rng.random() < 0.5 and len(names) > len(STATE_METHODS):
             chosen = [option for option in method.options_schema if rng.random() < 0.4]
             recipe["options"] = {option.name: random_value(rng, option) for option in chosen}
         try:
@@ -368,7 +368,8 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
     Raises:
         AssertionError: something was lost, leaked or differs.
     """
-    config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
+    if config.kind != "qwen3_5":
+        config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
     prefix = "scaled_" if config.has_scales else ""
     with tempfile.TemporaryDirectory() as folder:
         counts, ours = run_case(config.with_tiers(folder), True, f"{prefix}random_requests {total} {seed}")
@@ -453,7 +454,21 @@ def case_full_reuse_is_another_result(s: Session) -> list[tuple[Reply, Reply]]:
     return pairs
 
 
+def case_plain_beside_fused(s: Session) -> list[Reply]:
+    """Plain prompts in the steps in which fused ones are computed below ratio 1, and what goes on from them."""
+    chunks = s.chunks(40, 33, 51)
+    s.prime(chunks)
+    for order in ((2, 1, 0), (1, 0), (0, 2, 1)):
+        fused = [s.request(s.prompt([chunks[i] for i in order]), ratio=0.0) for _ in range(2)]
+        plain = [s.prompt([], question=length) for length in (100, 150)]
+        ours = [s.request(prompt, marked=False) for prompt in plain]
+        s.replies += s.local.generate([fused[0], ours[0], fused[1], ours[1]])[1::2]
+        s.send(*(prompt.text(s.tokens(20)) for prompt in plain), marked=False)
+    return s.replies
+
+
 CASES = {
+    "plain_beside_fused": case_plain_beside_fused,
     "random_requests": case_random_requests,
     "same_requests": case_same_requests,
     "22_retraction": case_22_retraction_of_fused_requests,

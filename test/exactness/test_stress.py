@@ -88,6 +88,13 @@ def test_fused_requests_never_change_exact_ones(config: Config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.all)])
+def test_plain_requests_beside_fused_ones_keep_their_states(overlap: bool) -> None:
+    config = replace(STATES, chunked=True, step_len=512, overlap=overlap)
+    same(outcome(config, True, "plain_beside_fused"), outcome(config, False, "plain_beside_fused"), 1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_full_reuse_computes_less_and_differs(page_size: int) -> None:
     for reused, exact in outcome(Config(page_size=page_size), True, "full_reuse"):

@@ -164,3 +164,10 @@ def test_a_method_of_single_tokens_is_refused(reusing, method, status):
     reply = reusing.post("/generate", body, check=False)
     assert reply.status_code == status
     assert status == 200 or "choose seams or full or full-reuse" in reply.text
+
+
+def test_options_of_methods_are_refused(reusing):
+    params = {"max_new_tokens": 1, "custom_params": {"chunk_cache": {"spans": [[2, 20]], "options": {"drift": 0.5}}}}
+    reply = reusing.post("/generate", {"input_ids": [5] * 30, "sampling_params": params}, check=False)
+    assert reply.status_code == 400
+    assert "chunk_cache.options: this model keeps states" in reply.text

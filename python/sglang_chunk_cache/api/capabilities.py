@@ -32,20 +32,24 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         return
     if opts.keep_tokens and (what := what_keeps_all(manager.server_args, manager.model_config)) is not None:
         raise keeps_all_error(what, path)
+    if has_states(manager.model_config):
+        _check_states(opts, path)
     if opts.method is None:
         return
     method = opts.method
-    if has_states(manager.model_config):
-        if method not in STATE_METHODS:
-            raise request_error(f"{path}.method", method_problem(method), f"choose {' or '.join(STATE_METHODS)}")
-        if opts.options:
-            problem = "this model keeps states, for which rows are computed by seam_len of the server and the ratio"
-            raise request_error(f"{path}.options", problem, "leave them out")
     num_layers = manager.model_config.num_hidden_layers
     if METHODS[method].asks_selector and args.selector is None:
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
     _check(method, dict(opts.options), num_layers, args.parsed_config, what_fixes_rows(manager.server_args), path)
+
+
+def _check_states(opts: RequestOptions, path: str) -> None:
+    if opts.method is not None and opts.method not in STATE_METHODS:
+        raise request_error(f"{path}.method", method_problem(opts.method), f"choose {' or '.join(STATE_METHODS)}")
+    if opts.options:
+        problem = "this model keeps states: which rows are computed follows from the ratio and the server's seam_len"
+        raise request_error(f"{path}.options", problem, "leave them out")
 
 
 def is_read_twice(manager: Any) -> bool:

@@ -141,7 +141,7 @@ def attending(
         if batch is not None:
             stock_metadata(batch if states is None else states.for_metadata(batch))
         if states is not None:
-            states.set_up(forward_batch)
+            states.set_up(forward_batch, is_prepared=batch is not None)
 
     backend.forward, backend.init_forward_metadata = forward, init_forward_metadata
     setattr(backend, _SCOPE, (attention, observers))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+MOST_TAKEN = 16
+"""Chunks whose transitions are taken at once, by what memory their states need meanwhile."""
 _TRACKING = (
     "mamba_track_indices",
     "mamba_track_mask",
@@ -118,7 +120,8 @@ class _Round:
 
     Attributes:
         takings: of its rows.
-        rule_rows, rule_borders: rows of its takings behind seams, twice, and where each of these sequences ends.
+        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, twice, and where each of these sequences
+            ends, on the device.
         rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
         fields: of the batch as SGLang's backend sees it.
         gaps: in front of its runs.
@@ -127,8 +130,7 @@ class _Round:
     """
 
     takings: list[_Taking]
-    rule_rows: torch.Tensor
-    rule_borders: torch.Tensor
+    rule_groups: list[tuple[torch.Tensor, torch.Tensor]]
     rows: torch.Tensor | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     gaps: list[Gap] = field(default_factory=list)
@@ -153,14 +155,20 @@ class StateForward:
         self._are_plain = are_plain
 
     @classmethod
-    def of(cls, layers: StateLayers, requests: Sequence[RequestRows], device: Any) -> StateForward | None:
-        """What layers with states compute of a batch; None = as SGLang does, and nothing is taken."""
+    def of(
+        cls, layers: StateLayers, requests: Sequence[RequestRows], device: Any, *, is_fused: bool
+    ) -> StateForward | None:
+        """What layers with states compute of a batch; None = as SGLang does, where it attends and nothing is taken.
+
+        Args:
+            is_fused: what attends is ours.
+        """
         runs, first = [], 0
         for one in requests:
             runs.append(_runs_of(one, first))
             first += len(one.positions)
         are_plain = [len(own) == 1 and own[0].gap is None for own in runs]
-        if all(are_plain) and not any(one.wanted for one in requests):
+        if all(are_plain) and not is_fused and not any(one.wanted for one in requests):
             return None
         (on_device,) = upload([np.array(are_plain)], device)
         rounds = [[own[k] for own in runs if len(own) > k] for k in range(max(map(len, runs)))]
@@ -179,9 +187,11 @@ class StateForward:
         vars(view).update(dict.fromkeys(_TRACKING))
         return view
 
-    def set_up(self, batch: ForwardBatch) -> None:
-        """Behind that preparation."""
+    def set_up(self, batch: ForwardBatch, *, is_prepared: bool) -> None:
+        """Behind that preparation, which is left out where SGLang's backend does not attend."""
         if self._is_stock:
+            if not is_prepared:
+                self._layers.backend.init_forward_metadata(batch)
             return
         on_host, on_device = self._are_plain
         if batch.mamba_track_mask is not None:  # of the first round, which has one run of each request
@@ -192,8 +202,10 @@ class StateForward:
                 both = zip(masks, on_host, strict=True)
                 tracking["mamba_prefill_track_mask_cpu"] = [mask and is_plain for mask, is_plain in both]
             self._rounds[0].fields |= tracking
+        backend = self._layers.backend
         for one in self._rounds:
-            one.metadata = self._layers.backend._forward_metadata(_view(batch, one))
+            backend.init_forward_metadata(_view(batch, one))
+            one.metadata = backend.forward_metadata
 
     def forward(
         self, stock: Callable[..., Any], *, layer: RadixLinearAttention, forward_batch: ForwardBatch, **inputs: Any
@@ -235,7 +247,7 @@ class StateForward:
             )
             states.index_copy_(0, slots, after.view_as(before).to(states.dtype))
             if not part:
-                tails = [layer.tail(self._layers.width) for layer in crossed]
+                tails = [layer.tail(self._layers.width, conv.device) for layer in crossed]
                 conv.index_copy_(0, slots, _stack(tails, conv).to(conv.dtype))
 
     @contextmanager
@@ -249,7 +261,7 @@ class StateForward:
 
         def extend(**given: Any) -> Any:
             result = stock(**given)
-            rules = iter(_rules(one, stock, given))
+            rules = iter([rule for group in one.rule_groups for rule in _rules(*group, stock, given)])
             for taking in one.takings:
                 tail = mixed_qkv[max(taking.begin, taking.end - self._layers.width) : taking.end].T
                 rule = () if taking.rule_begin == taking.end else (next(rules),)
@@ -263,23 +275,23 @@ class StateForward:
             del dispatcher.extend
 
 
-def _rules(one: _Round, stock: Callable[..., Any], given: dict[str, Any]) -> list[Rule]:
+def _rules(
+    rule_rows: torch.Tensor, borders: torch.Tensor, stock: Callable[..., Any], given: dict[str, Any]
+) -> list[Rule]:
     """Operators and offsets of the parts behind seams, by the kernel that computes their rows."""
-    num_twice = len(one.rule_borders) - 1
-    states = given["ssm_states"]
+    num_twice, states = len(borders) - 1, given["ssm_states"]
     scratch = torch.zeros((num_twice, *states.shape[1:]), dtype=torch.float32, device=states.device)
     scratch[num_twice // 2 :] = torch.eye(states.shape[-1], device=states.device)
-    rows = {name: given[name].index_select(1, one.rule_rows) for name in ("q", "k", "v", "g", "beta")}
-    rows["v"][:, len(one.rule_rows) // 2 :] = 0
-    if num_twice:
-        stock(
-            **rows,
-            ssm_states=scratch,
-            cache_indices=torch.arange(num_twice, dtype=torch.int32, device=states.device),
-            query_start_loc=one.rule_borders,
-            layer_id=given["layer_id"],
-        )
-    offsets, operators = scratch.chunk(2) if num_twice else ((), ())
+    rows = {name: given[name].index_select(1, rule_rows) for name in ("q", "k", "v", "g", "beta")}
+    rows["v"][:, len(rule_rows) // 2 :] = 0
+    stock(
+        **rows,
+        ssm_states=scratch,
+        cache_indices=torch.arange(num_twice, dtype=torch.int32, device=states.device),
+        query_start_loc=borders,
+        layer_id=given["layer_id"],
+    )
+    offsets, operators = scratch.chunk(2)
     return [Rule(_on_host(operator), _on_host(offset)) for operator, offset in zip(operators, offsets, strict=True)]
 
 
@@ -301,10 +313,14 @@ def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
                 takings.append(_Taking(wanted, at + wanted.begin, at + wanted.end))
         first += run.length
     ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
-    rule_rows = np.concatenate([np.empty(0, dtype=np.int64), *(2 * [np.arange(*one) for one in ranges])])
-    borders = np.cumsum([0, *(2 * [end - begin for begin, end in ranges])]).astype(np.int32)
+    of_rules: list[npt.NDArray[Any]] = []
+    for group in (2 * ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
+        of_rules.append(np.concatenate([np.arange(*one) for one in group]))
+        of_rules.append(np.cumsum([0, *(end - begin for begin, end in group)]).astype(np.int32))
+    num_groups = len(of_rules) // 2
     if is_stock:
-        return _Round(takings, *upload([rule_rows, borders], device))
+        uploaded = iter(upload(of_rules, device) if of_rules else [])
+        return _Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)])
     runs = Runs(
         np.array([run.request.pool_row for run in own]),
         np.array([run.start for run in own]),
@@ -317,9 +333,8 @@ def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
         np.array([i for i, run in enumerate(own) if run.gap is not None and run.gap.transition.num_rules > part])
         for part in parts
     ]
-    arrays = [rule_rows, borders, rows, *gap_runs, *runs.arrays()]
-    uploaded = iter(upload(arrays, device))
-    made = _Round(takings, next(uploaded), next(uploaded), next(uploaded))
+    uploaded = iter(upload([*of_rules, rows, *gap_runs, *runs.arrays()], device))
+    made = _Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)], next(uploaded))
     made.gaps = gaps
     made.gap_runs = [next(uploaded) for _ in parts]
     made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(_TRACKING)

@@ -87,6 +87,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         state = None if params.req is None else state_of(params.req)
         if state is not None:
             params = self._with_window_left(params, state)
+            params = self._with_passage_left(params, state)
         result = super().match_prefix(params)
         if state is None:
             return result
@@ -129,6 +130,13 @@ class ChunkRadixCache(UnifiedRadixCache):
         if kept is None or len(params.key) <= num_before:
             return params
         return dataclasses.replace(params, key=params.key[:num_before])
+
+    def _with_passage_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
+        """What a passage that is prepared does to states is known where all of it is computed."""
+        if self._parts.states is None or state.prompt.to_prepare is None:
+            return params
+        start, _ = state.options.spans[state.prompt.to_prepare]
+        return dataclasses.replace(params, key=params.key[:start]) if start < len(params.key) else params
 
     def _ratio_that_hides(self, state: ChunkRequest, prefix_len: int, num_keys: int) -> float | None:
         """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
@@ -282,6 +290,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         self._parts.keeper.release(req.kv.req_pool_idx)
         state = state_of(req)
         if state is not None:
+            state.transitions = None
             if req.finished() and not is_refresh(req.rid):
                 self._parts.note_ended(req.rid, state)
             if self._parts.gate is not None:

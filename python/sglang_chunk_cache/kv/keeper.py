@@ -221,7 +221,8 @@ class ChunkKeeper:
         if variant is None:
             return
         transition = self._transition(state, keep.chunk)
-        if self._store.transitions is not None and transition is not None:
+        if self._store.transitions is not None and transition is not None and state.transitions is not None:
+            state.transitions.drop(keep.chunk)
             self._store.transitions.put(variant.variant_id, transition)
         if state.sums is not None and state.sums.has(keep.chunk):
             self._awaited.append(_Awaited(variant.variant_id, state.sums, keep.chunk))

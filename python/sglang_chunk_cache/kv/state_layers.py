@@ -5,13 +5,16 @@ Verb: `find_state_layers` (None where a model has none).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.flags.server_args import refuse
+from sglang_chunk_cache.kv.transition_store import TransitionStore
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +30,16 @@ class StateLayers:
         layer_ids: of the layers, ascending.
         width: kernel - 1 of their convolutions.
         seam_len: tokens of a chunk in front of those whose transition is taken.
+        store: of transitions.
+        is_stored: whether the whole of a prompt's chunk is stored.
     """
 
     model_runner: ModelRunner
     layer_ids: tuple[int, ...]
     width: int
     seam_len: int
+    store: TransitionStore
+    is_stored: Callable[[ChunkPrompt, int], bool]
 
     @property
     def backend(self) -> Any:
@@ -41,13 +48,24 @@ class StateLayers:
         assert isinstance(backend, HybridLinearAttnBackend), type(backend)
         return backend.linear_attn_backend
 
+    @property
+    def transition_bytes(self) -> int:
+        """What a chunk that is computed at once takes in host memory."""
+        conv, states = self.pools(self.layer_ids[0])
+        return len(self.layer_ids) * (2 * states[0].numel() * 4 + conv[0].nbytes)
+
     def pools(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools of a layer: `[slots, channels, kernel - 1]` and `[slots, value heads, value size, key size]`."""
         cache = self.model_runner.req_to_token_pool.mamba2_layer_cache(layer_id)
         return cache.conv[0], cache.temporal
 
 
-def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers | None:
+def find_state_layers(
+    model_runner: ModelRunner,
+    seam_len: int,
+    make_store: Callable[[], TransitionStore],
+    is_stored: Callable[[ChunkPrompt, int], bool],
+) -> StateLayers | None:
     """The layers of the model that keep states.
 
     Raises:
@@ -61,4 +79,4 @@ def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers |
         refuse(f"the states of this model have keys and values of different sizes ({sizes}), which is not supported.")
     layer_ids = tuple(sorted(layer.layer_id for layer in found))
     conv = model_runner.req_to_token_pool.mamba2_layer_cache(layer_ids[0]).conv[0]
-    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len)
+    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len, make_store(), is_stored)

@@ -114,13 +114,20 @@ class VariantStore:
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
-        return self._tree.lock(self.node_id(variant))
+        return self._lock(self.node_id(variant))
+
+    def _lock(self, node_id: int) -> Any:
+        """KV alone: what a prompt left as its states is SGLang's to evict."""
+        skipped = () if self.transitions is None else (ComponentType.MAMBA,)
+        return self._tree.lock(node_id, skip_lock_components=skipped)
 
     def unlock(self, lock: Any) -> None:
         self._tree.unlock(lock)
 
     def lock_chunk(self, variant: Variant) -> Any:
         """Locks a chunk but not what lies behind it in its path, in whole pages; `resolve` came before."""
+        if self.transitions is not None:
+            return self._lock(self.node_id(variant))  # matches end where a state is
         end = _start_in_path(variant) + self.resolve(variant)
         page_size = self._tree.page_size
         match = UnifiedRadixCache.match_prefix(

@@ -44,9 +44,12 @@ class LayerTransition:
     def num_bytes(self) -> int:
         return sum(part.nbytes for parts in (self.tails, *self.rules) for part in parts)
 
-    def tail(self, width: int) -> torch.Tensor:
-        """`[channels, width]` the last inputs of the convolution."""
-        return torch.cat(self.tails, dim=1)[:, -width:] if len(self.tails) > 1 else self.tails[0][:, -width:]
+    def tail(self, width: int, device: torch.device) -> torch.Tensor:
+        """`[channels, width]` the last inputs of the convolution; on `device` where they come from several parts."""
+        last = self.tails[-1]
+        if last.shape[1] >= width:
+            return last
+        return torch.cat([part.to(device, non_blocking=True) for part in self.tails], dim=1)[:, -width:]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,14 @@ class ChunkTransitions:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, Transition]] = {}  # by chunk: up to which position
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transition.num_bytes for _, transition in self._known.values())
+
+    def drop(self, chunk: int) -> None:
+        """A chunk was stored, or will not be."""
+        self._known.pop(chunk, None)
 
     def reaches(self, chunk: int) -> int | None:
         """Position up to which a chunk is known; None = not at all."""

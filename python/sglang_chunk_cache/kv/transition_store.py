@@ -1,15 +1,17 @@
 """TransitionStore: what stored chunks do to states, in host memory, by variant.
 
 A variant without its transition is of no use, so for the index it is gone (`kv/store`). Beyond `max_bytes` those that
-were not used for longest go, but none that is kept. All tensor-parallel ranks store as many bytes in the same order.
+were not used for longest go, but none that is kept; what running requests have computed and not stored yet may be as
+much again. All tensor-parallel ranks store as many bytes in the same order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from weakref import WeakSet
 
-from sglang_chunk_cache.kv.transition import Transition
+from sglang_chunk_cache.kv.transition import ChunkTransitions, Transition
 
 
 class TransitionStore:
@@ -28,12 +30,23 @@ class TransitionStore:
         self.is_kept: Callable[[int], bool] = lambda variant_id: False
         """Whether a variant is pinned."""
         self._stored: OrderedDict[int, Transition] = OrderedDict()  # the last one used last
+        self._of_requests: WeakSet[ChunkTransitions] = WeakSet()
 
     def __len__(self) -> int:
         return len(self._stored)
 
     def __contains__(self, variant_id: int) -> bool:
         return variant_id in self._stored
+
+    def of_request(self) -> ChunkTransitions:
+        """Transitions of a new request."""
+        made = ChunkTransitions()
+        self._of_requests.add(made)
+        return made
+
+    def may_take(self, num_bytes: int) -> bool:
+        """Whether a running request may have so many bytes more, beside what all of them have."""
+        return sum(one.num_bytes for one in self._of_requests) + num_bytes <= self.max_bytes
 
     def fits(self, transition: Transition) -> bool:
         """Whether there is room beside those that are kept."""

@@ -122,6 +122,7 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
     with torch.no_grad(), scheduler.forward_stream_ctx:
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         _check_cap(scheduler, chunks)
+        _check_rule(chunks)
         check = _Check(scheduler, chunks, num_tokens)
         try:
             check.run()
@@ -138,6 +139,18 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
         finally:
             check.close()
     logger.info("Chunk cache: the model was checked in %.1f s (%d tokens)", time.perf_counter() - began, num_tokens)
+
+
+def _check_rule(chunks: ChunkRuntime) -> None:
+    """SGLang chooses the kernel of layers with states when it has the model."""
+    if chunks.states is None:
+        return
+    kernel = type(chunks.states.backend.kernel_dispatcher.extend_kernel).__name__
+    if "Triton" not in kernel:
+        refuse(
+            f"layers with states would be computed by SGLang's {kernel}, which has not been run with --chunk-cache; "
+            "add --linear-attn-prefill-backend triton."
+        )
 
 
 def _check_cap(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
@@ -220,7 +233,7 @@ class _Check:
     def _over_gap(self, positions: npt.NDArray[np.int64]) -> StateForward | None:
         transition = None if self._known is None else self._known.of(0, self._gap[1])
         assert (transition is None) == (self._chunks.states is None)
-        return None if transition is None else self._states(positions, gaps=[Gap(self._gap[1], transition)])
+        return self._states(positions, gaps=() if transition is None else [Gap(self._gap[1], transition)])
 
     def _states(
         self,
@@ -233,7 +246,7 @@ class _Check:
             return None
         self._known = self._known or ChunkTransitions()
         rows = RequestRows(self._prompt.row, positions, 0, gaps, wanted(self._known))
-        return StateForward.of(layers, [rows], self._prompt.slots.device)
+        return StateForward.of(layers, [rows], self._prompt.slots.device, is_fused=True)
 
     def _bring_in(self, shift: int) -> None:
         """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
@@ -243,12 +256,12 @@ class _Check:
     def _attentions(self) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
         """What attends in fused batches, for a sentence, with the rows that it computes."""
         layers, has_states = self._chunks.layers, self._chunks.states is not None
-        rows = self._rows(self._positions)
-        if not has_states:
-            yield "computed by our kernel", self._positions, rows
+        rows, gap = self._rows(self._positions), np.delete(self._positions, np.arange(*self._gap))
+        yield "computed by our kernel", self._positions, rows
         if self._chunks.min_run_len is not None:
-            gap = np.delete(self._positions, np.arange(*self._gap))
             yield "computed in runs", gap, self._runs(gap)
+        elif has_states:
+            yield "computed around a gap", gap, self._rows(gap)
         if has_states:
             return  # no row of theirs leaves
         leaving = _Leaving(rows.row_positions, len(layers.modules))

@@ -22,6 +22,7 @@ _RULES: tuple[tuple[str, str], ...] = (
 _OPTIONS: tuple[tuple[str, str], ...] = (
     ("tiers", "they keep KV and no states"),
     ("verify_share", "a verification computes a prompt where no states are kept"),
+    ("partition_share", "what passages do to them is stored for all partitions together"),
     ("keep_tokens", "decoding goes on from states of all tokens"),
     ("options", "which rows are computed is up to seam_len and the ratio"),
 )
@@ -33,7 +34,6 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     Raises:
         StartRefused: a method, a flag or an option does not work with states.
     """
-    from sglang.srt.arg_groups.overrides import resolution_result
     from sglang.srt.environ import envs
 
     for name, what in _RULES:
@@ -44,10 +44,6 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     for name, why in _OPTIONS:
         if getattr(args.parsed_config, name) != getattr(Config(), name):
             refuse(f"--chunk-cache-config: {name}: this model keeps states, and {why}; leave it out.")
-    for name in ("linear_attn_backend", "linear_attn_prefill_backend"):
-        value = resolution_result(server_args, name)
-        if value not in (None, "triton"):
-            refuse(f"--{name.replace('_', '-')} {value} has not been run with --chunk-cache; use triton.")
     core = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
     if core.is_set() and core.get() != "python":
         refuse("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND: a model with states needs SGLang's tree in Python; unset it.")

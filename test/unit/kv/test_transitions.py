@@ -57,7 +57,7 @@ def test_a_chunk_that_begins_anew_forgets_its_parts():
 def test_the_tail_reaches_over_short_parts():
     one, other = transition(tails=([1.0, 2.0, 3.0],)), transition(tails=([4.0],))
     (layer,) = one.then(other).layers
-    assert layer.tail(WIDTH).tolist() == [[2.0, 3.0, 4.0]]
+    assert layer.tail(WIDTH, torch.device("cpu")).tolist() == [[2.0, 3.0, 4.0]]
 
 
 @pytest.fixture
@@ -92,6 +92,20 @@ def test_what_is_pinned_stays_and_what_has_no_room_beside_it_does_not_fit(known)
     assert [variant in store for variant in range(3)] == [True, False, True]
     store.is_kept = {0, 2}.__contains__
     assert not store.fits(one)
+
+
+def test_running_requests_have_no_more_than_is_stored(known):
+    one = transition(rule_of(*tokens(5, 0)))
+    store = TransitionStore(2 * one.num_bytes, is_known=known.__contains__, note_change=lambda: None)
+    requests = [store.of_request() for _ in range(2)]
+    for request in requests:
+        assert store.may_take(one.num_bytes)
+        request.note(0, 10, 20, one)
+    assert not store.may_take(1)
+    requests[0].drop(0)
+    assert store.may_take(one.num_bytes)
+    del request, requests
+    assert store.may_take(2 * one.num_bytes), "what a request had that is gone counts no more"
 
 
 def test_what_is_larger_than_the_store_does_not_fit(known):

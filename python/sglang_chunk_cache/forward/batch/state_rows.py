@@ -15,7 +15,6 @@ from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
 from sglang_chunk_cache.forward.statistics_taker import computed_ranges
 from sglang_chunk_cache.kv.state_layers import StateLayers
-from sglang_chunk_cache.kv.transition import ChunkTransitions
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
@@ -46,7 +45,8 @@ def state_forward(
         )
         for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True))
     ]
-    return StateForward.of(layers, requests, batch.device)
+    is_fused = any(one.load is not None for one in added)
+    return StateForward.of(layers, requests, batch.device, is_fused=is_fused)
 
 
 def _gaps(one: AddedRows) -> list[Gap]:
@@ -61,10 +61,13 @@ def _wanted(layers: StateLayers, req: Any, begin: int, end: int) -> list[Wanted]
     state = state_of(req)
     if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
         return []
-    found = []
+    found: list[Wanted] = []
     for chunk, first, last in computed_ranges(state, begin, end):
         start, _ = state.options.spans[chunk]
-        known = state.transitions = state.transitions or ChunkTransitions()
-        if first == start or known.reaches(chunk) == first:
+        known = state.transitions = state.transitions or layers.store.of_request()
+        if first != start and known.reaches(chunk) != first:
+            continue
+        is_new = state.prompt.to_prepare is not None or not layers.is_stored(state.prompt, chunk)
+        if is_new and layers.store.may_take((1 + len(found)) * layers.transition_bytes):
             found.append(Wanted(chunk, first, last, start + layers.seam_len, known))
     return found
