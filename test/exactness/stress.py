@@ -146,12 +146,12 @@ PRESSURE = [
         server=(("kv_cache_dtype", "fp8_e5m2"),),
     ),
     Pressure(
-        max_total_tokens=1024,
+        max_total_tokens=1536,
         chunked=True,
         force_retract=True,
         tree_core="python",
         method="seams",
-        options=(*UPKEEP, ("seam_len", 8), ("state_bytes", "300KB")),  # for half of the chunks
+        options=(*UPKEEP, ("seam_len", 8), ("state_bytes", "400KB")),  # for most of the chunks
         kind="qwen3_5",
     ),
 ]
