@@ -2,9 +2,9 @@
 
     python benchmark/ttft/bench_states.py [--quick] [--repeats N] [--out FOLDER]
 
-Prompts of about 4,000 tokens from passages of equal length that were each computed once behind the system prompt, in an
-order that was not there before, with a new question. Stock is `"mode": "off"` on the same server, with SGLang's prefix
-cache on. `new passages` are computed and remembered, against computed alone: what that costs where nothing
+Prompts of 4,096 tokens in passages of equal length that were each computed once behind the system prompt, in a random
+order, with new text in front of them and a new question. Stock is `"mode": "off"` on the same server, with SGLang's
+prefix cache on. `new passages` are computed and remembered, against computed alone: what that costs where nothing
 repeats. Weights are random: time does not depend on them. Results: `benchmark/results/ttft/states.*`.
 """
 
@@ -25,7 +25,7 @@ from benchmark.common.results import Spread, describe_run, markdown_table, resul
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 
 VOCAB, STATE_SIZE = 2048, 128
-SYSTEM_LEN, QUESTION_LEN = 96, 32
+SYSTEM_LEN, GREETING_LEN, QUESTION_LEN = 96, 16, 32
 STOCK = "stock (prefix cache on)"
 SYSTEMS: dict[str, dict[str, Any]] = {
     STOCK: {"mode": "off"},
@@ -72,7 +72,7 @@ class Bench:
         return [self._draw.randrange(3, VOCAB) for _ in range(length)]
 
     def _ask(self, chunks: list[list[int]], options: dict[str, Any]) -> Any:
-        ids, spans = list(self._system), []
+        ids, spans = [*self._system, *self._tokens(GREETING_LEN)], []  # so that no passage is in the exact prefix
         for chunk in chunks:
             spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk
@@ -94,6 +94,7 @@ class Bench:
                 timed = self._ask(self._draw.sample(chunks, num), SYSTEMS[name])
                 seconds[name].append(timed.total_s)
                 replies[name] = timed.chunk_cache
+                assert timed.chunk_cache["reused_tokens"] == (0 if name == STOCK else num * length)
         new: dict[str, list[float]] = {"off": [], "auto": []}
         for _ in range(repeats):
             for mode in self._draw.sample(list(new), 2):

@@ -6,8 +6,9 @@ Rows of a request stand in runs, and between two of them lies what is reused. SG
 computed in rounds, the first of all requests, then the second, and so on: in front of each its states are moved over
 the gap by the transition of what lies there. A batch without a gap is one round, which is SGLang's own forward.
 
-Chunks that will be remembered have their transition taken: the kernel runs over their rows again, from zero, which
-gives the offset, and from the identity without values, which gives the operator.
+Chunks that will be remembered have their transition taken: the kernel runs over their rows again, with states that have
+further rows below: these begin as the identity and see values of zero, so they end as the operator, and what stands
+above them begins with zero and ends as the offset.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from sgl_kernel_ext.transfer import host_buffer, upload
 from sglang_chunk_cache.forward.runs import Runs, run_fields
@@ -120,8 +122,8 @@ class _Round:
 
     Attributes:
         takings: of its rows.
-        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, twice, and where each of these sequences
-            ends, on the device.
+        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, and where each of these sequences ends,
+            on the device.
         rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
         fields: of the batch as SGLang's backend sees it.
         gaps: in front of its runs.
@@ -279,19 +281,20 @@ def _rules(
     rule_rows: torch.Tensor, borders: torch.Tensor, stock: Callable[..., Any], given: dict[str, Any]
 ) -> list[Rule]:
     """Operators and offsets of the parts behind seams, by the kernel that computes their rows."""
-    num_twice, states = len(borders) - 1, given["ssm_states"]
-    scratch = torch.zeros((num_twice, *states.shape[1:]), dtype=torch.float32, device=states.device)
-    scratch[num_twice // 2 :] = torch.eye(states.shape[-1], device=states.device)
+    num, states = len(borders) - 1, given["ssm_states"]
+    heads, value_size, key_size = states.shape[1:]
+    scratch = torch.zeros((num, heads, value_size + key_size, key_size), dtype=torch.float32, device=states.device)
+    scratch[:, :, value_size:] = torch.eye(key_size, device=states.device)
     rows = {name: given[name].index_select(1, rule_rows) for name in ("q", "k", "v", "g", "beta")}
-    rows["v"][:, len(rule_rows) // 2 :] = 0
+    rows["v"] = F.pad(rows["v"], (0, key_size))
     stock(
         **rows,
         ssm_states=scratch,
-        cache_indices=torch.arange(num_twice, dtype=torch.int32, device=states.device),
+        cache_indices=torch.arange(num, dtype=torch.int32, device=states.device),
         query_start_loc=borders,
         layer_id=given["layer_id"],
     )
-    offsets, operators = scratch.chunk(2)
+    offsets, operators = scratch.split([value_size, key_size], dim=2)
     return [Rule(_on_host(operator), _on_host(offset)) for operator, offset in zip(operators, offsets, strict=True)]
 
 
@@ -314,7 +317,7 @@ def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
         first += run.length
     ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
     of_rules: list[npt.NDArray[Any]] = []
-    for group in (2 * ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
+    for group in (ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
         of_rules.append(np.concatenate([np.arange(*one) for one in group]))
         of_rules.append(np.cumsum([0, *(end - begin for begin, end in group)]).astype(np.int32))
     num_groups = len(of_rules) // 2

@@ -13,7 +13,6 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.kv.transition_store import TransitionStore
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ class StateLayers:
     def transition_bytes(self) -> int:
         """What a chunk that is computed at once takes in host memory."""
         conv, states = self.pools(self.layer_ids[0])
-        return len(self.layer_ids) * (2 * states[0].numel() * 4 + conv[0].nbytes)
+        heads, value_size, key_size = states.shape[1:]
+        return len(self.layer_ids) * (heads * (value_size + key_size) * key_size * 4 + int(conv[0].nbytes))
 
     def pools(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools of a layer: `[slots, channels, kernel - 1]` and `[slots, value heads, value size, key size]`."""
@@ -66,17 +66,10 @@ def find_state_layers(
     make_store: Callable[[], TransitionStore],
     is_stored: Callable[[ChunkPrompt, int], bool],
 ) -> StateLayers | None:
-    """The layers of the model that keep states.
-
-    Raises:
-        StartRefused: their states are no square matrices, which transitions are taken by.
-    """
+    """The layers of the model that keep states; None = it has none."""
     found = [part for part in model_runner.model.modules() if isinstance(part, RadixLinearAttention)]
     if not found:
         return None
-    if any(layer.head_k_dim != layer.head_v_dim for layer in found):
-        sizes = f"{found[0].head_k_dim} and {found[0].head_v_dim}"
-        refuse(f"the states of this model have keys and values of different sizes ({sizes}), which is not supported.")
     layer_ids = tuple(sorted(layer.layer_id for layer in found))
     conv = model_runner.req_to_token_pool.mamba2_layer_cache(layer_ids[0]).conv[0]
     return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len, make_store(), is_stored)

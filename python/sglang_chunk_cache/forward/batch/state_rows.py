@@ -34,17 +34,13 @@ def state_forward(
     """
     if layers is None:
         return None
-    pool_rows = batch.req_pool_indices_cpu.tolist()
-    requests = [
-        RequestRows(
-            pool_rows[i],
-            positions[i],
-            batch.prefix_lens[i] if one.begin is None else one.begin,
-            _gaps(one),
-            _wanted(layers, req, int(positions[i][0]), int(positions[i][-1]) + 1),
-        )
-        for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True))
-    ]
+    pool_rows, requests, num_wanted = batch.req_pool_indices_cpu.tolist(), [], 0
+    for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True)):
+        own = positions[i]
+        wanted = _wanted(layers, req, int(own[0]), int(own[-1]) + 1, num_wanted)
+        num_wanted += len(wanted)
+        begin = batch.prefix_lens[i] if one.begin is None else one.begin
+        requests.append(RequestRows(pool_rows[i], own, begin, _gaps(one), wanted))
     is_fused = any(one.load is not None for one in added)
     return StateForward.of(layers, requests, batch.device, is_fused=is_fused)
 
@@ -56,8 +52,12 @@ def _gaps(one: AddedRows) -> list[Gap]:
     return [Gap(end, transition) for end, transition in found if transition is not None]
 
 
-def _wanted(layers: StateLayers, req: Any, begin: int, end: int) -> list[Wanted]:
-    """Chunks that this forward computes, of which all that stands in front within them is known."""
+def _wanted(layers: StateLayers, req: Any, begin: int, end: int, num_wanted: int) -> list[Wanted]:
+    """Chunks that this forward computes, of which all that stands in front within them is known.
+
+    Args:
+        num_wanted: of the requests in front.
+    """
     state = state_of(req)
     if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
         return []
@@ -68,6 +68,6 @@ def _wanted(layers: StateLayers, req: Any, begin: int, end: int) -> list[Wanted]
         if first != start and known.reaches(chunk) != first:
             continue
         is_new = state.prompt.to_prepare is not None or not layers.is_stored(state.prompt, chunk)
-        if is_new and layers.store.may_take((1 + len(found)) * layers.transition_bytes):
+        if is_new and layers.store.may_take((1 + num_wanted + len(found)) * layers.transition_bytes):
             found.append(Wanted(chunk, first, last, start + layers.seam_len, known))
     return found
