@@ -52,9 +52,9 @@ class Case:
         if "alpha" not in [option.name for option in self.method.options_schema]:
             return None
         given = dict(self.opts.options).get("alpha")
-        if given:
+        if given is not None:
             assert isinstance(given, float)
-            return given
+            return given or None  # 0: by ratio, whatever the server's alpha is
         return self.alpha if self.opts.ratio is None and self.alpha else None
 
     def cfo(self, i: int) -> float | None:
