@@ -20,9 +20,9 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
 )
 _OPTIONS: tuple[tuple[str, str], ...] = (
-    ("tiers", "they keep KV and no states"),
+    ("tiers", "tiers store KV alone"),
     ("verify_share", "a verification computes a prompt where no states are kept"),
-    ("partition_share", "what passages do to them is stored for all partitions together"),
+    ("partition_share", "what passages do to states is stored for all partitions together"),
     ("keep_tokens", "decoding goes on from states of all tokens"),
     ("options", "which rows are computed is up to seam_len and the ratio"),
 )
