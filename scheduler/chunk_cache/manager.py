@@ -449,12 +449,13 @@ class ChunkManager:
         exceeds_share = bool(spans) and self._exceeds_share(spans[-1][1])
         for i, (start, end) in enumerate(spans):
             covered_len = min(end, in_tree) - start
+            is_whole = covered_len == end - start
             if exceeds_share:
                 yield Forgo(i, "partition_share")
-            elif covered_len == end - start or (2 * covered_len >= end - start and not self._has_states):
-                # A path that holds a part of the chunk may hold no more of it than is stored already.
-                is_better = covered_len == end - start and not (self._has_states and self.has_whole(prompt, i))
-                if is_better or self._stored_len(prompt, i) < covered_len:
+            elif is_whole or (2 * covered_len >= end - start and not self._has_states):
+                # A path that holds a part of the chunk may hold no more of it than is stored already; with states one
+                # variant of it is enough, of whatever context.
+                if (is_whole and not self._has_states) or self._stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
             elif end <= up_to and self._is_new(prompt, i, 0, plan):
                 # The last page of a path is not stored: a short chunk at its end would be lost.

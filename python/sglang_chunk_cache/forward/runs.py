@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +120,7 @@ class BackendRuns:
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
         """A copy of `batch` with one entry per run."""
-        view = copy.copy(batch)
-        vars(view).update(self._per_run)
-        return view
+        return view_of(batch, self._per_run)
 
     def attend(
         self,
@@ -142,6 +140,13 @@ class BackendRuns:
 
     def finish(self) -> None:
         """The forward has ended; the backend keeps what it made."""
+
+
+def view_of(batch: ForwardBatch, fields: Mapping[str, Any]) -> ForwardBatch:
+    """A copy of `batch` with other values of some fields."""
+    view = copy.copy(batch)
+    vars(view).update(fields)
+    return view
 
 
 def run_fields(runs: Runs, uploaded: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ above them begins with zero and ends as the offset.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel_ext.transfer import host_buffer, upload
-from sglang_chunk_cache.forward.runs import Runs, run_fields
+from sglang_chunk_cache.forward.runs import Runs, run_fields, view_of
 from sglang_chunk_cache.kv.state_layers import StateLayers
 from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition
 
@@ -146,12 +145,10 @@ class StateForward:
     Args:
         layers: of the model.
         rounds: at least one.
-        are_plain: `[num_requests]` bool on the host and on the device, whether rows are one run with no gap in front.
+        are_plain: of each request, whether its rows are one run with no gap in front.
     """
 
-    def __init__(
-        self, layers: StateLayers, rounds: Sequence[_Round], are_plain: tuple[Sequence[bool], torch.Tensor]
-    ) -> None:
+    def __init__(self, layers: StateLayers, rounds: Sequence[_Round], are_plain: Sequence[bool]) -> None:
         self._layers = layers
         self._rounds = rounds
         self._are_plain = are_plain
@@ -172,10 +169,9 @@ class StateForward:
         are_plain = [len(own) == 1 and own[0].gap is None for own in runs]
         if all(are_plain) and not is_fused and not any(one.wanted for one in requests):
             return None
-        (on_device,) = upload([np.array(are_plain)], device)
         rounds = [[own[k] for own in runs if len(own) > k] for k in range(max(map(len, runs)))]
         made = [_round_of(own, device, is_stock=all(are_plain)) for own in rounds]
-        return cls(layers, made, (are_plain, on_device))
+        return cls(layers, made, are_plain)
 
     @property
     def _is_stock(self) -> bool:
@@ -185,9 +181,7 @@ class StateForward:
         """`batch` as SGLang's backend can prepare a forward of it, however many entries it has."""
         if self._is_stock:
             return batch
-        view = copy.copy(batch)
-        vars(view).update(dict.fromkeys(_TRACKING))
-        return view
+        return view_of(batch, dict.fromkeys(_TRACKING))
 
     def set_up(self, batch: ForwardBatch, *, is_prepared: bool) -> None:
         """Behind that preparation, which is left out where SGLang's backend does not attend."""
@@ -195,18 +189,18 @@ class StateForward:
             if not is_prepared:
                 self._layers.backend.init_forward_metadata(batch)
             return
-        on_host, on_device = self._are_plain
         if batch.mamba_track_mask is not None:  # of the first round, which has one run of each request
+            (are_plain,) = upload([np.array(self._are_plain)], batch.mamba_track_mask.device)
             tracking = {name: getattr(batch, name) for name in _TRACKING}
-            tracking["mamba_track_mask"] = batch.mamba_track_mask & on_device
+            tracking["mamba_track_mask"] = batch.mamba_track_mask & are_plain
             masks = batch.mamba_prefill_track_mask_cpu
             if masks is not None:
-                both = zip(masks, on_host, strict=True)
+                both = zip(masks, self._are_plain, strict=True)
                 tracking["mamba_prefill_track_mask_cpu"] = [mask and is_plain for mask, is_plain in both]
             self._rounds[0].fields |= tracking
         backend = self._layers.backend
         for one in self._rounds:
-            backend.init_forward_metadata(_view(batch, one))
+            backend.init_forward_metadata(view_of(batch, one.fields))
             one.metadata = backend.forward_metadata
 
     def forward(
@@ -225,7 +219,7 @@ class StateForward:
             backend.forward_metadata = one.metadata
             own = {name: inputs[name].index_select(0, one.rows) for name in ("mixed_qkv", "a", "b")}
             with self._taking(one, own["mixed_qkv"]):
-                part = backend.forward_extend(layer=layer, forward_batch=_view(forward_batch, one), **own)
+                part = backend.forward_extend(layer=layer, forward_batch=view_of(forward_batch, one.fields), **own)
             out.index_copy_(1, one.rows, part)
         return out
 
@@ -236,18 +230,17 @@ class StateForward:
             wanted.known.note(wanted.chunk, wanted.begin, wanted.end, Transition(tuple(taking.layers)))
 
     def _cross_gaps(self, layer_id: int, one: _Round) -> None:
+        if not one.gaps:
+            return
         number = self._layers.layer_ids.index(layer_id)
         conv, states = self._layers.pools(layer_id)
         crossed = [gap.transition.layers[number] for gap in one.gaps]
         for part, runs in enumerate(one.gap_runs):
             slots = one.metadata.mamba_cache_indices.index_select(0, runs).long()
             rules = [layer.rules[part] for layer in crossed if len(layer.rules) > part]
-            before = states.index_select(0, slots).float()
-            after = torch.baddbmm(
-                *(one.flatten(0, 1) for one in (_stack([r.offset for r in rules], states), before)),
-                _stack([r.operator for r in rules], states).flatten(0, 1),
-            )
-            states.index_copy_(0, slots, after.view_as(before).to(states.dtype))
+            operators, offsets = (_stack(parts, states) for parts in zip(*rules, strict=True))
+            after = states.index_select(0, slots).float() @ operators + offsets
+            states.index_copy_(0, slots, after.to(states.dtype))
             if not part:
                 tails = [layer.tail(self._layers.width, conv.device) for layer in crossed]
                 conv.index_copy_(0, slots, _stack(tails, conv).to(conv.dtype))
@@ -342,12 +335,6 @@ def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
     made.gap_runs = [next(uploaded) for _ in parts]
     made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(_TRACKING)
     return made
-
-
-def _view(batch: ForwardBatch, one: _Round) -> ForwardBatch:
-    view = copy.copy(batch)
-    vars(view).update(one.fields)
-    return view
 
 
 def _stack(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from chunk_cache.gate.verification_queue import Candidate
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.added_rows import NOTHING_ADDED, AddedRows, take_added_rows
 from sglang_chunk_cache.forward.attending import Observer
-from sglang_chunk_cache.forward.batch.fused_batch import FusedBatch
+from sglang_chunk_cache.forward.batch.fused_batch import FusedBatch, States
 from sglang_chunk_cache.forward.batch.row_arrays import positions_of
 from sglang_chunk_cache.forward.batch.state_rows import state_forward
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
@@ -87,11 +87,13 @@ def _target_forward(
     added = take_added_rows(batch)
     first_rows = () if chunks.gate is None else _first_rows(batch)
     observe = partial(_observers, model_runner, chunks)
-    states_of = partial(state_forward, chunks.states)
+    states_of = _states_of(chunks)
     if added is None:
         timing, observers = _timing(chunks, batch, ()), observe(batch, batch.prefix_lens, None)
-        none = [NOTHING_ADDED] * len(batch.reqs)
-        states = states_of(batch, none, positions_of(batch, none))
+        states = None
+        if states_of is not None:
+            none = [NOTHING_ADDED] * len(batch.reqs)
+            states = states_of(batch, none, positions_of(batch, none))
         return Forward((Part(init(batch), None, observers, states),), timing=timing, first_rows=first_rows)
     count = chunks.metrics.count_fused_batch
     fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, states=states_of, count=count)
@@ -102,6 +104,13 @@ def _target_forward(
     # A forward that waits for layers says nothing of what computing takes.
     instead = partial(_without_loads, fused, chunks, chunks.landings, added)
     return forward(loads=chunks.landings.loads(copies), instead=instead)
+
+
+def _states_of(chunks: ChunkRuntime) -> States | None:
+    transitions = chunks.store.transitions
+    if chunks.states is None or transitions is None:
+        return None
+    return partial(state_forward, chunks.states, transitions, chunks.manager.has_whole)
 
 
 def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:

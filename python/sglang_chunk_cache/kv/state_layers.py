@@ -5,15 +5,11 @@ Verb: `find_state_layers` (None where a model has none).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-
-from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from sglang_chunk_cache.kv.transition_store import TransitionStore
 
 if TYPE_CHECKING:
     import torch
@@ -29,16 +25,12 @@ class StateLayers:
         layer_ids: of the layers, ascending.
         width: kernel - 1 of their convolutions.
         seam_len: tokens of a chunk in front of those whose transition is taken.
-        store: of transitions.
-        is_stored: whether the whole of a prompt's chunk is stored.
     """
 
     model_runner: ModelRunner
     layer_ids: tuple[int, ...]
     width: int
     seam_len: int
-    store: TransitionStore
-    is_stored: Callable[[ChunkPrompt, int], bool]
 
     @property
     def backend(self) -> Any:
@@ -60,16 +52,11 @@ class StateLayers:
         return cache.conv[0], cache.temporal
 
 
-def find_state_layers(
-    model_runner: ModelRunner,
-    seam_len: int,
-    make_store: Callable[[], TransitionStore],
-    is_stored: Callable[[ChunkPrompt, int], bool],
-) -> StateLayers | None:
+def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers | None:
     """The layers of the model that keep states; None = it has none."""
     found = [part for part in model_runner.model.modules() if isinstance(part, RadixLinearAttention)]
     if not found:
         return None
     layer_ids = tuple(sorted(layer.layer_id for layer in found))
     conv = model_runner.req_to_token_pool.mamba2_layer_cache(layer_ids[0]).conv[0]
-    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len, make_store(), is_stored)
+    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import errno
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +22,7 @@ from chunk_cache.options.event_config import port_problem
 from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
+from sglang_chunk_cache.start.flag_rules import FlagRule, more_than_one, not_null, refuse_any, resolved
 from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model
 from sglang_chunk_cache.start.state_refusals import check_states
 
@@ -31,43 +31,20 @@ KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 
 
-def _more_than_one(value: object) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def _not_null(value: object) -> bool:
-    return value not in (None, "null", "none")
-
-
-@dataclass(frozen=True)
-class FlagRule:
-    """A flag that is refused.
-
-    Attributes:
-        name: the field of `ServerArgs`.
-        what: subject of the sentence, with the flag or the variable.
-        refused: whether a value is refused.
-    """
-
-    name: str
-    what: str
-    refused: Callable[[Any], bool] = bool
-
-
 FLAG_RULES: tuple[FlagRule, ...] = (
     # Parallelism, topology and disaggregation, whose roles `check_role` knows.
-    FlagRule("pp_size", "pipeline parallelism (--pp-size)", _more_than_one),
-    FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", _more_than_one),
+    FlagRule("pp_size", "pipeline parallelism (--pp-size)", more_than_one),
+    FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", more_than_one),
     FlagRule("enable_dp_attention", "data-parallel attention (--enable-dp-attention)"),
-    FlagRule("attn_cp_size", "context parallelism (--attn-cp-size)", _more_than_one),
-    FlagRule("dcp_size", "context parallelism (--dcp-size)", _more_than_one),
+    FlagRule("attn_cp_size", "context parallelism (--attn-cp-size)", more_than_one),
+    FlagRule("dcp_size", "context parallelism (--dcp-size)", more_than_one),
     FlagRule("enable_prefill_cp", "context parallelism (--enable-prefill-cp)"),
     FlagRule("enable_kv_cache_sharding", "KV cache sharding (--enable-kv-cache-sharding)"),
     FlagRule("enable_layernorm_sp", "sequence parallelism (--enable-layernorm-sp)"),
     FlagRule("enable_attn_tp_input_scattered", "scattered attention input (--enable-attn-tp-input-scattered)"),
-    FlagRule("moe_dense_tp_size", "dense layers on fewer ranks (--moe-dense-tp-size)", _not_null),
-    FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", _not_null),
-    FlagRule("nnodes", "serving on several nodes (--nnodes)", _more_than_one),
+    FlagRule("moe_dense_tp_size", "dense layers on fewer ranks (--moe-dense-tp-size)", not_null),
+    FlagRule("moe_a2a_backend", "experts that tokens are sent to (--moe-a2a-backend)", not_null),
+    FlagRule("nnodes", "serving on several nodes (--nnodes)", more_than_one),
     FlagRule("use_ray", "Ray (--use-ray)"),
     FlagRule("enable_pdmux", "prefill/decode multiplexing (--enable-pdmux)"),
     FlagRule("encoder_only", "encoder disaggregation (--encoder-only)"),
@@ -76,14 +53,14 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "speculative_algorithm",
         f"speculative decoding other than {', '.join(SPECULATIVE_ALGORITHMS)} (--speculative-algorithm)",
-        lambda value: _not_null(value) and str(value).upper() not in SPECULATIVE_ALGORITHMS,
+        lambda value: not_null(value) and str(value).upper() not in SPECULATIVE_ALGORITHMS,
     ),
     FlagRule("enable_multi_layer_eagle", "several drafting models (--enable-multi-layer-eagle)"),
-    FlagRule("decoupled_spec_role", "speculative decoding (--decoupled-spec-role)", _not_null),
+    FlagRule("decoupled_spec_role", "speculative decoding (--decoupled-spec-role)", not_null),
     # Other caches.
     FlagRule("disable_radix_cache", "--disable-radix-cache"),
     FlagRule("enable_hierarchical_cache", "HiCache (--enable-hierarchical-cache)"),
-    FlagRule("hicache_storage_backend", "HiCache storage (--hicache-storage-backend)", _not_null),
+    FlagRule("hicache_storage_backend", "HiCache storage (--hicache-storage-backend)", not_null),
     FlagRule(
         "disaggregation_decode_retraction_backup",
         "host-pool retraction (--disaggregation-decode-retraction-backup host_pool)",
@@ -96,9 +73,9 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_hisparse", "hierarchical sparse attention (--enable-hisparse)"),
     FlagRule("enable_unified_memory", "the unified memory pool (--enable-unified-memory)"),
     FlagRule("enable_page_major_kv_layout", "the page-major KV layout (--enable-page-major-kv-layout)"),
-    FlagRule("kv_canary", "the KV canary (--kv-canary)", _not_null),
+    FlagRule("kv_canary", "the KV canary (--kv-canary)", not_null),
     # They would tell the token ids of our nodes, under keys that no router can ask for.
-    FlagRule("kv_events_config", 'KV events (--kv-events-config; here "events" of --chunk-cache-config)', _not_null),
+    FlagRule("kv_events_config", 'KV events (--kv-events-config; here "events" of --chunk-cache-config)', not_null),
     # Front ends.
     FlagRule("smg_grpc_mode", "gRPC mode (--smg-grpc-mode)"),
     FlagRule("grpc_mode", "gRPC mode (--grpc-mode)"),
@@ -113,7 +90,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache"),
     # Models and number formats.
     FlagRule("is_embedding", "an embedding model (--is-embedding)"),
-    FlagRule("dllm_algorithm", "a diffusion language model (--dllm-algorithm)", _not_null),
+    FlagRule("dllm_algorithm", "a diffusion language model (--dllm-algorithm)", not_null),
     FlagRule("model_impl", "--model-impl", lambda value: value not in ("auto", "sglang")),
     FlagRule("enable_nvidia_megakernel", "a kernel in the place of the model (--enable-nvidia-megakernel)"),
 )
@@ -160,10 +137,10 @@ def check_flags(server_args: Any) -> None:
     """
     from sglang.srt.environ import envs
 
-    _refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
+    refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
     check_role(server_args)
     for name, served in CHOICE_RULES.items():
-        value = _value(server_args, name)
+        value = resolved(server_args, name)
         if value not in (None, *served):
             refuse(f"{_flag(name)} {value} does not work with --chunk-cache; use one of {', '.join(served)}.")
     for rule in VARIABLE_RULES:
@@ -177,7 +154,7 @@ def check_port(server_args: Any) -> None:
     Raises:
         StartRefused: the port is taken.
     """
-    host, port = _value(server_args, "host"), _value(server_args, "port")
+    host, port = resolved(server_args, "host"), resolved(server_args, "port")
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -217,13 +194,6 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _value(server_args: Any, name: str) -> Any:
-    """A field as SGLang resolved it, or before that as it was given."""
-    from sglang.srt.arg_groups.overrides import resolution_result
-
-    return resolution_result(server_args, name)
-
-
 def check_resolved(server_args: Any) -> None:
     """Checks the model, and what SGLang made of the flags; `check_flags` has seen what was given.
 
@@ -235,13 +205,13 @@ def check_resolved(server_args: Any) -> None:
     args = attached(server_args)
     kernel = None if args is None else args.parsed_config.kernel
     if args is not None:
-        check_replicas(args.parsed_config, _value(server_args, "dp_size"))
-    if kernel in ("triton", "flashinfer") and _value(server_args, "device") != "cuda":
+        check_replicas(args.parsed_config, resolved(server_args, "dp_size"))
+    if kernel in ("triton", "flashinfer") and resolved(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = copy.copy(model_config_of(server_args))
-    if _value(server_args, "disable_hybrid_swa_memory"):  # SGLang may have read the model before that was resolved
+    if resolved(server_args, "disable_hybrid_swa_memory"):  # SGLang may have read the model before that was resolved
         model_config.is_hybrid_swa = False
     check_model(model_config)
     _check_determinism(server_args, args)
@@ -255,8 +225,8 @@ def check_resolved(server_args: Any) -> None:
         check_tokenizer_workers(args, server_args)
         _check_selector(args)
         _check_layers(args.parsed_config, model_config.num_hidden_layers)
-        algorithm = _value(server_args, "speculative_algorithm")
-        check_draft(args.parsed_config, algorithm, _value(server_args, "device"))
+        algorithm = resolved(server_args, "speculative_algorithm")
+        check_draft(args.parsed_config, algorithm, resolved(server_args, "device"))
         check_flags_with_draft(server_args, algorithm)
         check_default(args, model_config.num_hidden_layers, what_fixes_rows(server_args))
         what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
@@ -268,9 +238,9 @@ def _check_chosen(server_args: Any) -> None:
     """Checks what SGLang chose where nothing was given."""
     from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 
-    _refuse_any(FLAG_RULES, server_args, ", which SGLang turned on by itself, cannot be combined with --chunk-cache.")
+    refuse_any(FLAG_RULES, server_args, ", which SGLang turned on by itself, cannot be combined with --chunk-cache.")
     for name, served in CHOICE_RULES.items():
-        value = _value(server_args, name)
+        value = resolved(server_args, name)
         if value not in (None, *served):
             use = f"add {_flag(name)} with one of {', '.join(served)}"
             refuse(f"{_flag(name)} {value}, which SGLang chose by itself, does not work with --chunk-cache; {use}.")
@@ -287,13 +257,13 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
     SGLang's promise holds where its own backend attends for every request of every batch. Kernels of ours split the
     keys of a row by the size of the batch.
     """
-    if not _value(server_args, "enable_deterministic_inference"):
+    if not resolved(server_args, "enable_deterministic_inference"):
         return
     flag = "--enable-deterministic-inference"
     if server_args.rl_on_policy_target is not None:
         flag = "--rl-on-policy-target"
-    if _value(server_args, "disable_radix_cache"):
-        backend = _value(server_args, "attention_backend")
+    if resolved(server_args, "disable_radix_cache"):
+        backend = resolved(server_args, "attention_backend")
         refuse(
             f"{flag} turns the radix cache off with the attention backend {backend}, and --chunk-cache stores chunks "
             "there; add --attention-backend triton."
@@ -304,24 +274,17 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
         refuse(f'{flag} needs SGLang\'s attention for every batch; add "attention": "runs" to --chunk-cache-config.')
 
 
-def _refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:
-    """Refuses the first flag that a rule refuses, with `words` behind what it is."""
-    for rule in rules:
-        if rule.refused(_value(server_args, rule.name)):
-            refuse(f"{rule.what}{words}")
-
-
 def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
     """Checks what belongs to the one process that tokenizes, where there are several.
 
     Raises:
         StartRefused: it is asked for.
     """
-    if not _more_than_one(_value(server_args, "tokenizer_worker_num")):
+    if not more_than_one(resolved(server_args, "tokenizer_worker_num")):
         return
     if args.selector is not None:
         refuse("--chunk-cache-selector belongs to the one process that tokenizes; drop it or --tokenizer-worker-num.")
-    if _value(server_args, "admin_api_key"):
+    if resolved(server_args, "admin_api_key"):
         refuse("--admin-api-key is asked for by none of several tokenizer workers; drop it or --tokenizer-worker-num.")
 
 
@@ -342,7 +305,7 @@ def check_replicas(config: Config, dp_size: int | None) -> None:
     Raises:
         StartRefused: they would.
     """
-    if config.verify_file is not None and _more_than_one(dp_size):
+    if config.verify_file is not None and more_than_one(dp_size):
         refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
     problem = None if config.events is None else port_problem(config.events, dp_size or 1)
     if problem is not None:
@@ -401,7 +364,7 @@ def check_draft(config: Config, algorithm: str | None, device: str) -> None:
 _NOT_WITH_DRAFT = (
     FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
     FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
-    FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", _not_null),
+    FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", not_null),
 )
 """What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
 
@@ -415,7 +378,7 @@ def check_flags_with_draft(server_args: Any, algorithm: str | None) -> None:
     if algorithm in (None, "NGRAM"):
         return
     words = f" cannot be combined with --chunk-cache and {algorithm}; drop one of them."
-    _refuse_any(_NOT_WITH_DRAFT, server_args, words)
+    refuse_any(_NOT_WITH_DRAFT, server_args, words)
 
 
 def _check_layers(config: Config, num_layers: int) -> None:

@@ -39,7 +39,6 @@ from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
-from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.kv.transition_store import TransitionStore
@@ -191,6 +190,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     kernel = choose_kernel(config.kernel, model_runner, allocator.get_kvcache(), layers)
     assembler = KVAssembler(model_runner, allocator.get_kvcache(), layers.rotaries, kernel)
     store = VariantStore(cache, Shares(allocator.size, config.partition_share))
+    states = find_state_layers(model_runner, config.seam_len)
     manager = ChunkManager(
         config,
         store,
@@ -201,9 +201,14 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         max_unknown_rows=most_unknown_rows(),
         step_len=step_len(),
         words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
-        has_states=has_states(model_runner.model_config),
+        has_states=states is not None,
     )
-    states = _state_layers(model_runner, config, manager, store)
+    if states is not None:
+        store.transitions = TransitionStore(
+            config.state_bytes,
+            is_known=lambda variant_id: manager.index.get(variant_id) is not None,
+            note_change=store.note_change,
+        )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
@@ -290,21 +295,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         statistics_layers=_statistics_layers(config, [one.layer_id for one in layers.attentions]),
         target_forwards=TargetForwards(),
     )
-
-
-def _state_layers(model_runner: Any, config: Config, manager: ChunkManager, store: VariantStore) -> StateLayers | None:
-    """Layers of the model that keep states, with a store for what chunks do to them; None = it has none."""
-
-    def make_store() -> TransitionStore:
-        return TransitionStore(
-            config.state_bytes,
-            is_known=lambda variant_id: manager.index.get(variant_id) is not None,
-            note_change=store.note_change,
-        )
-
-    layers = find_state_layers(model_runner, config.seam_len, make_store, manager.has_whole)
-    store.transitions = None if layers is None else layers.store
-    return layers
 
 
 def _statistics_layers(config: Config, attending: Sequence[int]) -> tuple[int, ...]:

@@ -12,12 +12,13 @@ from chunk_cache.options.config import Config
 from chunk_cache.options.defaults import DEFAULT_METHOD
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
 from sglang_chunk_cache.kv.state_models import method_problem
+from sglang_chunk_cache.start.flag_rules import FlagRule, not_null, refuse_any, resolved
 
-_RULES: tuple[tuple[str, str], ...] = (
-    ("speculative_algorithm", "speculative decoding (--speculative-algorithm)"),
-    ("enable_linear_replayssm", "states that are replayed (--enable-linear-replayssm)"),
-    ("enable_linear_replayssm_spec", "states that are replayed (--enable-linear-replayssm-spec)"),
-    ("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
+_RULES = (
+    FlagRule("speculative_algorithm", "speculative decoding (--speculative-algorithm)"),
+    FlagRule("enable_linear_replayssm", "states that are replayed (--enable-linear-replayssm)"),
+    FlagRule("enable_linear_replayssm_spec", "states that are replayed (--enable-linear-replayssm-spec)"),
+    FlagRule("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
 )
 _OPTIONS: tuple[tuple[str, str], ...] = (
     ("tiers", "tiers store KV alone"),
@@ -36,10 +37,9 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     """
     from sglang.srt.environ import envs
 
-    for name, what in _RULES:
-        if getattr(server_args, name, None):
-            refuse(f"{what} cannot be combined with --chunk-cache for a model with states; drop one of them.")
-    if server_args.disaggregation_mode != "null":
+    words = " cannot be combined with --chunk-cache for a model with states; drop one of them."
+    refuse_any(_RULES, server_args, words)
+    if not_null(resolved(server_args, "disaggregation_mode")):
         refuse("--disaggregation-mode has not been run with --chunk-cache for a model with states; drop one of them.")
     for name, why in _OPTIONS:
         if getattr(args.parsed_config, name) != getattr(Config(), name):

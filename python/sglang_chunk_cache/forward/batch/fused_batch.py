@@ -61,7 +61,7 @@ class FusedBatch:
         min_run_len: mean length of runs of rows from which SGLang's attention backend serves them; None = never.
         layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
         observe: see `Observe`.
-        states: see `States`.
+        states: see `States`; None = the model has none.
         count: told by which kernel a part is served.
     """
 
@@ -72,7 +72,7 @@ class FusedBatch:
     min_run_len: int | None
     layers: ModelLayers | None = None
     observe: Observe = lambda *_: ()
-    states: States = lambda *_: None
+    states: States | None = None
     count: Callable[[str], None] = lambda _: None
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
@@ -136,7 +136,7 @@ class FusedBatch:
         fused_batch, row_positions, uploaded = with_rows(batch, added, positions, extra, self.model_runner.device)
         if self.layers is None:
             fused_batch.input_ids = one_ahead(batch, fused_batch, positions)
-        states = self.states(batch, added, positions)
+        states = None if self.states is None else self.states(batch, added, positions)
         forward_batch = self.init(fused_batch)
         stand_at(forward_batch, row_positions)
         kv_pool, row_lens = self.model_runner.token_to_kv_pool, fused_batch.extend_lens

@@ -5,39 +5,47 @@ Verb: `state_forward`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
 from sglang_chunk_cache.forward.statistics_taker import computed_ranges
 from sglang_chunk_cache.kv.state_layers import StateLayers
+from sglang_chunk_cache.kv.transition_store import TransitionStore
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+IsStored = Callable[[ChunkPrompt, int], bool]
+
 
 def state_forward(
-    layers: StateLayers | None,
+    layers: StateLayers,
+    store: TransitionStore,
+    is_stored: IsStored,
     batch: ScheduleBatch,
     added: Sequence[AddedRows],
     positions: Sequence[npt.NDArray[np.int64]],
 ) -> StateForward | None:
-    """None where the model has no such layers, or they do what SGLang's do, and nothing is taken.
+    """None where layers with states do what SGLang's do, and nothing is taken.
 
     Args:
+        store: of transitions.
+        is_stored: whether the whole of a prompt's chunk is stored.
         added, positions: of each request, what is added, and where all of its rows stand.
     """
-    if layers is None:
-        return None
+    wanted_of = partial(_wanted, layers, store, is_stored)
     pool_rows, requests, num_wanted = batch.req_pool_indices_cpu.tolist(), [], 0
     for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True)):
         own = positions[i]
-        wanted = _wanted(layers, req, int(own[0]), int(own[-1]) + 1, num_wanted)
+        wanted = wanted_of(req, int(own[0]), int(own[-1]) + 1, num_wanted)
         num_wanted += len(wanted)
         begin = batch.prefix_lens[i] if one.begin is None else one.begin
         requests.append(RequestRows(pool_rows[i], own, begin, _gaps(one), wanted))
@@ -52,7 +60,9 @@ def _gaps(one: AddedRows) -> list[Gap]:
     return [Gap(end, transition) for end, transition in found if transition is not None]
 
 
-def _wanted(layers: StateLayers, req: Any, begin: int, end: int, num_wanted: int) -> list[Wanted]:
+def _wanted(
+    layers: StateLayers, store: TransitionStore, is_stored: IsStored, req: Any, begin: int, end: int, num_wanted: int
+) -> list[Wanted]:
     """Chunks that this forward computes, of which all that stands in front within them is known.
 
     Args:
@@ -64,10 +74,10 @@ def _wanted(layers: StateLayers, req: Any, begin: int, end: int, num_wanted: int
     found: list[Wanted] = []
     for chunk, first, last in computed_ranges(state, begin, end):
         start, _ = state.options.spans[chunk]
-        known = state.transitions = state.transitions or layers.store.of_request()
+        known = state.transitions = state.transitions or store.of_request()
         if first != start and known.reaches(chunk) != first:
             continue
-        is_new = state.prompt.to_prepare is not None or not layers.is_stored(state.prompt, chunk)
-        if is_new and layers.store.may_take((1 + num_wanted + len(found)) * layers.transition_bytes):
+        is_new = state.prompt.to_prepare is not None or not is_stored(state.prompt, chunk)
+        if is_new and store.may_take((1 + num_wanted + len(found)) * layers.transition_bytes):
             found.append(Wanted(chunk, first, last, start + layers.seam_len, known))
     return found
