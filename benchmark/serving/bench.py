@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmark.quality.question import DataError
@@ -84,13 +84,18 @@ class Subject:
     system: System
     writer: Writer
 
-    def closed(self, phase: str, num: int, num_clients: int, repeats: int = 1) -> tuple[dict[str, Any], Run]:
-        """The next `num` prompts, by so many clients in a closed loop.
+    def closed(
+        self, phase: str, num: int, num_clients: int, repeats: int = 1, output_len: int | None = None
+    ) -> tuple[dict[str, Any], Run]:
+        """The next `num` prompts, by so many clients in a closed loop; `output_len` in the place of their own.
 
         With `repeats` they are answered in so many runs of equal length, one after the other, which count as one; the
         summary says how many requests a second each of them gave.
         """
-        bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, num)]
+        prompts = self.bench.tape.take(phase, num)
+        if output_len is not None:
+            prompts = [replace(prompt, output_len=output_len) for prompt in prompts]
+        bodies = [self.writer.body(prompt) for prompt in prompts]
         edges = [i * num // repeats for i in range(repeats + 1)]
         runs: list[Run] = []
 

@@ -4,14 +4,15 @@
     python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
     python benchmark/serving/bench_serving.py --plan quick        # to see that it works
     python benchmark/serving/bench_serving.py --plan ragpulse --ragpulse FOLDER     # a real RAG service's requests
-    python benchmark/serving/bench_serving.py --plan ragpulse-steady --ragpulse FOLDER    # behind 3,800 of them
+    python benchmark/serving/bench_serving.py --plan ragpulse-steady --ragpulse FOLDER    # behind 3,640 of them
     python benchmark/serving/bench_serving.py --parts serve --systems stock,epic@0.15 --log MY.jsonl --model DIR
     python benchmark/serving/bench_serving.py --parts serve --log MY.jsonl --model DIR --timestamps MY.csv:Timestamp:s
 
 Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation), `documents` (cold and closed loop
 over this repository's prose, with a real retriever), `crowd` (more clients than the KV pool has room for), `fresh` (a
-trace without a repeated chunk), `pulse` (requests of RAGPulse, scaled down), `trained` (right answers and speed of the
-trained model), `orders` (thousands of queries in ever new orders). A server is started for each kind of
+trace without a repeated chunk), `shared` (SGLang's own tool with its shared prefixes), `pulse` (requests of RAGPulse,
+scaled down), `trained` (right answers and speed of the trained model), `orders` (thousands of queries in ever new
+orders). A server is started for each kind of
 system and paused while it is not measured. Results:
 `benchmark/results/serving/NAME.{json,md,png}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
 """
@@ -44,7 +45,7 @@ from benchmark.serving.arrivals import recorded
 from benchmark.serving.bench import Bench, MeasurementError, Tape, Tick
 from benchmark.serving.fleet import Fleet
 from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, TRAINED_FLAGS, documents_model
-from benchmark.serving.parts import ask_trained, compare_fresh, crowd, order_anew, pulse, replay, serve
+from benchmark.serving.parts import ask_trained, compare_fresh, compare_shared, crowd, order_anew, pulse, replay, serve
 from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load, Plan, changed
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
@@ -205,6 +206,8 @@ class Runner:
         stock, reorder, ours = parse_systems((STOCK, REORDER, OURS))
         if part == "documents":
             return stock, reorder, ours
+        if part == "shared":
+            return stock, ours
         return stock, ours, ablated(ours, "no-room-kept" if part == "crowd" else "no-statistics")
 
     def _serve(self, fleet: Fleet) -> dict[str, Any]:
@@ -271,6 +274,12 @@ class Runner:
         rows = compare_fresh(bench, self._systems_of("fresh"), plan.fresh_blocks, plan.fresh_len, plan.load.clients)
         return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
 
+    def _shared(self, fleet: Fleet) -> dict[str, Any]:
+        """SGLang's own tool and its shared prefixes, which SGLang's cache finds: a chunk cache must not cost any."""
+        kinds = [system.kind for system in self._systems_of("shared")]
+        found = compare_shared(fleet, fleet.model_dir, kinds, self.plan.shared, self.tick)
+        return {"model": self._model_text(), "scale": dataclasses.asdict(self.plan.shared)} | found
+
     def _pulse(self, fleet: Fleet) -> dict[str, Any]:
         """Requests of a real RAG service."""
         plan, trace = self.plan, self._ragpulse
@@ -280,7 +289,8 @@ class Runner:
             prompts = traces.from_ragpulse(trace, VOCAB, behind, marks_all=plan.pulse.marks_all)
             bench = Bench(fleet, Tape(prompts), self.tick)
             times_s = [] if number else [one.time_s for one in trace.requests[num_closed:]]
-            rows = pulse(bench, self._systems_of("pulse"), plan.load, times_s, plan.pulse.rate)
+            systems, scale = self._systems_of("pulse"), plan.pulse
+            rows = pulse(bench, systems, plan.load, times_s, scale.rate, scale.warmup_output_len)
             layouts.append({"behind": behind, "trace": describe_trace(prompts), "rows": rows})
         return {
             "model": self._model_text(),

@@ -29,6 +29,7 @@ class Fleet:
         env: variables of all servers, on top of this process's own.
 
     Attributes:
+        model_dir: the model of every server.
         pool_len: tokens of the KV pool of every server.
     """
 
@@ -42,7 +43,7 @@ class Fleet:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.pool_len = pool_len
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._log_dir = log_dir
         self._flags = flags
         self._env = {**offline_env(), **(env or {})}
@@ -82,12 +83,12 @@ class Fleet:
     def _server(self, kind: str) -> Server:
         own = SERVER_FLAGS[kind]
         return Server(
-            self._model_dir,
+            self.model_dir,
             *("--max-total-tokens", str(self.pool_len)),
             *self._flags,
             *own,
             env=self._env,
-            log_path=self._log_dir / f"{self._model_dir.name}-{kind}.log",
+            log_path=self._log_dir / f"{self.model_dir.name}-{kind}.log",
             start_deadline_s=900,
         )
 

@@ -1,24 +1,24 @@
-"""Parts of the benchmark: `serve`, `replay`, `pulse`, `crowd`, `compare_fresh`, `ask_trained`, `order_anew`.
-
-Each gives what the report shows of it.
-"""
+"""Parts of the benchmark; each function gives what the report shows of its part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmark.common.paired import loss_of_pairs
-from benchmark.serving.bench import Bench, MeasurementError, Subject, TraceTooShort
+from benchmark.serving.bench import Bench, MeasurementError, Subject, Tick, TraceTooShort
 from benchmark.serving.client import Run
+from benchmark.serving.fleet import Fleet, machine_speed
 from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.plan import Load
+from benchmark.serving.sglang_tool import SharedScale, ask_shared
 from benchmark.serving.sweep import NothingLeft, Sweep, sweep
 from benchmark.serving.systems import STOCK, System
 
 MAX_SHARED_LEN = 128  # tokens that prompts without a common chunk share: the system prompt
 TRAINED_RUNS = 3  # runs that the questions to the trained model are split into
-MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk
+MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk, or with nothing but shared prefixes
 
 
 def serve(
@@ -144,6 +144,29 @@ def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, bloc
     ]
 
 
+def compare_shared(
+    fleet: Fleet, model_dir: Path, kinds: Sequence[str], scale: SharedScale, tick: Tick
+) -> dict[str, Any]:
+    """SGLang's own tool with its shared prefixes, unmarked: all runs, and what servers lose against the first kind."""
+    runs: list[dict[str, Any]] = []
+    for number in range(scale.pairs + 1):
+        shift = number % len(kinds)
+        for kind in (*kinds[shift:], *kinds[:shift]):
+            server, speed = fleet.use(kind), machine_speed()
+            run = {"kind": kind, "pair": number, "machine_gflops": speed}
+            run |= ask_shared(server.url, model_dir, scale, seed=number)
+            runs.append(run)
+            tick(f"{kind}, shared {number}: {run['requests_per_s']:.2f}/s, TTFT {run['ttft_p50_s']:.3f} s")
+    seconds = {kind: [run["seconds"] for run in runs if run["kind"] == kind and run["pair"]] for kind in kinds}
+    base = kinds[0]
+    losses = [
+        {"kind": kind, "against": base}
+        | loss_of_pairs(list(zip(seconds[kind], seconds[base], strict=True)), target=MAX_LOSS)
+        for kind in kinds[1:]
+    ]
+    return {"runs": runs, "rows": losses}
+
+
 def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, clients: int) -> list[dict[str, Any]]:
     """Right answers of the trained model beside the speed of the same requests, one row per system."""
     rows = []
@@ -171,19 +194,25 @@ def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, cl
 
 
 def pulse(
-    bench: Bench, systems: Sequence[System], load: Load, times_s: Sequence[float] = (), rate: float = 1.0
+    bench: Bench,
+    systems: Sequence[System],
+    load: Load,
+    times_s: Sequence[float] = (),
+    rate: float = 1.0,
+    warmup_output_len: int | None = None,
 ) -> list[dict[str, Any]]:
     """Warm-up and closed loop, then recorded arrivals, from empty caches: three rows per system, two without times.
 
     Args:
         times_s: of requests behind those of the closed loop, ascending.
         rate: mean rate of these, as a share of what the first system reached in the closed loop.
+        warmup_output_len: tokens of an answer of the warm-up, in the place of the recorded ones.
     """
     rows: list[dict[str, Any]] = []
     base_rate = None
     for system in systems:
         subject = bench.begin(system)
-        rows.append(subject.closed("cold", load.warmup, load.clients)[0])
+        rows.append(subject.closed("cold", load.warmup, load.clients, output_len=warmup_output_len)[0])
         closed = subject.closed("closed", load.closed, load.clients, load.closed_runs)[0]
         rows.append(closed)
         if base_rate is None:

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from benchmark.common.models import LlamaShape
 from benchmark.quality.question import DataError
+from benchmark.serving.sglang_tool import SharedScale
 from benchmark.serving.systems import CONTEXTPILOT, NO_CACHE, REBUILD, REORDER, STOCK
 from benchmark.simulate.trace import TraceSpec
 
 VOCAB = 4096
-MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh", "pulse"), ("trained", "orders")
+MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh", "shared", "pulse"), ("trained", "orders")
 PARTS = (*MAIN_PARTS, *SMALL_PARTS)
 """Parts by the model that they are about: the plan's, and the trained one."""
 
@@ -92,6 +93,7 @@ class PulseScale:
         rate: ... to this share of what stock reached in the closed loop.
         behind: layouts: how many blocks of the system prompt stand behind the passages. The first one has times too.
         marks_all: history and results from the web are marked too, not only passages.
+        warmup_output_len: tokens of an answer of the warm-up, where thousands of them would only take time.
     """
 
     share: float = 0.15
@@ -100,6 +102,10 @@ class PulseScale:
     rate: float = 0.7
     behind: tuple[int, ...] = (0, 1)
     marks_all: bool = False
+    warmup_output_len: int | None = None
+
+
+_SHARED = SharedScale()
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class Plan:
         trained: systems that the trained model answers for.
         trained_num: questions to each, behind `trained_warmup` that do not count.
         pulse: of part pulse.
+        shared: of part shared.
         orders_num, orders_block: queries of the test for decay, and how many make one row of its table.
     """
 
@@ -127,7 +134,7 @@ class Plan:
     swept: tuple[str, ...] = (STOCK, REORDER, "epic@0.15")
     closed_only: tuple[str, ...] = ()
     output_len: int = 8
-    parts: tuple[str, ...] = tuple(part for part in PARTS if part != "pulse")
+    parts: tuple[str, ...] = tuple(part for part in PARTS if part not in ("shared", "pulse"))
     crowd_num: int = 96
     crowd_clients: int = 48
     fresh_blocks: int = 8
@@ -136,6 +143,7 @@ class Plan:
     trained_num: int = 200
     trained_warmup: int = 60
     pulse: PulseScale = PulseScale()
+    shared: SharedScale = _SHARED
     orders_num: int = 5000
     orders_block: int = 500
 
@@ -202,6 +210,7 @@ QUICK = Plan(
     crowd_clients=12,
     fresh_blocks=2,
     fresh_len=2,
+    shared=SharedScale(groups=3, per_group=3, system_len=150, question_len=30, pairs=2),
     trained=(STOCK, "epic@0.15"),
     trained_num=20,
     trained_warmup=8,
@@ -220,9 +229,9 @@ RAGPULSE = Plan(
 STEADY = replace(
     RAGPULSE,
     name="ragpulse-steady",
-    load=Load(warmup=3800, closed=240),
+    load=Load(warmup=3640, closed=240),
     swept=(STOCK, CONTEXTPILOT, REBUILD, "near-words@0.15"),
-    pulse=PulseScale(num_timed=120, behind=(0,), marks_all=True),
+    pulse=PulseScale(num_timed=120, behind=(0,), marks_all=True, warmup_output_len=1),
 )
 PLANS = {plan.name: plan for plan in (STANDARD, LONG, QUICK, RAGPULSE, STEADY)}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmark.common.results import Spread, markdown_table, run_markdown
-from benchmark.serving.systems import REORDER, STOCK
+from benchmark.serving.systems import REORDER, STOCK, parse_systems
 
 OURS = "epic@0.15"
 MIN_RATE, MIN_OVER_REORDER, MIN_LOW_RATE, MIN_KEPT = 3.0, 1.5, 3.5, 0.95
@@ -93,6 +93,7 @@ def headline(report: Row) -> list[str]:
         "TTFT p99, s",
         f"highest rate with p99 below {part['bound_s']:.1f} s",
         "rows computed",
+        "answers",
     )
     cells = [
         (
@@ -103,6 +104,7 @@ def headline(report: Row) -> list[str]:
             _seconds(row["ttft_p99_s"]),
             "" if rates.get(name) is None else f"{rates[name]:.2f}/s",
             percent_computed(row),
+            _answers(name),
         )
         for name, row in closed.items()
     ]
@@ -124,7 +126,8 @@ def _serve(part: Row) -> list[str]:
         f"within the bound; a rate counts as too high when {load['tries']} runs break it. Each system is measured from "
         "one flush to the next, its rates after its",
         "closed loop; `slots` is the most that were seen in use, `GFLOP/s` a matrix product just before the run: it "
-        "shows a machine that has become slower.",
+        "shows a machine that has become slower. Answers are *exact* where they are those of a full prefill of the",
+        "prompt as it was retrieved, *exact for its own order* where the passages stand in another order.",
         *(f"The sweep of `{name}` ended for want of prompts." for name in part["ended_early"]),
         "",
         "### Closed loop",
@@ -183,6 +186,37 @@ def _fresh(part: Row) -> list[str]:
         "",
         *markdown_table(header, cells),
     ]
+
+
+def _shared(part: Row) -> list[str]:
+    scale = part["scale"]
+    header = ("server", "requests/s", "TTFT p50, s", "TTFT p99, s", "cached")
+    kinds = dict.fromkeys(run["kind"] for run in part["runs"])
+    cells = []
+    for kind in kinds:
+        runs = [run for run in part["runs"] if run["kind"] == kind and run["pair"]]
+        columns = (Spread.of([run[name] for run in runs]) for name in ("requests_per_s", "ttft_p50_s", "ttft_p99_s"))
+        cached = sum(run["cached_tokens"] for run in runs) / sum(run["prompt_tokens"] for run in runs)
+        cells.append((_SERVERS[kind], *(column.text(3) for column in columns), _percent(cached)))
+    return [
+        "## SGLang's own benchmark, shared prefixes",
+        "",
+        f"Model: {part['model']}. `python -m sglang.benchmark.serving --dataset-name generated-shared-prefix`:",
+        f"{scale['groups']} groups of {scale['per_group']} prompts, unmarked, which begin with {scale['system_len']}",
+        f"tokens of their group and end with {scale['question_len']} of their own; {scale['clients']} clients,",
+        f"{scale['pairs']} runs of each server in turns, each from empty caches with other prompts.",
+        "",
+        *markdown_table(header, cells),
+        "",
+        *(
+            f"A run takes {row['loss_percent']:+.1f} % [{low:+.1f}, {high:+.1f}] longer {_SERVERS[row['kind']]}."
+            for row in part["rows"]
+            for low, high in [row["loss_95_percent_interval"]]
+        ),
+    ]
+
+
+_SERVERS = {"plain": "stock SGLang", "chunk": "with `--chunk-cache`"}
 
 
 def _trained(part: Row) -> list[str]:
@@ -254,17 +288,21 @@ _LAYOUTS = {0: "As deployed: the whole system prompt in front", 1: "Its last blo
 
 def _pulse(part: Row) -> list[str]:
     scale, load = part["scale"], part["load"]
+    systems = dict.fromkeys(row["system"] for row in part["layouts"][0]["rows"])
     lines = [
         "## A real RAG service: RAGPulse",
         "",
         f"Model: {part['model']}. KV pool of {part['pool_len']} tokens. Texts are made from ids, equal ids equal",
         f"texts, with {scale['share']:g} of their length, answers with {scale['output_share']:g}.",
-        f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches, {load['closed']}",
+        f"{load['clients']} clients in a closed loop, {load['warmup']} requests from empty caches"
+        f"{f' (answers of {short} token)' if (short := scale.get('warmup_output_len')) else ''}, {load['closed']}",
         f"more in {load['closed_runs']} runs, then {scale['num_timed']} at their recorded times, scaled to",
         f"{scale['rate']:g} of what stock reached. Marked are passages"
         f"{', history and results from the web' if scale.get('marks_all') else ''}.",
         "",
         *(f"- {name}: sha256 `{digest}`" for name, digest in part["sha256"].items()),
+        "",
+        f"Answers: {'; '.join(f'`{name}` {_answers(name)}' for name in systems)}.",
     ]
     for layout in part["layouts"]:
         title = _LAYOUTS.get(layout["behind"], f"Its last {layout['behind']} blocks behind the passages")
@@ -278,6 +316,7 @@ _PARTS = {
     "documents": _documents,
     "crowd": _crowd,
     "fresh": _fresh,
+    "shared": _shared,
     "trained": _trained,
     "orders": _orders,
 }
@@ -346,6 +385,10 @@ def _points_table(points: Sequence[Row]) -> list[str]:
 def by_system(runs: Sequence[Row], phase: str) -> dict[str, Row]:
     """The run of each system in a phase."""
     return {run["system"]: run for run in runs if run["phase"] == phase}
+
+
+def _answers(system: str) -> str:
+    return parse_systems([system])[0].exactness
 
 
 def percent_computed(row: Row) -> str:

@@ -56,6 +56,13 @@ class System:
     options: Mapping[str, Any] | None = None
     orders: str | None = None
 
+    @property
+    def exactness(self) -> str:
+        """Whose answers it gives, against those of full prefill of the prompt as it was retrieved."""
+        if self.options is not None:
+            return "exact" if self.options.get("ratio") == 1 else "approximate"
+        return "exact" if self.orders is None else "exact for its own order"
+
 
 BASELINES: Mapping[str, System] = {
     NO_CACHE: System(NO_CACHE, "no-cache"),

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, read on this machine; `load_tokenizer`, `load_num_layers`.
+"""Tokenizer and shape of the model in a folder, read on this machine; `load_tokenizer`, `load_shape`.
 
 With transformers installed it is the one that a server has; without, it is read from `tokenizer.json` by the package
 tokenizers, which knows no chat templates.
@@ -10,7 +10,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chunk_cache.errors import request_error
 
@@ -35,8 +35,15 @@ def load_tokenizer(path: str, flag: str = "--tokenizer") -> Any:
         raise request_error(flag, problem, "name a folder with the tokenizer of the server's model") from None
 
 
-def load_num_layers(path: str, flag: str) -> int:
-    """Layers of the model of a folder, or with transformers of a Hugging Face name.
+class Shape(NamedTuple):
+    """What a model's configuration says; `has_states`: some layers keep a state in the place of KV."""
+
+    num_layers: int
+    has_states: bool
+
+
+def load_shape(path: str, flag: str) -> Shape:
+    """Shape of the model of a folder, or with transformers of a Hugging Face name.
 
     Raises:
         ChunkCacheRequestError: there is none; the message names `flag`.
@@ -45,10 +52,12 @@ def load_num_layers(path: str, flag: str) -> int:
         if _has_transformers():
             from transformers import AutoConfig
 
-            return int(AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        return int(next(config[name] for name in _LAYERS if name in config))
+            config = AutoConfig.from_pretrained(path).get_text_config().to_dict()
+        else:
+            config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+            config = config.get("text_config", config)
+        num_layers = int(next(config[name] for name in _LAYERS if name in config))
+        return Shape(num_layers, "linear_attention" in (config.get("layer_types") or ()))
     except (OSError, ValueError, StopIteration) as error:
         problem = f"no model in {path!r} ({' '.join(str(error).split())[:120]})"
         remedy = "name a Hugging Face folder, or with --tokenizer where it lies"

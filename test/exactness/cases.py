@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from local_scheduler import LocalScheduler, Reply, Request
 from tiny_models import make_model, make_tokenizer
 
@@ -250,6 +252,27 @@ def case_weights_without_a_flush(s: Session) -> None:
     _load_weights(s, path, flush=True)
     (reply,) = s.send(s.prompt([s.tokens(7), a, b, c]))
     assert not s.is_ours or s.statuses(reply) == ["miss"] * 4, reply.info
+    _load_tensors(s, other)
+    (reply,) = s.send(s.prompt([s.tokens(7), c, a]))
+    assert not s.is_ours or s.statuses(reply) == ["miss"] * 3, reply.info
+
+
+def _load_tensors(s: Session, path: Path) -> None:
+    """All weights, handed over as tensors in a session, as a trainer does between two steps."""
+    from sglang.srt.managers import io_struct
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    tensors = MultiprocessingSerializer.serialize(list(load_file(path / "model.safetensors").items()))
+    updater = s.local.scheduler.weight_updater
+    request = io_struct.UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[tensors] * s.local.scheduler.ps.tp_size, flush_cache=False
+    )
+    for result in (
+        updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput()),
+        updater.update_weights_from_tensor(request),
+        updater.end_weight_update(io_struct.EndWeightUpdateReqInput()),
+    ):
+        assert result.success, result.message
 
 
 def _load_weights(s: Session, path: Path, *, flush: bool) -> None:

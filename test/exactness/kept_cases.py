@@ -80,7 +80,7 @@ def case_frees(s: Session) -> list[tuple[int, int, int]]:
 
     def on_step(step: int) -> list[Any] | None:
         for req in s.local.scheduler.running_batch.reqs:
-            if req.doc_chunk_request.packing.is_packed and not req.finished():
+            if req.chunk_cache_request.packing.is_packed and not req.finished():
                 found.append((req.kv.kv_allocated_len, len(req.output_ids), s.local.cache.protected_size()))
         return [s.local.prepare(request)] if step == 0 else None if found else []
 

@@ -13,7 +13,7 @@ from chunk_cache.index.variant import NodeHome
 from chunk_cache.keys import Partition, chunk_key
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
-from sglang_chunk_cache.admin.admin_messages import ChunkCacheEvictReq
+from sglang_chunk_cache.admin.scheduler_side import ChunkCacheEvictReq
 from sglang_chunk_cache.host.refresh import refresh_request
 
 __all__ = ["CASES", "Session"]

@@ -7,6 +7,7 @@ import pytest
 from exactness.runner import Config
 from exactness.test_ratio_one import RUNS, compare
 
+ADAPTERS = ("adapters", "adapter_loaded_again")  # the second one changes an adapter
 MODULE = "exactness.together_cases"
 MIXED = (("enable_mixed_chunk", True),)
 HIDDEN = (("enable_return_hidden_states", True),)
@@ -65,8 +66,9 @@ def test_hidden_states(config: Config) -> None:
     ],
     ids=str,
 )
-def test_adapters(config: Config) -> None:
-    compare(config, "adapters", ("adapters",), MODULE)
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters(config: Config, case: str) -> None:
+    compare(config, case, ADAPTERS, MODULE)
 
 
 @pytest.mark.slow

@@ -176,6 +176,30 @@ def _while_another_decodes(s: Session, prompt: Prompt) -> None:
     s.replies += s.local.run(lambda step: None if step > 5 else [s.local.prepare(one) for one in batches.get(step, ())])
 
 
+def case_adapter_loaded_again(s: Session) -> None:
+    """Other weights are loaded under an adapter's name: what the old ones left is found by nobody."""
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+
+    chunks = s.chunks(40, 33)
+    s.send(s.prompt(chunks), adapter=0)
+    (stored,) = s.send(s.prompt(chunks[::-1]), adapter=0)
+    s.assert_all_stored(stored)
+    old, other, scheduler = s.local.adapters[0], s.local.adapters[1], s.local.scheduler
+    # As SGLang's TokenizerManager asks, which gives every load an id of its own.
+    new = LoRARef(lora_name=old.lora_name, lora_path=other.lora_path)
+    ids = {"lora_name": old.lora_name, "lora_id": old.lora_id}
+    assert scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(**ids)).success
+    ids = {"lora_name": new.lora_name, "lora_id": new.lora_id, "lora_path": new.lora_path}
+    assert scheduler.load_lora_adapter(LoadLoRAAdapterReqInput(**ids)).success
+    s.local.adapters = [new, other]
+    (changed,) = s.send(s.prompt(chunks[::-1], question=5), adapter=0)
+    assert changed.cached_tokens == 0
+    assert "hit" not in s.statuses(changed)
+    (again,) = s.send(s.prompt(chunks), adapter=0)
+    s.assert_all_stored(again)
+
+
 def case_sessions(s: Session) -> None:
     """Turns that mark chunks, and keep those of the turns in front of them."""
     from sglang.srt.managers.io_struct import OpenSessionReqInput

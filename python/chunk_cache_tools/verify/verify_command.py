@@ -30,7 +30,7 @@ from chunk_cache_tools.command_line import (
 )
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
 from chunk_cache_tools.jsonl import read_jsonl
-from chunk_cache_tools.local_tokenizer import load_num_layers, load_tokenizer
+from chunk_cache_tools.local_tokenizer import Shape, load_shape, load_tokenizer
 from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
 from chunk_cache_tools.requirements import install_sglang
 from chunk_cache_tools.server_client import ServerClient
@@ -54,6 +54,7 @@ from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, 
 
 PROG = "chunk-cache verify"
 METHODS = ("full-reuse", "near-words", "cacheblend", "fusionrag", "question-drift")
+METHODS_WITH_STATES = ("full-reuse", "seams")
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
 NUM_FIT = 8  # prompts that the implementation is checked with
@@ -89,7 +90,8 @@ def _parser() -> CommandParser:
     add("prompts", nargs="?", metavar="PROMPTS.jsonl", help="your prompts, or a log of requests")
     add_server_flags(parser, default=None)
     add("--target", type=float, default=TARGET, metavar="NATS", help="lost per token, at most (default: %(default)s)")
-    add("--methods", nargs="+", default=METHODS, metavar="NAME[:OPTION=VALUE,...]", help=f"default: {_words(METHODS)}")
+    default = f"default: {_words(METHODS)}; of a model with states {_words(METHODS_WITH_STATES)}"
+    add("--methods", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help=default)
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help=f"default: {_words(RATIOS)}")
     add("--alphas", nargs="+", type=float, default=(), metavar="A", help="also cache-craft by these alphas")
     add(
@@ -139,9 +141,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, flags
 
 
-def conditions_of(args: argparse.Namespace) -> list[Condition]:
+def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) -> list[Condition]:
     """The grid: ratio 0 is asked once, for without recomputation all methods are one."""
-    specs = [parse_method(text) for text in args.methods]
+    specs = [parse_method(text) for text in args.methods or default]
     check_likelihood(specs)
     craft = [MethodSpec("cache-craft", ((ALPHA.name, float(alpha)),)) for alpha in sorted(set(args.alphas))]
     ratios = sorted(set(args.ratios))
@@ -157,17 +159,17 @@ class Model:
 
     path: str
     name: str
-    num_layers: int
+    shape: Shape
     tokenizer: Any
 
 
 def load_model(path: str, name: str) -> Model:
-    """Tokenizer and number of layers.
+    """Tokenizer and shape.
 
     Raises:
         ChunkCacheRequestError: they are not there.
     """
-    return Model(path, name, load_num_layers(path, "MODEL"), load_tokenizer(path))
+    return Model(path, name, load_shape(path, "MODEL"), load_tokenizer(path))
 
 
 @contextmanager
@@ -208,6 +210,8 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         list(read_jsonl(args.prompts))  # a file that is broken is told before seconds of imports
     path = args.tokenizer or (_path_of_server(args) if args.is_url else args.model)
     model = load_model(path, f"{args.model} {path}" if args.is_url else fingerprint(args.model))
+    if model.shape.has_states:
+        conditions = conditions_of(args, METHODS_WITH_STATES)
     workload = None
     if args.prompts is not None:
         # What clients mark is judged, whether or not the server takes it yet.
@@ -307,11 +311,12 @@ def _report(
     log: ReplyLog,
     checks: Sequence[Check],
 ) -> int:
-    measured = [measure(condition, prompts, log, model.num_layers) for condition in conditions]
+    measured = [measure(condition, prompts, log, model.shape.num_layers) for condition in conditions]
     judged = judge(measured, args.target)
     verdict = recommend(judged, args.target)
+    name = "a running server" if args.is_url else Path(args.model).name
     about = {
-        "model": f"{Path(args.model).name if not args.is_url else 'a running server'} ({model.num_layers} layers)",
+        "model": f"{name} ({model.shape.num_layers} layers)",
         "prompts": f"{len(prompts)} of {Path(args.prompts).name}, {_mean_len(prompts):.0f} tokens on average",
         "chunks stored": args.stored,
         "target": f"{args.target:g} nats per token of full prefill's own answer",

@@ -32,7 +32,7 @@ _PARTITION = ("extra_key", "cache_salt")
 
 
 @dataclass(frozen=True)
-class Selection:
+class ChunkNames:
     """Chunks, in one of three ways.
 
     Attributes:
@@ -53,7 +53,7 @@ class Selection:
 class Pin:
     """Chunks to keep, and for how many seconds."""
 
-    selection: Selection
+    selection: ChunkNames
     ttl_s: float
 
 
@@ -61,7 +61,7 @@ class Pin:
 class Eviction:
     """Chunks to forget, and whether also all that may hold anything of them."""
 
-    selection: Selection
+    selection: ChunkNames
     everywhere: bool
 
 
@@ -77,7 +77,7 @@ class Warm:
         dry_run: only say what it would take.
     """
 
-    selection: Selection
+    selection: ChunkNames
     prefix_text: str | None
     prefix_ids: tuple[int, ...] | None
     batch: int
@@ -115,7 +115,7 @@ def parse_pin(body: object) -> Pin:
     return Pin(_selection(fields, _SELECTORS), _positive(fields["ttl_s"], "ttl_s", MAX_TTL_S))
 
 
-def parse_unpin(body: object) -> Selection | None:
+def parse_unpin(body: object) -> ChunkNames | None:
     """The body of `unpin`; None where it is `{"all": true}`."""
     fields = _object(body, (*_SELECTORS, *_PARTITION, "all"))
     if "all" not in fields:
@@ -178,7 +178,7 @@ def parse_listing(query: Mapping[str, str]) -> Listing:
     return Listing(None if "key" not in query else _key(query["key"], "key"), **numbers, order=order)
 
 
-def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:
+def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> ChunkNames:
     given = [way for way in ways if fields.get(way) is not None]
     if not given:
         raise request_error(ways[0], "missing", f"name the chunks by one of {', '.join(ways)}")
@@ -194,12 +194,12 @@ def _selection(fields: Mapping[str, Any], ways: tuple[str, ...]) -> Selection:
         for name, value in zip(_PARTITION, (extra_key, cache_salt), strict=True):
             if value is not None:
                 raise request_error(name, "given beside keys, which name the partition already", "drop it")
-        return Selection(keys=tuple(_key(item, f"keys[{i}]") for i, item in enumerate(items)))
+        return ChunkNames(keys=tuple(_key(item, f"keys[{i}]") for i, item in enumerate(items)))
     if way == "input_ids":
         ids = tuple(_ids(item, f"input_ids[{i}]", is_chunk=True) for i, item in enumerate(items))
-        return Selection(input_ids=ids, extra_key=extra_key, cache_salt=cache_salt)
+        return ChunkNames(input_ids=ids, extra_key=extra_key, cache_salt=cache_salt)
     texts = tuple(_chunk_text(item, f"texts[{i}]") for i, item in enumerate(items))
-    return Selection(texts=texts, extra_key=extra_key, cache_salt=cache_salt)
+    return ChunkNames(texts=texts, extra_key=extra_key, cache_salt=cache_salt)
 
 
 def _object(value: object, known: Iterable[str]) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
-Verbs: `stats`, `requests`, `variants`, `stored`, `prepared`, `pin`, `unpin`, `evict`, `flush`; `chunks_of` (a selection
-becomes token ids and keys). `ChunkTokenizerManager` owns the one that there is; `warming` computes chunks by it.
+Verbs: those that are routes (`@route`); `stored_as`; `chunks_of` (a selection becomes token ids and keys).
+`ChunkTokenizerManager` owns the one that there is; `warming` computes chunks by it.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
 also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -26,8 +26,9 @@ from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.config import describe
 from chunk_cache.options.warming_limits import MAX_BATCH
 from chunk_cache.prompt.marked_ids import encode_chunk
-from sglang_chunk_cache.admin import admin_messages as messages
-from sglang_chunk_cache.admin.admin_bodies import Eviction, Listing, Pin, Selection
+from sglang_chunk_cache.admin import admin_bodies as body
+from sglang_chunk_cache.admin import scheduler_side as messages
+from sglang_chunk_cache.admin.admin_bodies import ChunkNames, Eviction, Listing, Pin
 from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
@@ -43,6 +44,36 @@ class AdminRefused(ChunkCacheRequestError):
         super().__init__(message)
         self.status = status
         self.details = details or {}
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A verb of `Admin` that clients may ask for.
+
+    Attributes:
+        method: of HTTP.
+        parse: makes the verb's argument of a body, or of the query of a GET; None = it has none.
+    """
+
+    method: str
+    parse: Callable[[Any], Any] | None
+    act: Callable[..., Awaitable[dict[str, Any]]]
+
+
+ROUTED: dict[str, Routed] = {}
+"""By name: METHOD /chunk_cache/NAME."""
+
+Act = TypeVar("Act", bound=Callable[..., Awaitable[dict[str, Any]]])
+
+
+def route(method: str, parse: Callable[[Any], Any] | None = None) -> Callable[[Act], Act]:
+    """Makes a verb of `Admin` a route; the first paragraph of its text describes the route to users."""
+
+    def add(act: Act) -> Act:
+        ROUTED[act.__name__] = Routed(method, parse, act)
+        return act
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -78,8 +109,9 @@ class Admin:
         assert args is not None, "the routes exist only where the chunk cache is on"
         return args
 
+    @route("GET")
     async def stats(self) -> dict[str, Any]:
-        """Options, and the numbers of every scheduler process."""
+        """Options and numbers of every scheduler process."""
         memory = psutil.virtual_memory()
         replies = await self._ask(messages.ChunkCacheStatsReq())
         args = self.args
@@ -105,16 +137,23 @@ class Admin:
             ),
         }
 
+    @route("GET")
     async def requests(self) -> dict[str, Any]:
-        """What became of the latest requests of all replicas, and sums of each minute; see `Journal.contents`."""
+        """What became of the latest requests, and sums of each minute.
+
+        Of all replicas; see `Journal.contents`.
+        """
         replies = await self._ask(messages.ChunkCacheRequestsReq())
         merged = merge(reply.ranks[0] for reply in replies)
         for request in merged["requests"]:
             self._add_words(request["chunks"])
         return merged
 
+    @route("GET", body.parse_listing)
     async def variants(self, listing: Listing) -> dict[str, Any]:
-        """One page of the variants of each replica.
+        """The stored variants, by id or by uses, or those of one chunk.
+
+        One page of each replica.
 
         Raises:
             AdminRefused: the key is not known.
@@ -158,6 +197,7 @@ class Admin:
             replies = await self._ask(msgspec.structs.replace(request, is_again=True))
         return replies
 
+    @route("POST", body.parse_pin)
     async def pin(self, pin: Pin) -> dict[str, Any]:
         """Keeps chunks from eviction for a while.
 
@@ -189,7 +229,8 @@ class Admin:
             "max_pinned_tokens": results[0]["max_pinned_tokens"],
         }
 
-    async def unpin(self, selection: Selection | None) -> dict[str, Any]:
+    @route("POST", body.parse_unpin)
+    async def unpin(self, selection: ChunkNames | None) -> dict[str, Any]:
         """Ends pins early, of these chunks or of all.
 
         Raises:
@@ -206,6 +247,7 @@ class Admin:
         _check_known(selection, chunks, unpinned)
         return {"unpinned": unpinned, "not_pinned": others, "pinned_tokens": pinned_tokens}
 
+    @route("POST", body.parse_evict)
     async def evict(self, eviction: Eviction) -> dict[str, Any]:
         """Forgets chunks; nodes of their own give their slots back, or all that no request reads.
 
@@ -227,6 +269,7 @@ class Admin:
         behind = {name: sum(one["behind"][name] for one in more) for name in ("variants", "freed_tokens")}
         return reply | {"behind": behind} | sums
 
+    @route("POST", body.parse_flush)
     async def flush(self, timeout_s: float) -> dict[str, Any]:
         """Empties index and KV pool where the server is idle.
 
@@ -240,7 +283,7 @@ class Admin:
             raise AdminRefused(message, HTTPStatus.CONFLICT)
         return {"flushed": True}
 
-    def chunks_of(self, selection: Selection) -> list[Chunk]:
+    def chunks_of(self, selection: ChunkNames) -> list[Chunk]:
         """The chunks of a selection, in its order.
 
         Raises:
@@ -354,11 +397,11 @@ def _split(
     return hits, others
 
 
-def _name(selection: Selection) -> str:
+def _name(selection: ChunkNames) -> str:
     return next(way for way in ("texts", "input_ids", "keys") if getattr(selection, way) is not None)
 
 
-def _check_known(selection: Selection, chunks: Sequence[Chunk], hits: Sequence[object]) -> None:
+def _check_known(selection: ChunkNames, chunks: Sequence[Chunk], hits: Sequence[object]) -> None:
     if selection.keys is not None and not hits:
         raise _unknown("keys", [chunk.key for chunk in chunks])
 

@@ -1,15 +1,17 @@
 """EngineAdmin: the administration of an Engine, without HTTP.
 
-Takes the bodies of the routes as keyword arguments, returns their replies, and raises `ValueError` where a route would
-answer with an error. A pin ends while the engine works (during `generate`, or another call), not between two calls.
+It has a method for each route of `ROUTED`, and `warm`: they take the body as keyword arguments, return the reply, and
+raise `ValueError` where the route would answer with an error. A pin ends while the engine works (during `generate`, or
+another call), not between two calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sglang_chunk_cache.admin import admin_bodies as body
-from sglang_chunk_cache.admin.administration import Admin
+from sglang_chunk_cache.admin.admin_bodies import parse_warm
+from sglang_chunk_cache.admin.administration import ROUTED, Admin
 from sglang_chunk_cache.admin.warming import warm
 
 
@@ -26,40 +28,25 @@ class EngineAdmin:
         self._engine = engine
         self._admin: Admin = engine.tokenizer_manager.chunk_cache_admin
 
-    def stats(self) -> dict[str, Any]:
-        """GET /chunk_cache/stats"""
-        return self._run(self._admin.stats())
+    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
+        routed = ROUTED.get(name)
+        if routed is None:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join(self.__dir__())}")
 
-    def requests(self) -> dict[str, Any]:
-        """GET /chunk_cache/requests"""
-        return self._run(self._admin.requests())
+        def call(**fields: Any) -> dict[str, Any]:
+            given = {key: str(value) for key, value in fields.items()} if routed.method == "GET" else fields
+            return self._run(routed.act(self._admin, *(() if routed.parse is None else (routed.parse(given),))))
 
-    def variants(self, **query: Any) -> dict[str, Any]:
-        """GET /chunk_cache/variants"""
-        listing = body.parse_listing({name: str(value) for name, value in query.items()})
-        return self._run(self._admin.variants(listing))
+        return call
 
-    def pin(self, **fields: Any) -> dict[str, Any]:
-        """POST /chunk_cache/pin"""
-        return self._run(self._admin.pin(body.parse_pin(fields)))
-
-    def unpin(self, **fields: Any) -> dict[str, Any]:
-        """POST /chunk_cache/unpin"""
-        return self._run(self._admin.unpin(body.parse_unpin(fields)))
-
-    def evict(self, **fields: Any) -> dict[str, Any]:
-        """POST /chunk_cache/evict"""
-        return self._run(self._admin.evict(body.parse_evict(fields)))
-
-    def flush(self, **fields: Any) -> dict[str, Any]:
-        """POST /chunk_cache/flush"""
-        return self._run(self._admin.flush(body.parse_flush(fields)))
+    def __dir__(self) -> list[str]:
+        return [*ROUTED, "warm"]
 
     def warm(self, **fields: Any) -> dict[str, Any]:
         """POST /chunk_cache/warm; only the summary."""
 
         async def last_line() -> dict[str, Any]:
-            lines = [line async for line in await warm(self._admin, body.parse_warm(fields))]
+            lines = [line async for line in await warm(self._admin, parse_warm(fields))]
             return lines[-1]
 
         return self._run(last_line())

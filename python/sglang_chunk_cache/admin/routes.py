@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from sglang_chunk_cache.admin import admin_bodies as body
+from sglang_chunk_cache.admin.admin_bodies import parse_warm
 from sglang_chunk_cache.admin.admin_page import page
-from sglang_chunk_cache.admin.administration import Admin, AdminRefused
+from sglang_chunk_cache.admin.administration import ROUTED, Admin, AdminRefused, Routed
 from sglang_chunk_cache.admin.warming import warm
 
 PREFIX = "/chunk_cache"
 
-T = TypeVar("T")
 Answer: TypeAlias = Callable[[Admin, Request], Awaitable[Response | dict[str, Any]]]
 Route: TypeAlias = tuple[str, str, Answer]
 """Method, path, what answers."""
@@ -48,13 +47,16 @@ async def reply(answer: Answer, admin: Admin, request: Request) -> Response:
     return result if isinstance(result, Response) else JSONResponse(result)
 
 
-def _with_body(parse: Callable[[Any], T], act: Callable[[Admin, T], Awaitable[dict[str, Any]]]) -> Answer:
-    """`act` on what `parse` makes of the request's body."""
+def _answer(routed: Routed) -> Answer:
+    """What a verb of `Admin` makes of the request's body, or of its query."""
 
     async def answer(admin: Admin, request: Request) -> dict[str, Any]:
-        return await act(admin, parse(await _json(request)))
+        if routed.parse is None:
+            return await routed.act(admin)
+        given = request.query_params if routed.method == "GET" else await _json(request)
+        return await routed.act(admin, routed.parse(given))
 
-    answer.__doc__ = act.__doc__
+    answer.__doc__ = routed.act.__doc__
     return answer
 
 
@@ -64,24 +66,9 @@ async def _page(_admin: Admin, _request: Request) -> Response:
     return HTMLResponse(html, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
 
-async def _stats(admin: Admin, _request: Request) -> dict[str, Any]:
-    """Options and numbers of every scheduler process."""
-    return await admin.stats()
-
-
-async def _requests(admin: Admin, _request: Request) -> dict[str, Any]:
-    """What became of the latest requests, and sums of each minute."""
-    return await admin.requests()
-
-
-async def _variants(admin: Admin, request: Request) -> dict[str, Any]:
-    """The stored variants, by id or by uses, or those of one chunk."""
-    return await admin.variants(body.parse_listing(request.query_params))
-
-
 async def _warm(admin: Admin, request: Request) -> Response:
     """Computes chunks ahead of time, each behind filler, behind its neighbours, or alone."""
-    lines = await warm(admin, body.parse_warm(await _json(request)), request)
+    lines = await warm(admin, parse_warm(await _json(request)), request)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
 
@@ -95,12 +82,6 @@ async def _json_lines(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byt
 
 ROUTES: tuple[Route, ...] = (
     ("GET", PREFIX, _page),
-    ("GET", f"{PREFIX}/stats", _stats),
-    ("GET", f"{PREFIX}/requests", _requests),
-    ("GET", f"{PREFIX}/variants", _variants),
-    ("POST", f"{PREFIX}/pin", _with_body(body.parse_pin, Admin.pin)),
-    ("POST", f"{PREFIX}/unpin", _with_body(body.parse_unpin, Admin.unpin)),
-    ("POST", f"{PREFIX}/evict", _with_body(body.parse_evict, Admin.evict)),
-    ("POST", f"{PREFIX}/flush", _with_body(body.parse_flush, Admin.flush)),
+    *((routed.method, f"{PREFIX}/{name}", _answer(routed)) for name, routed in ROUTED.items()),
     ("POST", f"{PREFIX}/warm", _warm),
 )

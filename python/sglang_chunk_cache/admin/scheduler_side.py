@@ -1,7 +1,12 @@
 """ChunkAdmin: administration in one scheduler process.
 
-Verbs: `answer` (one request of `admin_messages`; `host/admin_requests.py` brings them here), `before_eviction` and
+Verbs: `answer` (one of the requests below; `host/admin_requests.py` brings them here), `before_eviction` and
 `after_reset` (called by the radix cache).
+
+Requests travel as SGLang's own control requests do: over its sockets, to every scheduler process, one reply from rank
+0. All fields are numbers, bytes, text and containers of these, so both transports of SGLang carry them
+(`SGLANG_USE_PICKLE_IPC` 0 and 1). Nothing of a client's is in them but checked numbers and keys. Importing this module
+makes them known to SGLang's decoder in this process.
 
 Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it
 from equal state, so all do the same; what they answered is compared. Nothing here waits for a clock, a file or a
@@ -13,14 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
-from sglang_chunk_cache.admin import admin_messages as messages
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
     from chunk_cache.manager import ChunkManager
-    from chunk_cache.plan.discover import Discoverer
+    from chunk_cache.prompt.discover import Discoverer
     from sglang_chunk_cache.kv.store import VariantStore
     from sglang_chunk_cache.tiers.manager import ChunkTiers
     from sglang_chunk_cache.verification.gate import Gate
@@ -29,6 +35,65 @@ Result: TypeAlias = dict[str, Any]
 
 MAX_PINNED_SHARE = 0.5
 """Share of the pool's tokens that may be pinned; the rest must do for the requests."""
+
+
+class ChunkCacheStatsReq(BaseReq, kw_only=True):
+    """Counters and sizes of every rank."""
+
+
+class ChunkCacheRequestsReq(BaseReq, kw_only=True):
+    """What became of the latest requests, as rank 0 knows it."""
+
+
+class ChunkCacheVariantsReq(BaseReq, kw_only=True):
+    """Variants: `limit` of them, after the first `offset`; of one chunk where `key` is given; by id, or by uses."""
+
+    key: bytes | None = None
+    limit: int = 100
+    offset: int = 0
+    by_uses: bool = False
+
+
+class ChunkCacheStoredReq(BaseReq, kw_only=True):
+    """Which of these variants are stored, in the KV pool or in a tier below it."""
+
+    names: dict[bytes, str]
+    """One of each chunk, by its key (`variant_name`)."""
+    is_again: bool = False
+    """Whether a store was asked already for those that are not known to be stored."""
+
+
+class ChunkCachePinReq(BaseReq, kw_only=True):
+    """Keep these chunks. `until` is a name for the end, the same number on all ranks; no scheduler reads a clock."""
+
+    keys: list[bytes]
+    until: float
+
+
+class ChunkCacheUnpinReq(BaseReq, kw_only=True):
+    """Let go of these chunks, of those whose end is `until` or earlier, or, with neither, of all."""
+
+    keys: list[bytes] | None = None
+    until: float | None = None
+
+
+class ChunkCacheEvictReq(BaseReq, kw_only=True):
+    """Forget these chunks; where it says so, also all that was computed behind them, and overwrite what is freed."""
+
+    keys: list[bytes]
+    is_everywhere: bool = False
+
+
+class ChunkCacheAdminReply(BaseReq, kw_only=True):
+    """The answer to each of them.
+
+    `ranks` has the result of every tensor-parallel rank for `ChunkCacheStatsReq`, otherwise that of rank 0, which all
+    ranks must share, but for `ChunkCacheRequestsReq`: `agree` says whether they did. `dp_rank` is the replica.
+    """
+
+    ranks: list[dict[str, Any]]
+    agree: bool = True
+    dp_rank: int = 0
 
 
 class ChunkAdmin:
@@ -99,7 +164,7 @@ class ChunkAdmin:
         """
         self.pins.check_integrity()
 
-    def _stats(self, _request: messages.ChunkCacheStatsReq) -> Result:
+    def _stats(self, _request: ChunkCacheStatsReq) -> Result:
         below = self.tiers.stats() if self.tiers is not None else {"tiers": {}}
         return {
             "index": self.index.stats(),
@@ -119,7 +184,7 @@ class ChunkAdmin:
         pool = {"pool_tokens": shares.largest(), "max_pool_tokens": shares.most} if shares.is_limited else {}
         return pool | self.index.quota.largest()
 
-    def _requests(self, _request: messages.ChunkCacheRequestsReq) -> Result:
+    def _requests(self, _request: ChunkCacheRequestsReq) -> Result:
         contents = self.journal.contents()
         if self._num_shown:
             contents["requests"] = [
@@ -137,7 +202,7 @@ class ChunkAdmin:
         """The tokens that the operator lets people see."""
         return {"first_ids": variant.token_ids[: self._num_shown].tolist()} if self._num_shown else {}
 
-    def _variants(self, request: messages.ChunkCacheVariantsReq) -> Result:
+    def _variants(self, request: ChunkCacheVariantsReq) -> Result:
         found = list(self.index) if request.key is None else self.index.variants_of(request.key)
         found.sort(key=lambda variant: (-variant.num_uses if request.by_uses else 0, variant.variant_id))
         page = found[request.offset : request.offset + request.limit]
@@ -174,7 +239,7 @@ class ChunkAdmin:
             "pinned_until": self.pins.until(variant),
         }
 
-    def _stored(self, request: messages.ChunkCacheStoredReq) -> Result:
+    def _stored(self, request: ChunkCacheStoredReq) -> Result:
         stored, names = {}, request.names
         for key, variants in variants_of(self.index, list(names)).items():
             num_tokens = max((self.store.resolve(one) for one in variants if one.name == names[key]), default=0)
@@ -190,7 +255,7 @@ class ChunkAdmin:
         is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
         return {"is_asking": True} if is_asking else {}
 
-    def _pin(self, request: messages.ChunkCachePinReq) -> Result:
+    def _pin(self, request: ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until)
         return {
             "pinned": {key.hex(): num_tokens for key, num_tokens in result.pinned.items()},
@@ -199,11 +264,11 @@ class ChunkAdmin:
             "max_pinned_tokens": self.pins.max_tokens,
         }
 
-    def _unpin(self, request: messages.ChunkCacheUnpinReq) -> Result:
+    def _unpin(self, request: ChunkCacheUnpinReq) -> Result:
         keys = self.pins.unpin(request.keys) if request.until is None else self.pins.expire(request.until)
         return {"unpinned": [key.hex() for key in keys], "pinned_tokens": self.pins.num_tokens}
 
-    def _evict(self, request: messages.ChunkCacheEvictReq) -> Result:
+    def _evict(self, request: ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
         more = self._evict_behind(request.keys) if request.is_everywhere else {}
         below = {} if self.tiers is None else self.tiers.evict(request.keys)
@@ -247,14 +312,16 @@ def _behind(variant: Variant) -> Result:
 
 
 _HANDLERS: dict[type, Any] = {
-    messages.ChunkCacheStatsReq: ChunkAdmin._stats,
-    messages.ChunkCacheRequestsReq: ChunkAdmin._requests,
-    messages.ChunkCacheVariantsReq: ChunkAdmin._variants,
-    messages.ChunkCacheStoredReq: ChunkAdmin._stored,
-    messages.ChunkCachePinReq: ChunkAdmin._pin,
-    messages.ChunkCacheUnpinReq: ChunkAdmin._unpin,
-    messages.ChunkCacheEvictReq: ChunkAdmin._evict,
+    ChunkCacheStatsReq: ChunkAdmin._stats,
+    ChunkCacheRequestsReq: ChunkAdmin._requests,
+    ChunkCacheVariantsReq: ChunkAdmin._variants,
+    ChunkCacheStoredReq: ChunkAdmin._stored,
+    ChunkCachePinReq: ChunkAdmin._pin,
+    ChunkCacheUnpinReq: ChunkAdmin._unpin,
+    ChunkCacheEvictReq: ChunkAdmin._evict,
 }
+REQUESTS = tuple(_HANDLERS)
+hook_custom_types(*REQUESTS, ChunkCacheAdminReply)
 
 
 def pool_stats(admin: ChunkAdmin) -> dict[str, int]:

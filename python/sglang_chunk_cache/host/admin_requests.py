@@ -11,7 +11,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin import scheduler_side as messages
 
 
 def add_admin_requests(scheduler: Any) -> None:

@@ -19,8 +19,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from chunk_cache.prompt.chunk_cache_fields import KEY
-from sglang_chunk_cache.admin.admin_messages import ChunkCacheAdminReply
 from sglang_chunk_cache.admin.administration import Admin
+from sglang_chunk_cache.admin.scheduler_side import ChunkCacheAdminReply
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, note_own, prepare
 from sglang_chunk_cache.flags.server_args import attached, set_args

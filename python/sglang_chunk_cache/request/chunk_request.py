@@ -32,7 +32,7 @@ from sglang_chunk_cache.kv.packing import Packing
 if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.verification_queue import Candidate
-    from chunk_cache.plan.discover import Discoverer
+    from chunk_cache.prompt.discover import Discoverer
     from sglang_chunk_cache.kv.chunk_sums import ChunkSums
     from sglang_chunk_cache.kv.pool import Load
     from sglang_chunk_cache.kv.transition import ChunkTransitions
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.tiers.search import Outcome
 
 PARAM_NAME = "chunk_cache"
-_ATTRIBUTE = "doc_chunk_request"
+_ATTRIBUTE = "chunk_cache_request"
 _NOBODY_ASKED = SelectorAnswer(None, "unsupported", 0.0)
 
 
@@ -136,7 +136,7 @@ class ChunkRequest:
         held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not. By
             `host/scheduler`.
         verification: by `verification/gate`.
-        reported: by `report` and `fail_load`; its selection by `forward/batch/layerwise`. None = not admitted yet.
+        reported: by `report` and `fail_load`; its selection by `forward/batch/choices`. None = not admitted yet.
         is_replied: the reply was sent. By `host/output_streamer`.
         admission: by its own verbs, which `host/radix_cache` calls, and the forward that takes the load.
         sums: statistics of the chunks that were computed so far. By `forward/statistics_taker`.

@@ -20,9 +20,9 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.config import Config, describe
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.discover import Discoverer
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.selector_answer import asks_selector
+from chunk_cache.prompt.discover import Discoverer
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, instance_of, refuse

@@ -12,9 +12,10 @@ from __future__ import annotations
 import msgspec
 
 from chunk_cache.events.event_log import POOL, Event
+from chunk_cache.options.tier_config import EVENT_MEDIA
 
-MEDIA = {POOL: "GPU", "host": "CPU_PINNED", "disk": "DISK", "remote": "EXTERNAL"}
-"""Names of the tiers in SGLang's events; the pool has that of the GPU wherever it is."""
+MEDIA = {POOL: "GPU", **EVENT_MEDIA}
+"""Names of pool and tiers in SGLang's events; the pool has that of the GPU wherever it is."""
 
 TOPIC = "chunks"
 END_SEQ = b"\xff" * 8

@@ -3,7 +3,8 @@
     {"tiers": {"host_bytes": "4GB", "disk": {"path": "/var/cache/chunks", "max_bytes": "200GB"}}}
 
 `parse_tiers` checks it and is the only place that does. Each key is one field of `TierConfig`, with its parser and,
-where it asks for a tier, the tier's name. `sglang_chunk_cache.tiers.registry` opens the medium of each tier.
+where it asks for a tier, the tier's name and its name in SGLang's events. `sglang_chunk_cache.tiers.registry` opens the
+medium of each tier.
 """
 
 from __future__ import annotations
@@ -145,11 +146,13 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[object, str], str]:
 class TierConfig:
     """Tiers below the KV pool, the fastest first, and how they are used; the defaults are the documentation's."""
 
-    host_bytes: int = field(default=0, metadata={"parse": parse_bytes, "tier": "host"})
+    host_bytes: int = field(default=0, metadata={"parse": parse_bytes, "tier": "host", "medium": "CPU_PINNED"})
     """Memory of each scheduler process for chunks; 0 = none are kept there."""
-    disk: DiskConfig | None = field(default=None, metadata={"parse": _parse_disk, "tier": "disk"})
+    disk: DiskConfig | None = field(default=None, metadata={"parse": _parse_disk, "tier": "disk", "medium": "DISK"})
     """Folder with one file per variant: its path, or `{"path": ..., "max_bytes": "200GB"}`."""
-    remote: RemoteConfig | None = field(default=None, metadata={"parse": _parse_remote, "tier": "remote"})
+    remote: RemoteConfig | None = field(
+        default=None, metadata={"parse": _parse_remote, "tier": "remote", "medium": "EXTERNAL"}
+    )
     """Store for several machines: `redis://host:port/db` of a Redis or Valkey server, `mooncake://host:port` of a
     Mooncake master."""
     write: str = field(default="through", metadata={"parse": _one_of(WRITES)})
@@ -179,8 +182,11 @@ class TierConfig:
         return {tier: value for tier, key in _TIER_KEYS.items() if (value := getattr(self, key))}
 
 
-_TIER_KEYS = {key.metadata["tier"]: key.name for key in fields(TierConfig) if "tier" in key.metadata}
+_KEYS_OF_TIERS = [key for key in fields(TierConfig) if "tier" in key.metadata]
+_TIER_KEYS = {key.metadata["tier"]: key.name for key in _KEYS_OF_TIERS}
 TIERS = tuple(_TIER_KEYS)
+EVENT_MEDIA = {key.metadata["tier"]: key.metadata["medium"] for key in _KEYS_OF_TIERS}
+"""Names of the tiers in SGLang's events."""
 
 
 def parse_tiers(value: object, path: str) -> TierConfig | None:

@@ -23,14 +23,14 @@ from chunk_cache.index.variant import Rank, rank_of
 from chunk_cache.tiers.tier_ledger import PLAIN, Traits
 
 
-class Listed(Described, Protocol):
+class OfferedVariant(Described, Protocol):
     """A variant that a tier has."""
 
     @property
     def name(self) -> str: ...
 
 
-V = TypeVar("V", bound=Listed)
+V = TypeVar("V", bound=OfferedVariant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 from sglang.srt.managers import io_struct
 
-from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin import scheduler_side as messages
 
 KEY = bytes(range(16))
 

@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from chunk_cache.keys import Partition, chunk_key
-from sglang_chunk_cache.admin import admin_messages as messages
 from sglang_chunk_cache.admin import administration as client
 from sglang_chunk_cache.admin import routes
+from sglang_chunk_cache.admin import scheduler_side as messages
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.offline import EngineAdmin
@@ -316,7 +316,7 @@ def test_an_engine_has_what_the_routes_have(admin, schedulers):
     engine = SimpleNamespace(tokenizer_manager=admin.manager, loop=asyncio.new_event_loop())
     own = EngineAdmin(engine)
     paths = {path.removeprefix(f"{routes.PREFIX}/") for _, path, _ in routes.ROUTES if path != routes.PREFIX}
-    assert paths == {name for name in vars(EngineAdmin) if not name.startswith("_")}
+    assert paths == set(dir(own))
     schedulers.results = {
         messages.ChunkCacheRequestsReq: Journal().contents(),
         messages.ChunkCacheVariantsReq: {"total": 0, "variants": []},

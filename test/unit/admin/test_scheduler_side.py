@@ -15,7 +15,7 @@ from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant, v
 from chunk_cache.keys import DEFAULT_PARTITION, Partition
 from chunk_cache.manager import ChunkManager
 from chunk_cache.options.config import Config
-from sglang_chunk_cache.admin import admin_messages as messages
+from sglang_chunk_cache.admin import scheduler_side as messages
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
 
 

@@ -19,7 +19,8 @@ from chunk_cache_tools.explain.shown_prompt import (
     token_texts,
     visible,
 )
-from chunk_cache_tools.local_tokenizer import PlainTokenizer, load_num_layers, load_tokenizer
+from chunk_cache_tools.local_tokenizer import PlainTokenizer, load_shape, load_tokenizer
+from tiny_models import make_model
 
 SEP = "<|chunk|>"
 
@@ -159,6 +160,12 @@ def test_without_transformers_the_tokens_are_the_same(tmp_path, tokenizer, monke
     with pytest.raises(ChunkCacheRequestError, match=r"^--tokenizer: no tokenizer.json in 'org/name' .*transformers"):
         load_tokenizer("org/name")
     (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 3}}')
-    assert load_num_layers(str(tmp_path), "MODEL") == 3
+    assert load_shape(str(tmp_path), "MODEL") == (3, False)
+    hybrid = str(make_model("qwen3_5", tmp_path / "hybrid"))
+    without = load_shape(hybrid, "MODEL")
+    assert without.has_states
+    monkeypatch.undo()
+    assert load_shape(hybrid, "MODEL") == without
+    monkeypatch.setattr(local_tokenizer, "_has_transformers", lambda: False)
     with pytest.raises(ChunkCacheRequestError, match=r"^MODEL: no model in 'org/name'"):
-        load_num_layers("org/name", "MODEL")
+        load_shape("org/name", "MODEL")

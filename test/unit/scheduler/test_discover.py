@@ -13,7 +13,7 @@ import pytest
 
 from chunk_cache.keys import Partition
 from chunk_cache.plan import discover as module
-from chunk_cache.plan.discover import MIN_LEN, TRIM, Discoverer
+from chunk_cache.prompt.discover import MIN_LEN, TRIM, Discoverer
 
 P, OTHER = Partition(), Partition("tenant")
 SEPARATOR = [1, 2, 3]

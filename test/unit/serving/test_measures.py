@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import headline, targets, to_markdown
+from benchmark.serving.sglang_tool import SharedScale
 
 RUN: dict[str, Any] = {
     "command": "python x.py",
@@ -126,6 +128,12 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
             "rows": [summary(name, "crowd", rate, 1 / rate) for name, rate in systems.items()],
         },
         "fresh": {"rows": [fresh], "block_len": 4},
+        "shared": {
+            "model": "a model",
+            "scale": asdict(SharedScale()),
+            "rows": [fresh | {"kind": "chunk", "against": "plain"}],
+            "runs": [shared_run(kind, pair) for pair in range(3) for kind in ("plain", "chunk")],
+        },
         "trained": {
             "model": "qa",
             "trace": TRACE,
@@ -138,6 +146,12 @@ def make_report(ours: float, loss: float) -> dict[str, Any]:
         },
     }
     return {name: value | {"run": RUN} if isinstance(value, dict) else value for name, value in report.items()}
+
+
+def shared_run(kind: str, pair: int) -> dict[str, Any]:
+    seconds = {"ttft_p50_s": 0.2, "ttft_p99_s": 0.5, "seconds": 9.0}
+    found = {"requests_per_s": float(pair), "prompt_tokens": 100, "cached_tokens": 80, **seconds}
+    return {"kind": kind, "pair": pair, "machine_gflops": 100.0, **found}
 
 
 def test_targets_follow_the_numbers() -> None:
@@ -198,6 +212,8 @@ def test_report_and_plot(tmp_path: Path) -> None:
         assert part in text
     assert "| 13-18 | `epic@0.15` | 4.00 | 0.100 | 0.100 | 39 of 100 | 10 % | 60 % | 75 % |" in text
     assert "| `epic@0.15` | 4.00 | 4.0x |" in "\n".join(headline(report))
+    assert "| with `--chunk-cache` | 1.500 (1.000-2.000) | 0.200" in text, "the first pair does not count"
+    assert "A run takes +1.0 % [+0.6, +1.4] longer with `--chunk-cache`." in text
     assert draw(tmp_path / "a.png", report)
     assert (tmp_path / "a.png").stat().st_size > 10_000
     assert not draw(tmp_path / "b.png", RUN)

@@ -10,8 +10,8 @@ import pytest
 from benchmark.serving.bench import MeasurementError, TraceTooShort
 from benchmark.serving.client import Record, Run
 from benchmark.serving.measures import summarize
-from benchmark.serving.parts import serve
-from benchmark.serving.plan import Load
+from benchmark.serving.parts import pulse, serve
+from benchmark.serving.plan import RAGPULSE, STEADY, Load, Plan
 from benchmark.serving.systems import System, parse_systems
 
 LOAD = Load(fractions=(0.3, 0.7, 1.0), bound_factor=3.0, refinements=1, tries=1)
@@ -26,12 +26,14 @@ class FakeBench:
         slowest: the slowest request of a run, in times of the others.
         num_left: rates for which there are prompts.
         asked: rates by system.
+        output_lens: that were asked for in the place of the trace's, by phase.
     """
 
     capacity: dict[str, float]
     slowest: float = 1.0
     num_left: int | None = None
     asked: dict[str, list[float]] = field(default_factory=dict)
+    output_lens: dict[str, int | None] = field(default_factory=dict)
     tick: Callable[[str], None] = print
 
     def begin(self, system: System) -> FakeSubject:
@@ -48,7 +50,10 @@ class FakeSubject:
     def system(self) -> System:
         return parse_systems([self.name])[0]
 
-    def closed(self, phase: str, num: int, num_clients: int, repeats: int = 1) -> tuple[dict[str, Any], Run]:
+    def closed(
+        self, phase: str, num: int, num_clients: int, repeats: int = 1, output_len: int | None = None
+    ) -> tuple[dict[str, Any], Run]:
+        self.bench.output_lens[phase] = output_len
         return self._measure([0.5] * num, num / CLOSED_RATE, None)
 
     def poisson(
@@ -107,3 +112,14 @@ def test_no_rate_is_taken_from_a_run_of_which_requests_failed() -> None:
     bench.begin = lambda system: Broken(bench, system.name)  # type: ignore[method-assign]
     with pytest.raises(MeasurementError, match=r"stock, closed: 1 of 2 requests failed.*500: no"):
         serve(bench, parse_systems(["stock"]), (), LOAD)  # type: ignore[arg-type]
+
+
+def test_only_answers_of_the_warm_up_are_cut_short() -> None:
+    bench = FakeBench({"stock": 9.0})
+    pulse(bench, parse_systems(["stock"]), LOAD, warmup_output_len=1)  # type: ignore[arg-type]
+    assert bench.output_lens == {"cold": 1, "closed": None}
+
+
+@pytest.mark.parametrize("plan", [RAGPULSE, STEADY])
+def test_plans_take_no_more_than_the_trace_has(plan: Plan) -> None:
+    assert plan.load.warmup + plan.load.closed + plan.pulse.num_timed <= 4000  # requests of RAGPulse

@@ -182,6 +182,9 @@ class FakeGpu(TorchDispatchMode):
             with unset_fake_temporarily():
                 return real_tolist(torch.ones(self.shape, dtype=self.dtype))
 
+        def hold(self: torch.Tensor, stream: Any) -> None:
+            gpu._note("record_stream", is_view=True)
+
         def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
             gpu._note(kernel.__name__)
 
@@ -189,7 +192,7 @@ class FakeGpu(TorchDispatchMode):
             mock.patch.object(torch, "get_device_module", get_device_module),
             *(mock.patch.object(torch, name, pinning(getattr(torch, name))) for name in ("tensor", "empty")),
             mock.patch.object(torch.Tensor, "tolist", tolist),
-            mock.patch.object(torch.Tensor, "record_stream", return_value=None),
+            mock.patch.object(torch.Tensor, "record_stream", hold),
             mock.patch.object(torch.Tensor, "pin_memory", lambda self, device=None: gpu._pin(self)),
             mock.patch.object(torch.Tensor, "is_pinned", lambda self, device=None: gpu._is_pinned(self)),
             mock.patch.object(JITFunction, "run", run),

@@ -102,3 +102,11 @@ def test_only_grouping_and_focus_wait_for_a_layer(parts) -> None:
     for name, part in parts("methods").items():
         may_wait = any(option in name for option in list(OPTIONS)[3:])
         assert sum(part.waits.values()) <= (8 if may_wait else 0), (name, part.waits)
+
+
+def test_slots_of_a_copy_are_held_until_the_stream_of_the_forwards_has_read_them(parts) -> None:
+    """SGLang's scheduler makes them on a stream of its own, and would give their memory away before that."""
+    part = parts("methods")["epic 8"]
+    held = sum(n for place, n in part.views.items() if "kv/pool.py" in place and place.endswith("record_stream"))
+    brought_in = sum(chunk["status"] == "hit" for reply in part.replies for chunk in reply["chunks"])
+    assert held == 2 * brought_in > 0, "from where and to where, for each chunk"

@@ -27,7 +27,7 @@ MAX_KEYS = 1 << 17
 
 
 @dataclass
-class _Alike:
+class _ScoredTogether:
     """Requests whose questions are scored alike.
 
     Attributes:
@@ -85,7 +85,7 @@ class QuestionPass:
             arrays += [np.concatenate(one).astype(np.int64) for one in zip(*own, strict=True)]
         uploaded = iter(upload(arrays, rows.row_positions.device))
         self._alike = [
-            _Alike(
+            _ScoredTogether(
                 [requests[i] for i in members],
                 scorer_of(method),
                 layers,
