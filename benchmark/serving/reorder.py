@@ -37,14 +37,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 from benchmark.common.machine import ROOT
 from benchmark.quality.question import DataError
 
 Key = TypeVar("Key", str, int)
 MIN_RUN = 16
 """Tokens of the shortest run that a `Rebuilder` moves."""
+PIECE_LEN = 900
+"""Contexts that ContextPilot compares at once."""
 PEERS_DIR = ROOT / ".cache" / "peers"
 """Where `make peers` puts packages that are no part of the environment, as installing them hooks into SGLang."""
 
@@ -114,16 +117,28 @@ class Piloted:
         if str(PEERS_DIR) not in sys.path:
             sys.path.append(str(PEERS_DIR))
         try:
-            from contextpilot.server.live_index import ContextPilot
+            from contextpilot.server import live_index
         except ImportError as error:
             raise DataError(f"system contextpilot: {error}; `make peers` installs it.") from error
-        self._pilot = ContextPilot(use_gpu=False)
+        # Its version 0.5.0 fails where it compares 1,000 contexts or more at once: it hands a local function to a pool.
+        live_index.compute_distances_batch = _in_pieces(live_index.compute_distances_batch)
+        self._pilot = live_index.ContextPilot(use_gpu=False)
 
     def order(self, keys: Sequence[str]) -> list[str]:
         """The keys in the order to send them, each once."""
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every index that it builds
             orders, _ = self._pilot.reorder([list(dict.fromkeys(keys))])
         return list(orders[0])
+
+
+def _in_pieces(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """The same distances, of fewer contexts at a time."""
+
+    def computed(queries: list[Any], targets: list[Any], *args: Any) -> np.ndarray:
+        pieces = [targets[i : i + PIECE_LEN] for i in range(0, max(1, len(targets)), PIECE_LEN)]
+        return np.concatenate([compute(queries, piece, *args) for piece in pieces], axis=1)
+
+    return computed
 
 
 class SetOrderer(Generic[Key]):
