@@ -277,6 +277,7 @@ class Replay:
             "prompt_tokens": plan.prompt_len,
             "prefix_tokens": plan.prefix_len,
             "reused_tokens": plan.num_reused,
+            "unmoved_tokens": sum(chunk.num_reused for chunk in plan.chunks if not chunk.shift),
             "recomputed_tokens": plan.num_recomputed,
             "chunk_tokens": sum(chunk.end - chunk.start for chunk in plan.chunks),
             "chunk_prefix_tokens": sum(max(0, min(c.end, plan.prefix_len) - c.start) for c in plan.chunks),

@@ -164,6 +164,7 @@ def _systems(replays: _Replays, pulse: RagPulse, sizes: Sequence[int]) -> list[s
         "Share of the prompt tokens that are computed. *set-cache* moves KV and fixes nothing: its answers are those",
         f"of full reuse; *ours* (lru) computes {percent(RATIO, 0)} of what it brings in again; the others are exact.",
     ]
+    unmoved: list[list[object]] = []
     for num_behind, layout in LAYOUTS.items():
         trace = trace_of_pulse(pulse, num_behind)
         table: list[list[object]] = []
@@ -179,7 +180,15 @@ def _systems(replays: _Replays, pulse: RagPulse, sizes: Sequence[int]) -> list[s
             marked = trace_of_pulse(pulse, num_behind, marks_all)
             tallies = [replays.tally(marked, replace(_LRU, pool_tokens=size)) for size in sizes]
             table.append([label, *(percent(tally.computed_share) for tally in tallies)])
+            unmoved.append([f"{layout}; {label}", *(percent(tally.unmoved_share) for tally in tallies)])
         lines += ["", f"*{layout}*", "", *markdown_table(_header(sizes, "prompt tokens computed"), table)]
+    lines += [
+        "",
+        "Passages that stand where they were stored could lie in pages that requests share; every request has its own",
+        "copy. So much of what ours brings in stands there:",
+        "",
+        *markdown_table(_header(sizes, "brought in at its stored place"), unmoved),
+    ]
     return [*lines, ""]
 
 

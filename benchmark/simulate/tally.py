@@ -30,6 +30,8 @@ class Tally:
     prompt_tokens: int
     prefix_tokens: int
     reused_tokens: int
+    unmoved_tokens: int
+    """Reused tokens that stand where they were stored, so that requests could share one copy of them."""
     recomputed_tokens: int
     """Reused tokens that are computed again."""
     chunk_tokens: int
@@ -77,6 +79,11 @@ class Tally:
     def mean_fix_share(self) -> float:
         """Recomputed share of the reused tokens: CFO, weighted by tokens."""
         return _share(self.recomputed_tokens, self.reused_tokens)
+
+    @property
+    def unmoved_share(self) -> float:
+        """Of the reused tokens."""
+        return _share(self.unmoved_tokens, self.reused_tokens)
 
     @property
     def mean_stored(self) -> float:
