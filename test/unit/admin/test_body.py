@@ -55,7 +55,7 @@ def test_bad_ttl_is_named(ttl):
 def test_pin_needs_a_ttl():
     with pytest.raises(ChunkCacheRequestError, match=r"^ttl_s: missing"):
         body.parse_pin({"keys": [KEY]})
-    assert body.parse_pin({"keys": [KEY], "ttl_s": 5}) == body.Pin(body.Selection(keys=(bytes.fromhex(KEY),)), 5.0)
+    assert body.parse_pin({"keys": [KEY], "ttl_s": 5}) == body.Pin(body.ChunkNames(keys=(bytes.fromhex(KEY),)), 5.0)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_bad_warm_is_named(value, start):
 
 def test_warm_with_all_fields():
     warm = body.parse_warm({"input_ids": [[3], [4, 5]], "extra_key": "", "prefix_ids": [], "batch": 2})
-    assert warm == body.Warm(body.Selection(input_ids=((3,), (4, 5))), None, (), 2)
+    assert warm == body.Warm(body.ChunkNames(input_ids=((3,), (4, 5))), None, (), 2)
     warm = body.parse_warm({"texts": ["a", "b"], "neighbours": 3, "retriever": "some/model", "dry_run": True})
     assert (warm.neighbours, warm.retriever, warm.dry_run) == (3, "some/model", True)
     warm = body.parse_warm({"texts": ["a", "b", "c"], "neighbours": [[1, 2], []]})

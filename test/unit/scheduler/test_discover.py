@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.keys import Partition
-from chunk_cache.plan import discover as module
+from chunk_cache.prompt import discover as module
 from chunk_cache.prompt.discover import MIN_LEN, TRIM, Discoverer
 
 P, OTHER = Partition(), Partition("tenant")
