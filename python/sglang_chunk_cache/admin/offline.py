@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_chunk_cache.admin.admin_bodies import parse_warm
-from sglang_chunk_cache.admin.administration import ROUTED, Admin
+from sglang_chunk_cache.admin.administration import ROUTED, Admin, Routed
 from sglang_chunk_cache.admin.warming import warm
 
 
@@ -28,20 +28,6 @@ class EngineAdmin:
         self._engine = engine
         self._admin: Admin = engine.tokenizer_manager.chunk_cache_admin
 
-    def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
-        routed = ROUTED.get(name)
-        if routed is None:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {', '.join(self.__dir__())}")
-
-        def call(**fields: Any) -> dict[str, Any]:
-            given = {key: str(value) for key, value in fields.items()} if routed.method == "GET" else fields
-            return self._run(routed.act(self._admin, *(() if routed.parse is None else (routed.parse(given),))))
-
-        return call
-
-    def __dir__(self) -> list[str]:
-        return [*ROUTED, "warm"]
-
     def warm(self, **fields: Any) -> dict[str, Any]:
         """POST /chunk_cache/warm; only the summary."""
 
@@ -54,3 +40,18 @@ class EngineAdmin:
     def _run(self, coroutine: Any) -> dict[str, Any]:
         result: dict[str, Any] = self._engine.loop.run_until_complete(coroutine)
         return result
+
+
+def _method(name: str, routed: Routed) -> Callable[..., dict[str, Any]]:
+    """The route as a method of `EngineAdmin`."""
+
+    def call(self: EngineAdmin, **fields: Any) -> dict[str, Any]:
+        given = {key: str(value) for key, value in fields.items()} if routed.method == "GET" else fields
+        return self._run(routed.act(self._admin, *(() if routed.parse is None else (routed.parse(given),))))
+
+    call.__name__, call.__doc__ = name, routed.act.__doc__
+    return call
+
+
+for _name, _routed in ROUTED.items():
+    setattr(EngineAdmin, _name, _method(_name, _routed))
