@@ -31,13 +31,13 @@ class SharedScale:
         pairs: how often each system is asked; the first pair does not count, it meets cold code.
     """
 
-    groups: int = 6
+    groups: int = 4
     per_group: int = 6
     system_len: int = 600
     question_len: int = 100
     output_len: int = 8
     clients: int = 4
-    pairs: int = 8
+    pairs: int = 5
 
 
 def ask_shared(url: str, model_dir: Path, scale: SharedScale, seed: int) -> dict[str, Any]:
