@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from sgl_kernel_ext.transfer import host_buffer, upload
+from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.runs import Runs, run_fields, view_of
 from sglang_chunk_cache.kv.state_layers import StateLayers
-from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition
+from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition, on_host
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -232,7 +232,7 @@ class StateForward:
     def _cross_gaps(self, layer_id: int, one: _Round) -> None:
         if not one.gaps:
             return
-        number = self._layers.layer_ids.index(layer_id)
+        number = self._layers.layout.layer_ids.index(layer_id)
         conv, states = self._layers.pools(layer_id)
         crossed = [gap.transition.layers[number] for gap in one.gaps]
         for part, runs in enumerate(one.gap_runs):
@@ -242,7 +242,7 @@ class StateForward:
             after = states.index_select(0, slots).float() @ operators + offsets
             states.index_copy_(0, slots, after.to(states.dtype))
             if not part:
-                tails = [layer.tail(self._layers.width, conv.device) for layer in crossed]
+                tails = [layer.tail(self._layers.layout.width, conv.device) for layer in crossed]
                 conv.index_copy_(0, slots, _stack(tails, conv).to(conv.dtype))
 
     @contextmanager
@@ -258,9 +258,9 @@ class StateForward:
             result = stock(**given)
             rules = iter([rule for group in one.rule_groups for rule in _rules(*group, stock, given)])
             for taking in one.takings:
-                tail = mixed_qkv[max(taking.begin, taking.end - self._layers.width) : taking.end].T
+                tail = mixed_qkv[max(taking.begin, taking.end - self._layers.layout.width) : taking.end].T
                 rule = () if taking.rule_begin == taking.end else (next(rules),)
-                taking.layers.append(LayerTransition(rule, (_on_host(tail),)))
+                taking.layers.append(LayerTransition(rule, (on_host(tail),)))
             return result
 
         dispatcher.extend = extend
@@ -288,7 +288,7 @@ def _rules(
         layer_id=given["layer_id"],
     )
     offsets, operators = scratch.split([value_size, key_size], dim=2)
-    return [Rule(_on_host(operator), _on_host(offset)) for operator, offset in zip(operators, offsets, strict=True)]
+    return [Rule(on_host(operator), on_host(offset)) for operator, offset in zip(operators, offsets, strict=True)]
 
 
 def _runs_of(request: RequestRows, first: int) -> list[_Run]:
@@ -339,8 +339,3 @@ def _round_of(own: Sequence[_Run], device: Any, *, is_stock: bool) -> _Round:
 
 def _stack(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.to(like.device, non_blocking=True) for part in parts])
-
-
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, behind what the stream was given; later copies from it follow on the same stream."""
-    return host_buffer(value.shape, value.dtype).copy_(value, non_blocking=True)

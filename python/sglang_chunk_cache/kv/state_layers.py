@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
+from sglang_chunk_cache.kv.state_layout import StateLayout
+
 if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -22,15 +24,11 @@ class StateLayers:
 
     Attributes:
         model_runner: has SGLang's backend, which is made after the layers were found.
-        layer_ids: of the layers, ascending.
-        width: kernel - 1 of their convolutions.
-        seam_len: tokens of a chunk in front of those whose transition is taken.
+        layout: of the layers.
     """
 
     model_runner: ModelRunner
-    layer_ids: tuple[int, ...]
-    width: int
-    seam_len: int
+    layout: StateLayout
 
     @property
     def backend(self) -> Any:
@@ -39,17 +37,9 @@ class StateLayers:
         assert isinstance(backend, HybridLinearAttnBackend), type(backend)
         return backend.linear_attn_backend
 
-    @property
-    def transition_bytes(self) -> int:
-        """What a chunk that is computed at once takes in host memory."""
-        conv, states = self.pools(self.layer_ids[0])
-        heads, value_size, key_size = states.shape[1:]
-        return len(self.layer_ids) * (heads * (value_size + key_size) * key_size * 4 + int(conv[0].nbytes))
-
     def pools(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools of a layer: `[slots, channels, kernel - 1]` and `[slots, value heads, value size, key size]`."""
-        cache = self.model_runner.req_to_token_pool.mamba2_layer_cache(layer_id)
-        return cache.conv[0], cache.temporal
+        return _pools(self.model_runner, layer_id)
 
 
 def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers | None:
@@ -58,5 +48,16 @@ def find_state_layers(model_runner: ModelRunner, seam_len: int) -> StateLayers |
     if not found:
         return None
     layer_ids = tuple(sorted(layer.layer_id for layer in found))
-    conv = model_runner.req_to_token_pool.mamba2_layer_cache(layer_ids[0]).conv[0]
-    return StateLayers(model_runner, layer_ids, int(conv.shape[-1]), seam_len)
+    conv, states = _pools(model_runner, layer_ids[0])
+    heads, value_size, key_size = states.shape[1:]
+    channels, width = conv.shape[1:]
+    tail_dtype, state_dtype = (str(pool.dtype).removeprefix("torch.") for pool in (conv, states))
+    layout = StateLayout(
+        layer_ids, heads, key_size, value_size, channels, width, tail_dtype, state_dtype, seam_len=seam_len
+    )
+    return StateLayers(model_runner, layout)
+
+
+def _pools(model_runner: ModelRunner, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = model_runner.req_to_token_pool.mamba2_layer_cache(layer_id)
+    return cache.conv[0], cache.temporal

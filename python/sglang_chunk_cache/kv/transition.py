@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from sgl_kernel_ext.transfer import host_buffer
+
 
 class Rule(NamedTuple):
     """A `[heads, key size, key size]` and B `[heads, value size, key size]` of one layer."""
@@ -39,6 +41,26 @@ class LayerTransition:
     def then(self, later: LayerTransition) -> LayerTransition:
         """Both in a row."""
         return LayerTransition(self.rules + later.rules, self.tails + later.tails)
+
+    def composed(self, width: int, dtype: torch.dtype) -> LayerTransition:
+        """The same in one part: S A + B, then S A' + B', is S A A' + (B A' + B'), from the first rule on, in float32.
+
+        Args:
+            width, dtype: of the tail.
+        """
+        if len(self.rules) == len(self.tails) == 1 and self.tails[0].dtype == dtype:
+            return self
+        operator, offset = self.rules[0]
+        for later in self.rules[1:]:
+            operator, offset = operator @ later.operator, offset @ later.operator + later.offset
+        tail = self.tail(width, operator.device).to(dtype)
+        return LayerTransition((Rule(on_host(operator), on_host(offset)),), (on_host(tail),))
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Operator, offset and tail, in one part."""
+        (rule,), (tail,) = self.rules, self.tails
+        return (*rule, tail)
 
     @property
     def num_bytes(self) -> int:
@@ -101,3 +123,8 @@ class ChunkTransitions:
         """The transition of a chunk that ends there; None where it was not computed up to there."""
         known = self._known.get(chunk)
         return None if known is None or known[0] != end else known[1]
+
+
+def on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, behind what the stream was given; later copies from it follow on the same stream."""
+    return host_buffer(value.shape, value.dtype).copy_(value, non_blocking=True)

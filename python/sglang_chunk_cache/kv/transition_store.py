@@ -29,6 +29,8 @@ class TransitionStore:
         self._note_change = note_change
         self.is_kept: Callable[[int], bool] = lambda variant_id: False
         """Whether a variant is pinned."""
+        self.note_leaving: Callable[[int], None] = lambda variant_id: None
+        """Told of a variant that is about to lose its transition, for the tiers below."""
         self._stored: OrderedDict[int, Transition] = OrderedDict()  # the last one used last
         self._of_requests: WeakSet[ChunkTransitions] = WeakSet()
 
@@ -62,15 +64,20 @@ class TransitionStore:
             for victim in (one for one in victims if not self.is_kept(one)):
                 if self.num_bytes + transition.num_bytes <= self.max_bytes:
                     break
+                self.note_leaving(victim)
                 self._drop(victim)
         self._stored[variant_id] = transition
         self.num_bytes += transition.num_bytes
         self._note_change()
 
+    def get(self, variant_id: int) -> Transition:
+        """The transition of a variant that is stored; no use of it."""
+        return self._stored[variant_id]
+
     def use(self, variant_id: int) -> Transition:
         """The transition of a variant that is stored, which is the last one used now."""
         self._stored.move_to_end(variant_id)
-        return self._stored[variant_id]
+        return self.get(variant_id)
 
     def clear(self) -> None:
         """Nothing is stored any more."""

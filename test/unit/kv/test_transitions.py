@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_chunk_cache.kv.state_layout import StateLayout
 from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition
 from sglang_chunk_cache.kv.transition_store import TransitionStore
 from sglang_plain_cpu.delta_rule import delta_rule, unit
@@ -60,6 +61,21 @@ def test_the_tail_reaches_over_short_parts():
     assert layer.tail(WIDTH, torch.device("cpu")).tolist() == [[2.0, 3.0, 4.0]]
 
 
+def test_in_one_part_it_is_the_same_map():
+    """Parts of 7, 1 and 2 tokens, the first within the seam; what is in one part already is not copied."""
+    layout = StateLayout((0,), HEADS, SIZE, SIZE, 1, WIDTH, "float32", "float32", seam_len=7)
+    rules = [rule_of(*tokens(length, seed)) for seed, length in ((0, 1), (1, 2))]
+    parts = transition(*rules, tails=([1.0, 2.0, 3.0], [4.0], [5.0, 6.0]))
+    (layer,) = layout.composed(parts).layers
+    operator, offset, tail = layer.parts
+    state = torch.randn(HEADS, SIZE, SIZE)
+    expected = (state @ rules[0].operator + rules[0].offset) @ rules[1].operator + rules[1].offset
+    torch.testing.assert_close(state @ operator + offset, expected, atol=1e-6, rtol=1e-6)
+    assert tail.tolist() == [[4.0, 5.0, 6.0]]
+    assert layer.num_bytes == layout.num_bytes == layout.empty().num_bytes
+    assert layout.composed(Transition((layer,))).layers[0] is layer
+
+
 @pytest.fixture
 def known():
     return set(range(10))
@@ -81,6 +97,15 @@ def test_beyond_its_bytes_the_one_not_used_for_longest_goes(known):
     assert [variant in store for variant in range(4)] == [False, False, True, True], "unknown variants go first"
     store.clear()
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_who_keeps_it_elsewhere_is_told_before_it_goes(known):
+    one, told = transition(rule_of(*tokens(5, 0))), []
+    store = TransitionStore(2 * one.num_bytes, is_known=known.__contains__, note_change=lambda: None)
+    store.note_leaving = lambda variant: told.append((variant, variant in store))
+    for variant in (0, 1, 2):
+        store.put(variant, one)
+    assert told == [(0, True)]
 
 
 def test_what_is_pinned_stays_and_what_has_no_room_beside_it_does_not_fit(known):

@@ -78,6 +78,6 @@ def _wanted(
         if first != start and known.reaches(chunk) != first:
             continue
         is_new = state.prompt.to_prepare is not None or not is_stored(state.prompt, chunk)
-        if is_new and store.may_take((1 + num_wanted + len(found)) * layers.transition_bytes):
-            found.append(Wanted(chunk, first, last, start + layers.seam_len, known))
+        if is_new and store.may_take((1 + num_wanted + len(found)) * layers.layout.num_bytes):
+            found.append(Wanted(chunk, first, last, start + layers.layout.seam_len, known))
     return found
