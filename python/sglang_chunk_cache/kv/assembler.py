@@ -32,6 +32,9 @@ from sglang_chunk_cache.kv.stored_variant import host_memory
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_chunk_cache.kv.state_layout import StateLayout
+    from sglang_chunk_cache.kv.transition import Transition
+
 
 MAX_STAGED_BYTES = 64 << 20
 """Bytes on the device, on their way to or from the host, of one copy; a copy is at least a layer of K or V."""
@@ -44,11 +47,13 @@ class HostKV:
     Attributes:
         k, v: `[num_layers, num_tokens, num_kv_heads, head_dim]`, on the CPU, pinned where there is a GPU.
         copied: event behind the copy; None = they are there.
+        transition: what the tokens do to states, in a model that has some; there as soon as K and V are.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     copied: Any = None
+    transition: Transition | None = None
 
     def wait(self) -> None:
         """Returns once they are there; for a worker thread."""
@@ -184,8 +189,10 @@ class KVAssembler:
         if self.draft is not None:
             self.draft.erase(slots)
 
-    def fingerprint(self, server_args: Any, tp_rank: int, tp_size: int) -> Fingerprint:
-        """What the KV of this rank depends on."""
+    def fingerprint(
+        self, server_args: Any, tp_rank: int, tp_size: int, states: StateLayout | None = None
+    ) -> Fingerprint:
+        """What the KV of this rank depends on, and what is stored beside it of layers that keep states."""
         k, v = self._k_buffers[0], self._v_buffers[0]
         names = ("dtype", "quantization", "load_format", "model_impl", "json_model_override_args")
         return Fingerprint(
@@ -202,6 +209,7 @@ class KVAssembler:
                 *((name, str(getattr(server_args, name, None))) for name in names),
                 *adapter_settings(getattr(server_args, "lora_paths", None) or ()),
             ),
+            states=states,
             model=server_args.model_path,
         )
 

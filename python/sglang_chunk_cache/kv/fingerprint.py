@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from sgl_kernel_ext.transfer import host_buffer
+from sglang_chunk_cache.kv.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from sgl_kernel_ext.rotary import RotarySpec
@@ -53,6 +54,8 @@ class Fingerprint:
     tp_size: int = 1
     settings: tuple[tuple[str, str], ...] = ()
     """Whatever else changes the KV that this server computes: dtype of the weights, quantization."""
+    states: StateLayout | None = None
+    """Of the layers of this rank that keep states; None = there are none, and nothing of them is in the digest."""
     model: str = field(default="", compare=False)
     """Name for people; neither compared nor in the digest."""
 
@@ -73,20 +76,46 @@ class Fingerprint:
 
     def describe(self) -> dict[str, Any]:
         """All of it, for people and for JSON; all but "model" is in the digest."""
-        return {
+        described = {
             "format": FORMAT_VERSION,
             "byte_order": sys.byteorder,
             **asdict(self),
             "settings": [list(pair) for pair in self.settings],
         }
+        if self.states is None:
+            del described["states"]
+        return described
+
+    @property
+    def layer_groups(self) -> tuple[range, ...]:
+        """Layers of an entry, those of equal size together: first those with KV, then those that keep states."""
+        num_states = 0 if self.states is None else len(self.states.layer_ids)
+        groups = range(self.num_layers), range(self.num_layers, self.num_layers + num_states)
+        return tuple(group for group in groups if group)
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers of an entry."""
+        return self.layer_groups[-1].stop
+
+    def part_lens(self, layer: int, num_tokens: int) -> tuple[int, ...]:
+        """Bytes of K and V of a layer of an entry, or of operator, offset and tail."""
+        if layer >= self.num_layers:
+            assert self.states is not None, f"no layer {layer}"
+            return self.states.part_lens
+        return tuple(num_tokens * self.kv_heads * dim * self.torch_dtype.itemsize for dim in self._dims)
 
     def payload_len(self, num_tokens: int) -> int:
-        """Bytes of K and V of `num_tokens` tokens, all layers."""
-        return self.num_layers * self.layer_len(num_tokens)
+        """Bytes of an entry of `num_tokens` tokens: K and V of all layers, and what the tokens do to states."""
+        return self.num_layers * self.layer_len(num_tokens) + self._state_len
+
+    def num_tokens(self, payload_len: int) -> int:
+        """Tokens of an entry of so many bytes; 0 of none."""
+        return max(0, payload_len - self._state_len) // (self.num_layers * self.layer_len(1))
 
     def layer_len(self, num_tokens: int) -> int:
         """Bytes of K and V of one layer."""
-        return num_tokens * self.kv_heads * (self.head_dim + self.v_head_dim) * self.torch_dtype.itemsize
+        return sum(self.part_lens(0, num_tokens))
 
     def empty_layer(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[num_tokens, kv_heads, head_dim]` and V `[..., v_head_dim]` on the CPU, not initialised."""
@@ -98,6 +127,10 @@ class Fingerprint:
         shapes = ((self.num_layers, num_tokens, self.kv_heads, dim) for dim in self._dims)
         k, v = (host_buffer(shape, self.torch_dtype) for shape in shapes)
         return k, v
+
+    @property
+    def _state_len(self) -> int:
+        return 0 if self.states is None else self.states.num_bytes
 
     @property
     def _dims(self) -> tuple[int, int]:

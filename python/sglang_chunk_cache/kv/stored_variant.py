@@ -1,4 +1,5 @@
-"""StoredVariant: the KV of one chunk in host memory, on its way to or from the tiers below the KV pool.
+"""StoredVariant: one chunk in host memory, on its way to or from the tiers below the KV pool: its KV, and in a model
+with states what it does to them.
 
 `VariantInfo` is what is known of it without its KV, `EntrySummary` what a ledger keeps in mind of it, `TierError` why a
 tier could not store or give it.
@@ -19,6 +20,7 @@ from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import DEFAULT_PARTITION
 from chunk_cache.tiers.tier_ledger import EntryId, Traits, context_digest
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.transition import Transition
 
 TIER_REASONS = ("corrupt", "mismatch", "missing", "timeout", "unavailable", "full", "unreadable")
 """Checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no fault of the
@@ -26,6 +28,9 @@ medium; too slow; server or folder gone; no space, quota or host memory; permiss
 
 Layer: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
 """Index, K `[length, kv_heads, head_dim]`, V `[length, kv_heads, v_head_dim]`, CPU."""
+
+Parts: TypeAlias = tuple[torch.Tensor, ...]
+"""K and V of a layer, or of one that keeps states its operator, offset and tail."""
 
 
 class TierError(Exception):
@@ -76,7 +81,7 @@ class VariantInfo:
     """Keys of the chunks in front of it."""
     statistics: ChunkStatistics | None
     payload_len: int
-    """Bytes of its KV; media take about 500 more for the description, and 11 per token, 22 with statistics."""
+    """Bytes of KV and transition; media take about 500 more for the description, 11 per token, 22 with statistics."""
     is_prepared: bool = False
     """Whether `context` are neighbours that it was computed behind ahead of time."""
     system: bytes = b""
@@ -129,13 +134,15 @@ class VariantInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredVariant:
-    """A variant with its KV, CPU and contiguous; whoever holds it does not change it."""
+    """A variant with KV and transition, this in one part, CPU and contiguous; whoever holds it does not change it."""
 
     info: VariantInfo
     k: torch.Tensor
     """`[num_layers, length, kv_heads, head_dim]`, rotated to position `info.start`."""
     v: torch.Tensor
     """`[num_layers, length, kv_heads, v_head_dim]`."""
+    transition: Transition | None = None
+    """None = the model keeps no states."""
 
     def __post_init__(self) -> None:
         k, v = self.k, self.v
@@ -143,11 +150,21 @@ class StoredVariant:
         assert (k.shape[:3], k.dtype) == (v.shape[:3], v.dtype), f"{k.dtype} {k.shape}, {v.dtype} {v.shape}"
         assert all(part.device.type == "cpu" and part.is_contiguous() for part in (k, v)), "not contiguous on the CPU"
         assert k.shape[1] == len(self.info.token_ids), f"{k.shape[1]} rows, {len(self.info.token_ids)} tokens"
-        assert k.nbytes + v.nbytes == self.info.payload_len, f"{k.nbytes + v.nbytes} bytes, {self.info.payload_len}"
+        num_bytes = k.nbytes + v.nbytes + (0 if self.transition is None else self.transition.num_bytes)
+        assert num_bytes == self.info.payload_len, f"{num_bytes} bytes, {self.info.payload_len}"
+
+    @property
+    def layers(self) -> list[Parts]:
+        """In the order of an entry: `Fingerprint.layer_groups`."""
+        with_states = () if self.transition is None else self.transition.layers
+        return [*zip(self.k, self.v, strict=True), *(layer.parts for layer in with_states)]
 
     def check_fits(self, fingerprint: Fingerprint) -> None:
-        """Asserts that it has the layers, heads, dimensions and dtype of `fingerprint`."""
+        """Asserts that it has the layers, heads, dimensions and dtype of `fingerprint`, and its layers with states."""
         f, (num_layers, _, kv_heads, head_dim) = fingerprint, self.k.shape
         mine = (num_layers, kv_heads, head_dim, self.v.shape[3], self.k.dtype)
         theirs = (f.num_layers, f.kv_heads, f.head_dim, f.v_head_dim, f.torch_dtype)
         assert mine == theirs, f"a variant of {mine} in a medium for {theirs}"
+        found = [[(tuple(part.shape), part.dtype) for part in parts] for parts in self.layers[num_layers:]]
+        expected = [] if f.states is None else [list(f.states.parts)] * len(f.states.layer_ids)
+        assert found == expected, f"a transition of {found} in a medium for {expected}"

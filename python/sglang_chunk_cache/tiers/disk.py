@@ -5,9 +5,9 @@
     <root>/<fingerprint>/note                   what entries are worth (`worth`)
     <root>/<fingerprint>/writing/               not complete yet; what a killed writer left is removed at the next start
 
-A file is the description (`record`), then K and V of layer 0, K and V of layer 1, ..., nothing else; so its length is
-known from its description. Who opens it sees all of it (`files`), and who has it open keeps it when it is replaced or
-deleted.
+A file is the description (`record`), then K and V of layer 0, K and V of layer 1, ..., then operator, offset and tail
+of each layer that keeps states, nothing else; so its length is known from its description. Who opens it sees all of it
+(`files`), and who has it open keeps it when it is replaced or deleted.
 
 A folder that may only be read is good for reading: each write raises `unreadable` then, and damaged entries stay. Token
 ids and KV lie there in the clear, and no file is readable for other users.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
-from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.kv.stored_variant import Parts, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.files import as_tier_errors, make_folder, read_all, remove_abandoned, write_whole
 from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
@@ -127,18 +127,18 @@ class DiskMedium(LayerwiseMedium):
     def close(self) -> None:
         pass
 
-    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:
         path = self._path(info)
         with self._opened(path) as file:
             record = self._record(file, path)
             check_wanted(record.info, info, str(path))
-            for layer in range(self.fingerprint.num_layers):
-                k, v = target(layer)
+            for layer in range(self.fingerprint.num_stored_layers):
+                parts = target(layer)
                 with as_tier_errors(path):
-                    read_all(file, layer_bytes(k), path)
-                    read_all(file, layer_bytes(v), path)
-                check_layer(layer, k, v, record, str(path))
-                yield layer, k, v
+                    for part in parts:
+                        read_all(file, layer_bytes(part), path)
+                check_layer(layer, parts, record, str(path))
+                yield layer, parts
 
     def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
         """Descriptions in a key's folder; entries that cannot be read are told."""
@@ -212,9 +212,8 @@ class DiskMedium(LayerwiseMedium):
 
 def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]:
     yield header
-    for k, v in zip(stored.k, stored.v, strict=True):
-        yield layer_bytes(k)
-        yield layer_bytes(v)
+    for parts in stored.layers:
+        yield from map(layer_bytes, parts)
 
 
 def _remove(path: Path, file: io.FileIO) -> None:

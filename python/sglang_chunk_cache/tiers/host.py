@@ -46,7 +46,7 @@ class HostMedium:
             yield layer, k, v
 
     def write(self, stored: StoredVariant) -> None:
-        """A copy of the tensors is kept."""
+        """A copy of the KV is kept; a transition, which nobody changes, is shared with whoever has it."""
         stored.check_fits(self.fingerprint)
         info = stored.info
         with host_memory(info.payload_len):
@@ -54,7 +54,7 @@ class HostMedium:
         k.copy_(stored.k)
         v.copy_(stored.v)
         with self._lock:
-            self._entries.setdefault(info.key, {})[info.name] = StoredVariant(info, k, v)
+            self._entries.setdefault(info.key, {})[info.name] = StoredVariant(info, k, v, stored.transition)
 
     def delete(self, entry_id: EntryId) -> bool:
         with self._lock:

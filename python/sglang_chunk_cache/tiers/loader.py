@@ -91,7 +91,7 @@ class TierLoader:
         self._pool = pool
         self._metrics = metrics
         self._search = TierSearch(tiers, fingerprint)
-        self._bytes_per_token = fingerprint.payload_len(1)
+        self._payload_len = fingerprint.payload_len
         self._num_layers = fingerprint.num_layers
         self._ratio = ratio
         self._prefill_cost = prefill_cost
@@ -307,7 +307,7 @@ class TierLoader:
         return next(tier for tier in self._tiers if tier.name == name)
 
     def _num_bytes(self, chunk: Wanted) -> int:
-        return len(chunk.token_ids) * self._bytes_per_token
+        return self._payload_len(len(chunk.token_ids))
 
     def _queued_bytes(self) -> dict[str, int]:
         """Bytes asked for and not there yet, by tier; each worker reads a share of them."""

@@ -70,7 +70,7 @@ class ChunkTiers:
     ) -> None:
         self._config = config
         self._tiers = tuple(tiers)
-        self._bytes_per_token = fingerprint.payload_len(1)
+        self._fingerprint = fingerprint
         self._ratio = ratio
         self.reduce_max = reduce_max
         self._workers = Workers(config.num_threads)
@@ -82,7 +82,7 @@ class ChunkTiers:
             workers=self._workers,
             pool=pool,
             metrics=metrics,
-            bytes_per_token=fingerprint.payload_len(1),
+            fingerprint=fingerprint,
             cheapest=self._cheapest if config.costs else None,
         )
         self._loader = TierLoader(
@@ -102,10 +102,10 @@ class ChunkTiers:
                 self._workers.submit(partial(_scanned, tier), self._adopt_all)
         self._noted_at = time.monotonic()
 
-    def observe(self, observer_of: Callable[[str, int], Observer]) -> None:
-        """Has what comes and goes told to an observer for each tier, of its name and the bytes of a token there."""
+    def observe(self, observer_of: Callable[[str, Callable[[int], int]], Observer]) -> None:
+        """Has what comes and goes told to an observer for each tier, of its name and how many tokens its bytes are."""
         for tier in self._tiers:
-            tier.ledger.observer = observer_of(tier.name, self._bytes_per_token)
+            tier.ledger.observer = observer_of(tier.name, self._fingerprint.num_tokens)
 
     def note_stored(self, variant: Variant) -> None:
         """See `TierWriter.note_stored`."""
@@ -206,7 +206,7 @@ class ChunkTiers:
     def _known_len(self, key: bytes, name: str) -> int:
         entries = ((tier.ledger, entry_id) for tier in self._tiers for entry_id in tier.ledger.entries_of(key))
         sizes = (ledger.num_bytes_of(entry_id) for ledger, entry_id in entries if entry_id.name == name)
-        return max(sizes, default=0) // self._bytes_per_token
+        return self._fingerprint.num_tokens(max(sizes, default=0))
 
     def known(self, key: bytes) -> dict[str, int]:
         """Variants of a chunk that any rank knows of, by tier; stores are not asked."""
@@ -314,7 +314,7 @@ class ChunkTiers:
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         costs = {name: dict(self._config.costs)[name] for name in channels}
         compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
-        place = cheapest(costs, channels, variant.length * self._bytes_per_token, self._ratio * compute_s)
+        place = cheapest(costs, channels, self._fingerprint.payload_len(variant.length), self._ratio * compute_s)
         if self.reduce_max is None:
             return place
         # Every rank has estimates of its own: of the tiers that they name the fastest.

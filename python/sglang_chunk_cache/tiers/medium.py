@@ -19,13 +19,14 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Protocol, TypeAlias
 
 import torch
 
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
-from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo, host_memory
+from sglang_chunk_cache.kv.stored_variant import Layer, Parts, StoredVariant, TierError, VariantInfo, host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Medium(Protocol):
         """
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
-        """Layers in order; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
+        """Layers with KV in order; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
 
     def write(self, stored: StoredVariant) -> None:
         """The tensors may change as soon as it returns.
@@ -90,8 +91,8 @@ class Medium(Protocol):
     def close(self) -> None: ...
 
 
-Target: TypeAlias = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Tensors that K and V of a layer are put into."""
+Target: TypeAlias = Callable[[int], Parts]
+"""Tensors that the parts of a layer of an entry are put into."""
 
 
 BATCH_LEN = 8 << 20
@@ -108,20 +109,26 @@ class LayerwiseMedium(ABC):
         self._problems = Problems()
 
     def read(self, info: VariantInfo) -> StoredVariant:
+        states = self.fingerprint.states
         with host_memory(info.payload_len):
-            k, v = self.fingerprint.empty(len(info.token_ids))
-        for _ in self._layers(info, lambda layer: (k[layer], v[layer])):
+            k, v = self.fingerprint.empty(info.length)
+            stored = StoredVariant(info, k, v, None if states is None else states.empty())
+        for _ in self._layers(info, stored.layers.__getitem__):
             pass
-        return StoredVariant(info, k, v)
+        return stored
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
-        return self._layers(info, lambda _: self._empty_layer(info))
+        layers = self._layers(info, lambda _: self._empty_layer(info))
+        for layer, (k, v) in islice(layers, self.fingerprint.num_layers):
+            yield layer, k, v
 
     def batches(self, info: VariantInfo) -> list[range]:
-        """Layers of a variant that go in one round trip each, in order."""
-        num_layers = self.fingerprint.num_layers
-        step = max(1, BATCH_LEN * num_layers // info.payload_len)
-        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
+        """Layers of an entry that go in one round trip each, in order; those of one batch have equal sizes."""
+        found = []
+        for group in self.fingerprint.layer_groups:
+            step = max(1, BATCH_LEN // sum(self.fingerprint.part_lens(group.start, info.length)))
+            found += [group[first : first + step] for first in range(0, len(group), step)]
+        return found
 
     def _empty_layer(self, info: VariantInfo) -> tuple[torch.Tensor, torch.Tensor]:
         length = len(info.token_ids)
@@ -129,8 +136,8 @@ class LayerwiseMedium(ABC):
             return self.fingerprint.empty_layer(length)
 
     @abstractmethod
-    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
-        """`read_layers` into tensors of `target`; the description is verified before the first is asked for."""
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:
+        """All layers of an entry into tensors of `target`, which is asked once the description is verified."""
 
 
 class Problems:

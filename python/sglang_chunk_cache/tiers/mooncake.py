@@ -1,7 +1,8 @@
 """MooncakeMedium: Mooncake's distributed store, memory of many machines (package `mooncake-transfer-engine`).
 
     chunk_cache/<fingerprint>/<key>/<slot>           description of a variant (`record`), slot 0 to 31
-    chunk_cache/<fingerprint>/<key>/<name>/<place>   its KV: K of all layers, then V of all layers
+    chunk_cache/<fingerprint>/<key>/<name>/<place>   its KV: K of all layers, then V of all layers; then operators,
+                                                     offsets and tails of all layers that keep states
 
 The store knows keys and values, no lists and no compare-and-swap, but of two who put one key the first wins. So the
 variants of a chunk lie in numbered slots, and each writer takes the first that is free. The payload is complete before
@@ -31,7 +32,7 @@ import torch
 from chunk_cache.options.tier_config import parse_bytes, shown_url
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
-from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo, host_memory
+from sglang_chunk_cache.kv.stored_variant import Parts, StoredVariant, TierError, VariantInfo, host_memory
 from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     Record,
@@ -149,21 +150,18 @@ class MooncakeMedium(LayerwiseMedium):
             with suppress(TierError):
                 self._in_time(store.close)
 
-    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:
         where = f"{self._where} {info.entry_id}"
         entry = self._entry_of(info)
         if entry is None:
             raise missing(where)
         try:
             check_wanted(entry.record.info, info, where)
-            k_len, v_len = (part.nbytes for part in self._empty_layer(info))
-            v_start = self.fingerprint.num_layers * k_len
             for layers in self.batches(info):
-                first, num = layers.start, len(layers)
-                ranges = [(first * k_len, num * k_len), (v_start + first * v_len, num * v_len)]
-                k_raw, v_raw = self._read_ranges(entry.payload, ranges, where)
+                lens = self.fingerprint.part_lens(layers.start, info.length)
+                all_raw = self._read_ranges(entry.payload, self._ranges(info, layers), where)
                 for i, layer in enumerate(layers):
-                    raws = k_raw[i * k_len : (i + 1) * k_len], v_raw[i * v_len : (i + 1) * v_len]
+                    raws = [raw[i * num : (i + 1) * num] for raw, num in zip(all_raw, lens, strict=True)]
                     yield fill_layer(layer, target(layer), raws, entry.record, where)
         except TierError as error:
             if error.reason in ("corrupt", "missing"):
@@ -220,12 +218,25 @@ class MooncakeMedium(LayerwiseMedium):
         if self._get([entry.slot]).get(entry.slot) == entry.raw:
             self._remove([entry.slot, entry.payload])
 
+    def _ranges(self, info: VariantInfo, layers: range) -> list[tuple[int, int]]:
+        """(start, length) of each part of these layers in the payload."""
+        start, ranges = 0, []
+        for group in self.fingerprint.layer_groups:
+            for part_len in self.fingerprint.part_lens(group.start, info.length):
+                if layers.start in group:
+                    ranges.append((start + (layers.start - group.start) * part_len, len(layers) * part_len))
+                start += len(group) * part_len
+        return ranges
+
     def _put_payload(self, key: str, stored: StoredVariant) -> None:
         with host_memory(stored.info.payload_len):
             staged = torch.empty(stored.info.payload_len, dtype=torch.uint8)
-        raw, k_len = layer_bytes(staged), stored.k.nbytes
-        raw[:k_len] = layer_bytes(stored.k)
-        raw[k_len:] = layer_bytes(stored.v)
+        raw, layers, start = layer_bytes(staged), stored.layers, 0
+        for group in self.fingerprint.layer_groups:
+            for parts in zip(*layers[group.start : group.stop], strict=True):
+                for part in map(layer_bytes, parts):
+                    raw[start : start + len(part)] = part
+                    start += len(part)
 
         def put(store: Any) -> int:
             with _registered(store, [staged]):

@@ -17,7 +17,7 @@ class Pool(Protocol):
     """The KV pool and its index."""
 
     def kv_of(self, variant: Variant) -> HostKV | None:
-        """K and V of a variant; None where it is not stored in full.
+        """A variant in host memory; None where it is not stored in full, or nobody would reuse it.
 
         Raises:
             TierError: full, host memory is used up.

@@ -2,9 +2,9 @@
 
     encode        description and checksums to bytes
     decode        back, or a `TierError`: the bytes are not trusted
-    layer_bytes   K or V of a layer as bytes, without a copy
-    fill_layer    bytes to K and V of a layer, verified
-    checksum      of one layer, K then V
+    layer_bytes   a part of a layer as bytes, without a copy
+    fill_layer    bytes to the parts of a layer, verified
+    checksum      of one layer: K then V, or operator, offset, then tail
 
     magic 8 | version 4 | length of the JSON 4 | CRC-32 of version, length and JSON 4 | JSON, padded with spaces
 
@@ -17,6 +17,7 @@ whoever may write to the store.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import struct
 import zlib
@@ -32,7 +33,7 @@ from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.keys import KEY_LEN, TEXT_LEN
 from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, Fingerprint
-from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.kv.stored_variant import Parts, StoredVariant, TierError, VariantInfo
 
 MAGIC = b"ChunkKV\n"
 PREFIX = struct.Struct("<8sIII")
@@ -49,7 +50,7 @@ class Record:
 
     info: VariantInfo
     checksums: tuple[int, ...]
-    """One of each layer."""
+    """One of each layer of the entry."""
     place: str
     """Place of the payload, for media that need to know."""
 
@@ -112,8 +113,8 @@ def decode(raw: bytes, fingerprint: Fingerprint, where: str) -> Record:
         record = Record(_info(fields, fingerprint), tuple(map(int, fields["checksums"])), str(fields["place"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise corrupt(where, f"the description is not one ({type(error).__name__}: {error})") from error
-    if len(record.checksums) != fingerprint.num_layers:
-        raise corrupt(where, f"{len(record.checksums)} checksums for {fingerprint.num_layers} layers")
+    if len(record.checksums) != fingerprint.num_stored_layers:
+        raise corrupt(where, f"{len(record.checksums)} checksums for {fingerprint.num_stored_layers} layers")
     return record
 
 
@@ -133,44 +134,40 @@ def layer_bytes(part: torch.Tensor) -> memoryview:
     return part.view(torch.uint8).numpy().data.cast("B")
 
 
-def checksum(k: torch.Tensor, v: torch.Tensor) -> int:
-    """CRC-32 of K, then V of one layer."""
-    return zlib.crc32(layer_bytes(v), zlib.crc32(layer_bytes(k)))
+def checksum(parts: Parts) -> int:
+    """CRC-32 of the parts of one layer, in order."""
+    return functools.reduce(lambda so_far, part: zlib.crc32(layer_bytes(part), so_far), parts, 0)
 
 
 def checksums_of(stored: StoredVariant) -> list[int]:
-    """One checksum of every layer."""
-    return [checksum(k, v) for k, v in zip(stored.k, stored.v, strict=True)]
+    """One checksum of every layer of the entry."""
+    return [checksum(parts) for parts in stored.layers]
 
 
-def check_layer(layer: int, k: torch.Tensor, v: torch.Tensor, record: Record, where: str) -> None:
+def check_layer(layer: int, parts: Parts, record: Record, where: str) -> None:
     """Is it what was written?
 
     Raises:
         TierError: corrupt.
     """
-    if checksum(k, v) != record.checksums[layer]:
+    if checksum(parts) != record.checksums[layer]:
         raise corrupt(where, f"wrong checksum of layer {layer}")
 
 
 def fill_layer(
-    layer: int,
-    parts: tuple[torch.Tensor, torch.Tensor],
-    raws: tuple[bytes | memoryview, bytes | memoryview],
-    record: Record,
-    where: str,
-) -> Layer:
-    """Copies the bytes of K and V of a layer into tensors, and verifies them.
+    layer: int, parts: Parts, raws: Sequence[bytes | memoryview], record: Record, where: str
+) -> tuple[int, Parts]:
+    """Copies the bytes of a layer into its parts, and verifies them; layer and parts.
 
     Raises:
         TierError: corrupt.
     """
     if [len(raw) for raw in raws] != [part.nbytes for part in parts]:
-        raise corrupt(where, f"layer {layer} of {len(raws[0])} and {len(raws[1])} bytes")
+        raise corrupt(where, f"layer {layer} of {' and '.join(str(len(raw)) for raw in raws)} bytes")
     for part, raw in zip(parts, raws, strict=True):
         layer_bytes(part)[:] = raw
-    check_layer(layer, *parts, record, where)
-    return layer, *parts
+    check_layer(layer, parts, record, where)
+    return layer, parts
 
 
 def mismatch(where: str, problem: str) -> TierError:

@@ -2,7 +2,8 @@
 
     chunk_cache:<fingerprint>:fingerprint            string: what the fingerprint stands for, for people
     chunk_cache:<fingerprint>:<key>                  hash: name of a variant -> its description (`record`)
-    chunk_cache:<fingerprint>:<key>:<name>:<place>   hash: k0, v0, k1, v1, ... -> KV of a layer, and "layers"
+    chunk_cache:<fingerprint>:<key>:<name>:<place>   hash: k0, v0, k1, v1, ... -> KV of a layer, and "layers";
+                                                     a9, b9, t9, ... -> operator, offset, tail of one with states
 
 The payload is complete before a description names it, and lies at a new place each time: who reads while it is replaced
 finds all of the old one or nothing. It is one key of the server, so it is evicted and expires as a whole. Until it is
@@ -25,7 +26,7 @@ from chunk_cache.errors import show
 from chunk_cache.options.tier_config import shown_url
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
-from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.kv.stored_variant import Parts, StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.medium import LayerwiseMedium, Target, in_order
 from sglang_chunk_cache.tiers.record import (
     Record,
@@ -64,7 +65,7 @@ class RedisMedium(LayerwiseMedium):
         self._where = shown_url(url)
         self._client: Any = connect(url, TIMEOUT_S)  # typed for the asynchronous client too
         self._prefix = f"chunk_cache:{fingerprint.digest}:"
-        self._num_fields = 2 * fingerprint.num_layers + 1
+        self._num_fields = len(self._fields(range(fingerprint.num_stored_layers))) + 1
 
     def find(self, key: bytes) -> list[VariantInfo]:
         with self._as_tier_errors():
@@ -82,11 +83,12 @@ class RedisMedium(LayerwiseMedium):
                 pipe.expire(payload, UNNAMED_S)
                 pipe.hget(self._key(info), info.name)
                 before = pipe.execute()[-1]
+            parts_of = stored.layers
             for layers in self.batches(info):
+                parts = (part for layer in layers for part in parts_of[layer])
                 with self._client.pipeline(transaction=False) as pipe:
-                    for layer in layers:
-                        pipe.hset(payload, f"k{layer}", layer_bytes(stored.k[layer]))
-                        pipe.hset(payload, f"v{layer}", layer_bytes(stored.v[layer]))
+                    for field, part in zip(self._fields(layers), parts, strict=True):
+                        pipe.hset(payload, field, layer_bytes(part))
                     pipe.execute()
             self._publish(info, raw, payload, before)
 
@@ -113,7 +115,7 @@ class RedisMedium(LayerwiseMedium):
     def close(self) -> None:
         self._client.close()
 
-    def _layers(self, info: VariantInfo, target: Target) -> Iterator[Layer]:
+    def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:
         key, where = self._key(info), f"{self._where} {info.entry_id}"
         with self._as_tier_errors():
             raw = self._client.hget(key, info.name)
@@ -207,13 +209,18 @@ class RedisMedium(LayerwiseMedium):
                     return self._payload_key(record.info, record.place)
         return None
 
-    def _fetch(self, record: Record, layers: range, where: str) -> list[tuple[bytes, bytes]]:
-        fields = [f"{part}{layer}" for layer in layers for part in "kv"]
+    def _fetch(self, record: Record, layers: range, where: str) -> list[tuple[bytes, ...]]:
+        fields = self._fields(layers)
         with self._as_tier_errors():
             values: list[Any] = self._client.hmget(self._payload_key(record.info, record.place), fields)
         if None in values:
             raise missing(where)
-        return list(zip(values[::2], values[1::2], strict=True))
+        return list(zip(*[iter(values)] * (len(fields) // len(layers)), strict=True))
+
+    def _fields(self, layers: range) -> list[str]:
+        """Fields of the parts of these layers."""
+        num_layers = self.fingerprint.num_layers
+        return [f"{part}{layer}" for layer in layers for part in ("kv" if layer < num_layers else "abt")]
 
     def _key(self, entry: VariantInfo | EntryId) -> str:
         return self._prefix + entry.key.hex()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from chunk_cache.keys import partition_key
 from chunk_cache.tiers.placing import Known, Moment, Placing, Write, place, targets
-from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo
+from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
 from sglang_chunk_cache.tiers.pool_view import Pool
 from sglang_chunk_cache.tiers.tier import Tier
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from chunk_cache.index.variant import Variant
     from chunk_cache.options.tier_config import TierConfig
     from chunk_cache.tiers.tier_ledger import EntryId
+    from sglang_chunk_cache.kv.assembler import HostKV
+    from sglang_chunk_cache.kv.fingerprint import Fingerprint
     from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
 
@@ -42,7 +45,7 @@ class TierWriter:
     Args:
         tiers: from the fastest down.
         cheapest: names the one tier that a variant is kept in, None = none; given where tiers have costs.
-        bytes_per_token: KV of this rank, all layers.
+        fingerprint: of this rank.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class TierWriter:
         workers: Workers,
         pool: Pool,
         metrics: TierMetrics,
-        bytes_per_token: int,
+        fingerprint: Fingerprint,
         cheapest: Callable[[Variant], str | None] | None = None,
     ) -> None:
         self._config = config
@@ -62,7 +65,7 @@ class TierWriter:
         self._workers = workers
         self._pool = pool
         self._metrics = metrics
-        self._bytes_per_token = bytes_per_token
+        self._fingerprint = fingerprint
         self._cheapest = cheapest
         self.num_queued_bytes = 0
 
@@ -83,26 +86,25 @@ class TierWriter:
                 return
             num_tokens -= self._save(variant, Moment.LEAVES_POOL)
 
-    def put(
-        self,
-        stored: StoredVariant,
-        moment: Moment,
-        wait: Callable[[], None] = lambda: None,
-        frequency: float = 0.0,
-    ) -> None:
+    def put(self, stored: StoredVariant, moment: Moment) -> None:
         """Writes a variant into the tiers that take it at this moment.
 
         Args:
             moment: as in `place`.
-            wait: returns once the tensors hold what they shall; called where they are read, by a worker.
-            frequency: its f_r so far.
         """
         for action in self._actions(stored.info, moment):
             if isinstance(action, Write):
-                self._write(action, stored, wait, frequency)
+                self._write(action, stored.info, lambda: stored)
 
-    def _write(self, action: Write, stored: StoredVariant, wait: Callable[[], None], frequency: float) -> None:
-        info, tier = stored.info, self._tiers[action.tier]
+    def _write(
+        self, action: Write, info: VariantInfo, make: Callable[[], StoredVariant], frequency: float = 0.0
+    ) -> None:
+        """Has a worker write what `make` gives, which it calls.
+
+        Args:
+            frequency: f_r of the variant so far.
+        """
+        tier = self._tiers[action.tier]
         for other in action.replaces:
             self.forget(tier, other)
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
@@ -118,9 +120,9 @@ class TierWriter:
         self.num_queued_bytes += info.payload_len
 
         def write() -> tuple[TierError | None, float]:
-            wait()
-            start = time.perf_counter()
             try:
+                stored = make()
+                start = time.perf_counter()
                 tier.medium.write(stored)
             except TierError as error:
                 return error, 0.0
@@ -181,7 +183,7 @@ class TierWriter:
             only = () if cheapest is None else (cheapest,)
         if not self._targets(moment, only):
             return variant.length
-        info = _info_of(variant, self._bytes_per_token)
+        info = _info_of(variant, self._fingerprint)
         actions = self._actions(info, moment, only)
         for action in actions:
             if isinstance(action, Known):
@@ -199,7 +201,7 @@ class TierWriter:
         if kv is None:
             return 0
         for action in writes:
-            self._write(action, StoredVariant(info, kv.k, kv.v), kv.wait, variant.reuse_frequency)
+            self._write(action, info, partial(_stored, info, kv, self._fingerprint), variant.reuse_frequency)
         return variant.length
 
     def _prepare(self, tier: Tier, listed: EntrySummary, frequency: float) -> tuple[EntryId, ...] | None:
@@ -239,7 +241,20 @@ class TierWriter:
         self._workers.submit(delete, lambda _: None, _order(tier, entry_id), lane="write")
 
 
-def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
+def _stored(info: VariantInfo, kv: HostKV, fingerprint: Fingerprint) -> StoredVariant:
+    """A worker's part: what is on its way to host memory, once it is there.
+
+    Raises:
+        TierError: full, host memory is used up.
+    """
+    kv.wait()
+    if fingerprint.states is None or kv.transition is None:
+        return StoredVariant(info, kv.k, kv.v)
+    with host_memory(info.payload_len):
+        return StoredVariant(info, kv.k, kv.v, fingerprint.states.composed(kv.transition))
+
+
+def _info_of(variant: Variant, fingerprint: Fingerprint) -> VariantInfo:
     """What is written beside the KV of a variant of the pool."""
     return VariantInfo(
         key=variant.key,
@@ -248,7 +263,7 @@ def _info_of(variant: Variant, bytes_per_token: int) -> VariantInfo:
         generation=variant.generation,
         context=variant.context,
         statistics=variant.statistics,
-        payload_len=variant.length * bytes_per_token,
+        payload_len=fingerprint.payload_len(variant.length),
         is_prepared=variant.is_prepared,
         system=variant.system,
         partition=partition_key(variant.holder.partition),

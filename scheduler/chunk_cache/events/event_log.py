@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunk_cache.events.event_keys import EventKeys
@@ -67,16 +68,16 @@ class EventLog:
         """Variants that are held, in each tier counted."""
         return len(self._held)
 
-    def observer(self, tier: str, size_per_token: int = 1) -> Observer:
+    def observer(self, tier: str, num_tokens: Callable[[int], int] = int) -> Observer:
         """The observer of one tier, which writes its events into this log.
 
         Args:
-            size_per_token: what its sizes are divided by.
+            num_tokens: tokens of one of its sizes.
         """
         if tier not in self._tiers:
             self._tiers.append(tier)
             assert len(self._tiers) <= _MAX_TIERS, f"too many tiers: {self._tiers}"
-        return _TierObserver(self, self._tiers.index(tier), size_per_token)
+        return _TierObserver(self, self._tiers.index(tier), num_tokens)
 
     @property
     def has_news(self) -> bool:
@@ -151,10 +152,10 @@ class _TierObserver:
 
     log: EventLog
     tier: int
-    size_per_token: int
+    num_tokens: Callable[[int], int]
 
     def stored(self, key: bytes, name: str, partition: bytes, size: int) -> None:
-        self.log._store(self.tier, key, name, partition, size // self.size_per_token)
+        self.log._store(self.tier, key, name, partition, self.num_tokens(size))
 
     def removed(self, key: bytes, name: str) -> None:
         self.log._remove(self.tier, key, name)

@@ -26,7 +26,7 @@ def stored(key: bytes, name: str = "n", tier: str = POOL, kind: str = "stored", 
 
 def test_changes_are_told_once_and_in_order() -> None:
     log = log_of()
-    pool, disk = log.observer(POOL), log.observer("disk", 100)
+    pool, disk = log.observer(POOL), log.observer("disk", lambda size: size // 100)
     pool.stored(A, "n", DEFAULT_PARTITION, 7)
     disk.stored(A, "n", DEFAULT_PARTITION, 700)
     assert log.take() == [stored(A), stored(A, tier="disk")]

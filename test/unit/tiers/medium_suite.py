@@ -26,6 +26,7 @@ import torch
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import num_pieces
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.state_layout import StateLayout
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError, VariantInfo
 from sglang_chunk_cache.tiers.medium import Medium
 
@@ -40,6 +41,18 @@ FINGERPRINT = Fingerprint(
     rotary="r" * 32,
     model="tiny",
 )
+STATES = StateLayout(
+    layer_ids=(0, 1, 3),
+    heads=2,
+    key_size=4,
+    value_size=3,
+    channels=5,
+    width=3,
+    tail_dtype="bfloat16",
+    state_dtype="float32",
+    seam_len=8,
+)
+LARGE_STATES = replace(STATES, heads=24, key_size=128, value_size=128)  # all layers are more than a batch
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8")
 
 OpenMedium = Callable[..., Medium]
@@ -75,19 +88,21 @@ def make_stored(
         system=system,
     )
     k, v = fingerprint.empty(length)
-    for part in (k, v):
+    stored = StoredVariant(info, k, v, None if fingerprint.states is None else fingerprint.states.empty())
+    for part in (k, v, *(part for parts in stored.layers[len(k) :] for part in parts)):
         part.view(torch.uint8).copy_(
             torch.from_numpy(rng.integers(0, 256, part.view(torch.uint8).shape, dtype=np.uint8))
         )
-    return StoredVariant(info, k, v)
+    return stored
 
 
 def assert_same(found: StoredVariant, expected: StoredVariant) -> None:
     """Bit for bit."""
     assert found.info == expected.info
-    for mine, other in ((found.k, expected.k), (found.v, expected.v)):
-        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    for layer, other_layer in zip(found.layers, expected.layers, strict=True):
+        for mine, other in zip(layer, other_layer, strict=True):
+            assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
 def assert_sound(medium: Medium, *written: StoredVariant) -> None:
@@ -158,6 +173,17 @@ class MediumSuite:
         medium, stored = open_medium(fingerprint), make_stored(fingerprint, length=700)
         medium.write(stored)
         assert_sound(medium, stored)
+
+    @pytest.mark.parametrize("states", [STATES, LARGE_STATES])
+    def test_what_a_chunk_does_to_states_is_a_part_of_it(self, open_medium: OpenMedium, states: StateLayout) -> None:
+        fingerprint = replace(FINGERPRINT, states=states)
+        medium, stored = open_medium(fingerprint), make_stored(fingerprint)
+        medium.write(stored)
+        assert_sound(medium, stored)
+        assert [layer for layer, _, _ in medium.read_layers(stored.info)] == list(range(FINGERPRINT.num_layers))
+        other = open_medium(replace(FINGERPRINT, states=replace(states, seam_len=16)))
+        assert other.find(KEY) == []
+        self.assert_fails(other, stored.info, "missing")
 
     def test_nan_keeps_its_bits(self, medium: Medium) -> None:
         stored = make_stored()
@@ -287,9 +313,10 @@ class MediumSuite:
         k, v = (torch.stack(parts) for parts in list(zip(*layers, strict=True))[1:])
         assert_same(StoredVariant(stored.info, k, v), stored)
 
-    def test_wrong_shape_is_a_mistake_of_the_caller(self, medium: Medium) -> None:
+    @pytest.mark.parametrize("change", [{"num_layers": 2}, {"states": STATES}])
+    def test_wrong_shape_is_a_mistake_of_the_caller(self, medium: Medium, change: dict[str, Any]) -> None:
         with pytest.raises(AssertionError, match="in a medium for"):
-            medium.write(make_stored(replace(FINGERPRINT, num_layers=2)))
+            medium.write(make_stored(replace(FINGERPRINT, **change)))
 
     def test_threads(self, medium: Medium) -> None:
         """Writers, readers and deleters of few entries: what is read is one of what was written, whole."""

@@ -7,12 +7,13 @@ import json
 import math
 import os
 import struct
+import sys
 import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,21 @@ from chunk_cache.index.reusability import share_to_fix, use_weight
 from chunk_cache.index.variant import NodeHome
 from sgl_kernel_ext.rotary import RotarySpec
 from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, adapter_settings, rotary_digest, weights_digest
+from sglang_chunk_cache.kv.state_layout import StateLayout
 from sglang_chunk_cache.kv.stored_variant import TIER_REASONS, TierError
 from sglang_chunk_cache.tiers.host import HostMedium
 from sglang_chunk_cache.tiers.record import ALIGNMENT, MAGIC, PREFIX, decode, encode
 from sglang_chunk_cache.tiers.throttled import Throttled
-from unit.tiers.medium_suite import FINGERPRINT, KEY, OTHER_KEY, MediumSuite, OpenMedium, assert_same, make_stored
+from unit.tiers.medium_suite import (
+    FINGERPRINT,
+    KEY,
+    OTHER_KEY,
+    STATES,
+    MediumSuite,
+    OpenMedium,
+    assert_same,
+    make_stored,
+)
 
 INFO = make_stored(context=[KEY, OTHER_KEY]).info
 
@@ -84,13 +95,44 @@ class TestFingerprint:
             "tp_rank": 1,
             "tp_size": 2,
             "settings": (("quantization", "fp8"),),
+            "states": STATES,
         }
-        assert set(FINGERPRINT.describe()) - set(changes) == {"format", "byte_order", "model"}
+        with_states = replace(FINGERPRINT, states=STATES)
+        assert set(with_states.describe()) - set(changes) == {"format", "byte_order", "model"}
         digests = {replace(FINGERPRINT, **{name: value}).digest for name, value in changes.items()}
         assert len(digests | {FINGERPRINT.digest}) == len(changes) + 1
         assert replace(FINGERPRINT, model="other").digest == FINGERPRINT.digest
         assert len(FINGERPRINT.digest) == 32
-        json.dumps(FINGERPRINT.describe())
+        json.dumps(with_states.describe())
+
+    @pytest.mark.skipif(sys.byteorder == "big", reason="of another byte order")
+    def test_is_stable(self) -> None:
+        """It is the name of a folder: with another value, what is stored is not found any more."""
+        assert FINGERPRINT.digest == "a53744b28219cd358d8e087e32111bbb"
+
+    def test_every_field_of_the_layers_with_states_is_in_the_digest(self) -> None:
+        changes: dict[str, Any] = {
+            "layer_ids": (0, 1, 2),
+            "heads": 1,
+            "key_size": 3,
+            "value_size": 4,
+            "channels": 6,
+            "width": 2,
+            "tail_dtype": "float32",
+            "state_dtype": "bfloat16",
+            "seam_len": 64,
+        }
+        assert {one.name for one in fields(STATES)} == set(changes)
+        layouts = [STATES, *(replace(STATES, **{name: value}) for name, value in changes.items())]
+        assert len({replace(FINGERPRINT, states=layout).digest for layout in layouts}) == len(layouts)
+
+    @pytest.mark.parametrize("states", [None, STATES])
+    def test_bytes_and_tokens_of_an_entry(self, states: StateLayout | None) -> None:
+        fingerprint = replace(FINGERPRINT, states=states)
+        num_bytes = fingerprint.payload_len(7)
+        assert num_bytes == FINGERPRINT.payload_len(7) + (0 if states is None else states.num_bytes)
+        assert num_bytes == make_stored(fingerprint, length=7).info.payload_len
+        assert [fingerprint.num_tokens(one) for one in (0, num_bytes)] == [0, 7]
 
     def test_rotary(self) -> None:
         spec = RotarySpec(8, True, torch.tensor([1.0, 0.5, 0.25, 0.125]))

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
 from sglang_chunk_cache.tiers import medium as base
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -28,6 +29,7 @@ from sglang_chunk_cache.tiers.medium import Medium
 from unit.tiers.medium_suite import (
     FINGERPRINT,
     KEY,
+    STATES,
     MediumSuite,
     OpenMedium,
     act_at_random,
@@ -72,8 +74,9 @@ class TestDisk(MediumSuite):
         medium.write(stored)
         assert_sound(medium, stored)
 
-    def test_one_flipped_bit_anywhere(self, open_medium: OpenMedium, tmp_path: Path) -> None:
-        medium, stored = open_medium(FINGERPRINT), make_stored()
+    @pytest.mark.parametrize("fingerprint", [FINGERPRINT, replace(FINGERPRINT, states=STATES)])
+    def test_one_flipped_bit_anywhere(self, open_medium: OpenMedium, tmp_path: Path, fingerprint: Fingerprint) -> None:
+        medium, stored = open_medium(fingerprint), make_stored(fingerprint)
         medium.write(stored)
         path = file_of(tmp_path)
         sound = path.read_bytes()

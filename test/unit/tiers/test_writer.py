@@ -6,7 +6,9 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +18,17 @@ from chunk_cache.index.quota import Shares
 from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.keys import Partition, partition_key
 from chunk_cache.tiers.cost import PrefillCost
-from chunk_cache.tiers.placing import Moment
 from chunk_cache.tiers.tier_ledger import EntryId
-from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
+from sglang_chunk_cache.kv.assembler import HostKV
+from sglang_chunk_cache.kv.stored_variant import TierError
+from sglang_chunk_cache.kv.transition import Transition
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers import writer as writer_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers
 from sglang_chunk_cache.tiers.tier import Tier
-from unit.tiers.medium_suite import FINGERPRINT, assert_same
-from unit.tiers.tier_harness import LENGTH, SIZE, DictPool, Tiers, open_tiers, stored, variant, wanted
+from unit.tiers.medium_suite import FINGERPRINT, STATES, assert_same
+from unit.tiers.tier_harness import LENGTH, SIZE, DictPool, Tiers, kv_of, open_tiers, stored, variant, wanted
 
 HOST = {"host": 1 << 20}
 
@@ -207,7 +210,6 @@ def test_while_too_much_waits_to_be_written_nothing_more_is(tmp_path: Path, monk
 def test_the_kv_is_read_when_it_is_there(tmp_path: Path) -> None:
     """On a GPU the copy is on its way when it is handed over."""
     one, there, waited = stored(variant(1)), threading.Event(), []
-    late = StoredVariant(one.info, torch.zeros_like(one.k), torch.zeros_like(one.v))
 
     def wait() -> None:
         assert there.wait(10)
@@ -215,12 +217,48 @@ def test_the_kv_is_read_when_it_is_there(tmp_path: Path) -> None:
         late.v.copy_(one.v)
         waited.append(threading.current_thread() is not threading.main_thread())
 
+    late = HostKV(torch.zeros_like(one.k), torch.zeros_like(one.v), SimpleNamespace(synchronize=wait))
     with open_tiers({"disk": tmp_path}) as tiers:
-        tiers.writer.put(late, Moment.LEAVES_POOL, wait)
+        tiers.pool.kv_of = lambda _: late  # type: ignore[method-assign]
+        tiers.writer.note_stored(variant(1))
         there.set()
         tiers.check()
         assert waited == [True]
         assert_same(tiers.tier("disk").medium.read(one.info), one)
+
+
+def test_what_a_chunk_does_to_states_is_written_in_one_part(tmp_path: Path) -> None:
+    """A chunk that was computed in two steps."""
+    fingerprint = replace(FINGERPRINT, states=STATES)
+    first, second = (random_transition(seed) for seed in (1, 2))
+    with open_tiers({"disk": tmp_path}, limits={"host": 1 << 20}, fingerprint=fingerprint) as tiers:
+        kv = replace(kv_of(variant(1)), transition=first.then(second))
+        tiers.pool.kv_of = lambda _: kv  # type: ignore[method-assign]
+        tiers.writer.note_stored(variant(1))
+        tiers.check()
+        for name in ("host", "disk"):
+            tier = tiers.tier(name)
+            assert tier.ledger.num_bytes == SIZE + STATES.num_bytes
+            (info,) = tier.medium.find(variant(1).key)
+            found = tier.medium.read(info)
+            assert torch.equal(found.k.view(torch.uint8), kv.k.view(torch.uint8))
+            assert found.transition is not None
+            state = torch.randn(STATES.heads, STATES.value_size, STATES.key_size)
+            for layer, *parts in zip(found.transition.layers, first.layers, second.layers, strict=True):
+                expected = state
+                for part in parts:
+                    expected = expected @ part.rules[0].operator + part.rules[0].offset
+                operator, offset, tail = layer.parts
+                torch.testing.assert_close(state @ operator + offset, expected)
+                assert torch.equal(tail, parts[1].tails[0])
+
+
+def random_transition(seed: int) -> Transition:
+    transition, generator = STATES.empty(), torch.Generator().manual_seed(seed)
+    for layer in transition.layers:
+        for part in layer.parts:
+            part.copy_(torch.randn(part.shape, generator=generator))
+    return transition
 
 
 # What was there before.

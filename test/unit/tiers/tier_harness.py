@@ -105,7 +105,7 @@ def stored(one: Variant, fingerprint: Fingerprint = FINGERPRINT) -> StoredVarian
         one.is_prepared,
         one.system,
     )
-    return StoredVariant(info, kv.k, kv.v)
+    return StoredVariant(info, kv.k, kv.v, None if fingerprint.states is None else fingerprint.states.empty())
 
 
 class DictPool:
@@ -182,7 +182,7 @@ class Tiers:
             workers=self.workers,
             pool=self.pool,
             metrics=metrics,
-            bytes_per_token=fingerprint.payload_len(1),
+            fingerprint=fingerprint,
         )
         self.loader = TierLoader(
             self.config,
