@@ -212,7 +212,7 @@ class ChunkManager:
         if prompt.options.mode in ("off", *EXACT_MODES):
             return
         for i, key in enumerate(prompt.keys):
-            if i == prompt.to_prepare:
+            if i == prompt.to_prepare or (self._has_states and prompt.length(i) <= self.config.seam_len):
                 continue
             need = self.need(prompt, i)
             found = self.index.best(key, self.store.resolve, need)

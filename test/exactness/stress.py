@@ -151,6 +151,7 @@ PRESSURE = [
         force_retract=True,
         tree_core="python",
         method="seams",
+        loading="prefetch",
         options=(*UPKEEP, ("seam_len", 8), ("state_bytes", "400KB")),  # for most of the chunks
         kind="qwen3_5",
     ),

@@ -15,6 +15,7 @@ from local_scheduler import Reply
 pytestmark = pytest.mark.slow
 
 PAGES = ["pages", "a_chunk_whose_last_page_is_not_stored", "prepared"]
+STATES = ["states", "states_without_room"]
 TOLERANCE = 1e-5
 
 
@@ -76,9 +77,39 @@ def test_a_prepared_chunk_comes_up_before_an_exact_one_and_replaces_another(page
     assert found["entries"] == [(0, False), (1, True)]
 
 
+def outcome_with_states(case: str, tp_size: int = 1, **tiers: Any) -> Any:
+    options = (("seam_len", 8), ("tiers", {"controller": False, **tiers}))
+    model = {"kind": "qwen3_5", "layers": 4, "tree_core": "python", "method": "seams"}
+    config = Config(tp_size=tp_size, chunked=True, options=options, **model)
+    return checked(run_cases(config, is_ours=True, names=[case], module="exactness.tier_cases")[case])
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.all)])
+def test_what_a_chunk_does_to_states_comes_from_disk_with_it(tmp_path: Path, tp_size: int) -> None:
+    found = outcome_with_states("states", tp_size, disk={"path": str(tmp_path)})
+    for ratio, one in found.items():
+        pool, disk, again, off = one["replies"]
+        assert one["num_files"] == 3 * tp_size, "what is no longer than its seam is not written"
+        assert [tiers(reply) for reply in (pool, disk, again)] == [["pool"] * 3, ["disk"] * 3, ["pool"] * 3]
+        for reply in (disk, again):
+            assert reply.info["recomputed_tokens"] == pool.info["recomputed_tokens"]
+            same(reply, pool)
+        if ratio == "1":
+            same(disk, off)
+        else:
+            assert disk.info["reused_tokens"] - disk.info["recomputed_tokens"] > 30
+
+
+def test_what_a_chunk_does_to_states_comes_back_although_its_kv_is_in_the_pool() -> None:
+    found = outcome_with_states("states_without_room", host_bytes="1MB", write="evict")
+    pool, host = found["replies"]
+    assert [tiers(reply) for reply in (pool, host)] == [["pool"], ["host"]]
+    same(host, pool)
+
+
 @pytest.fixture(scope="module")
 def layerwise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    names = [name for name in CASES if name not in PAGES]
+    names = [name for name in CASES if name not in (*PAGES, *STATES)]
     return outcomes(tmp_path_factory.mktemp("layerwise"), names, page_size=1, loading="layerwise")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from chunk_cache.index.need import Need
 from chunk_cache.keys import Partition, chunk_key
-from exactness.cases import Session
+from exactness.cases import Prompt, Session
 from local_scheduler import Reply
 from tiny_models import make_model
 
@@ -259,6 +259,48 @@ def case_a_better_variant_below(s: Session) -> list[Reply]:
     replies += s.send(probe, ratio=1.0)
     replies += s.send(probe, options={"mode": "off"})
     return replies
+
+
+def behind_others(s: Session, chunks: Sequence[list[int]]) -> Prompt:
+    """A prompt of chunks that begins as none of those in which they were stored."""
+    prompt = Prompt().text(s.tokens(12))
+    for chunk in chunks:
+        prompt.chunk(chunk)
+    return prompt.text(s.tokens(9))
+
+
+def case_states(s: Session) -> dict[str, Any]:
+    """By ratio, three chunks that are computed, from the pool and from disk; one is longer than two steps. A fourth is
+    no longer than its seam."""
+    found: dict[str, Any] = {}
+    for ratio in (0.0, 0.6, 1.0):
+        *chunks, short = s.chunks(44, 150, 39, 8)
+        before = files(s)
+        for chunk in (*chunks, short):
+            s.send(s.prompt([chunk], question=20), max_new_tokens=1)
+        probe = behind_others(s, chunks[::-1])
+        replies = s.send(probe, ratio=ratio)
+        only_on_disk(s)
+        num_files = files(s) - before
+        for _ in range(2):
+            replies += s.send(probe, ratio=ratio)
+        replies += s.send(probe, options={"mode": "off"})
+        found[f"{ratio:g}"] = {"replies": replies, "num_files": num_files}
+    return found
+
+
+def case_states_without_room(s: Session) -> dict[str, Any]:
+    """Of three chunks in the pool there is room for what two of them do to states."""
+    chunk, *others = s.chunks(41, 38, 36)
+    chunks = s.local.cache.chunks
+    chunks.store.transitions.max_bytes = 2 * chunks.states.layout.num_bytes
+    probe = behind_others(s, [chunk])
+    s.send(s.prompt([chunk], question=20), max_new_tokens=1)
+    replies = s.send(probe, ratio=0.0)
+    for other in others:
+        s.send(s.prompt([other], question=20), max_new_tokens=1)
+    settle(s)
+    return {"replies": replies + s.send(probe, ratio=0.0), "stats": chunks.tiers.stats()["tiers"]["host"]}
 
 
 def case_weights(s: Session) -> dict[str, Any]:

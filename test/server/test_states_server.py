@@ -4,6 +4,7 @@ reused passages are put together as the study does in plain torch.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,12 +16,14 @@ from benchmark.quality.train.export import read_model, write_model
 from benchmark.quality.train.hybrid import Hybrid, HybridConfig
 from benchmark.quality.train.model import Layout
 
-from server_fixture import Server
+from server.tier_contract import tiers, wait_until
+from server_fixture import OneAtATime, Server, output_logprobs
 
 pytestmark = pytest.mark.server
 
 CONFIG = HybridConfig(len(WORDS), hidden_size=64, num_layers=4, full_every=2, num_states=2, state_size=16, mlp_size=96)
 CLOSE = 1e-4
+SAME = 1e-5  # what is loaded was composed in another order
 SEAM_LEN = 8
 
 
@@ -38,17 +41,25 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def hybrid(folder):
-    with Server(folder, "--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "512") as server:
-        yield server
+def servers():
+    with OneAtATime() as one:
+        yield one
 
 
-@pytest.fixture(scope="module")
-def reusing(folder):
-    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "128")
-    config = f'{{"seam_len": {SEAM_LEN}}}'
-    with Server(folder, *flags, "--chunk-cache", "--chunk-cache-config", config) as server:
-        yield server
+@pytest.fixture
+def hybrid(folder, servers):
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "512")
+    return servers.use("hybrid", lambda: Server(folder, *flags))
+
+
+def reusing_server(folder, **config):
+    flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--chunk-cache")
+    return Server(folder, *flags, "--chunk-cache-config", json.dumps({"seam_len": SEAM_LEN, **config}))
+
+
+@pytest.fixture
+def reusing(folder, servers):
+    return servers.use("reusing", lambda: reusing_server(folder))
 
 
 def worst_difference(model, server, prompts, num_generated):
@@ -171,3 +182,75 @@ def test_options_of_methods_are_refused(reusing):
     reply = reusing.post("/generate", {"input_ids": [5] * 30, "sampling_params": params}, check=False)
     assert reply.status_code == 400
     assert "chunk_cache.options: this model keeps states" in reply.text
+
+
+# Tiers.
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    return tmp_path_factory.mktemp("disk")
+
+
+def with_tiers(folder, disk, **config):
+    tiers = {"disk": {"path": str(disk)}, "host_bytes": "50MB", "controller": False}
+    return reusing_server(folder, tiers=tiers, **config)
+
+
+@pytest.fixture
+def below(folder, servers, disk):
+    """Has little room for what passages do to states."""
+    return servers.use("below", lambda: with_tiers(folder, disk, state_bytes="100KB"))
+
+
+def store(server, disk, generator, lengths):
+    """Passages that are in the pool and on disk."""
+    chunks = [draw(generator, length) for length in lengths]
+    num_files = len(list(disk.glob("*/*/*/*.kv"))) + len(chunks)
+    for chunk in chunks:
+        ask(server, draw(generator, 20), [chunk], draw(generator, 3))
+    wait_until(lambda: len(list(disk.glob("*/*/*/*.kv"))) >= num_files, "not written")
+    return chunks
+
+
+def from_pool(server, disk, seed, lengths, ratio):
+    """A question over passages that were stored so, behind another system prompt, and its reply."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks = store(server, disk, generator, lengths)
+    question = draw(generator, 20), chunks[::-1], draw(generator, 9)
+    reply = ask(server, *question, ratio=ratio, explain=True)
+    assert tiers(reply["meta_info"]["chunk_cache"]) == ["pool"] * len(chunks)
+    return question, reply
+
+
+def assert_same(found, expected, tier):
+    assert set(tiers(found["meta_info"]["chunk_cache"])) == {tier}
+    assert found["output_ids"] == expected["output_ids"]
+    assert output_logprobs(found) == pytest.approx(output_logprobs(expected), abs=SAME)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+def test_passages_from_disk_answer_as_those_from_the_pool(folder, below, disk, ratio):
+    """One is longer than a step: what it does to states has parts in the pool, and is one on disk."""
+    question, expected = from_pool(below, disk, int(10 * ratio), (40, 33, 51, 200), ratio)
+    below.post("/flush_cache", {})
+    reply = ask(below, *question, ratio=ratio, explain=True)
+    assert_same(reply, expected, "disk")
+    if ratio == 1.0:
+        assert output_logprobs(reply) == pytest.approx(output_logprobs(ask(below, *question, mode="off")), abs=CLOSE)
+
+
+def test_what_has_left_host_memory_for_others_comes_from_the_host_tier(below, disk):
+    question, expected = from_pool(below, disk, 20, (47,), 0.0)
+    store(below, disk, torch.Generator().manual_seed(21), (30,) * 10)
+    pool = below.get("/chunk_cache/stats").json()["ranks"][0]["tiers"]["pool"]
+    assert pool["state_variants"] < 11
+    assert_same(ask(below, *question, ratio=0.0, explain=True), expected, "host")
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+def test_passages_outlive_a_restart(folder, below, servers, disk, ratio):
+    question, expected = from_pool(below, disk, 30 + int(10 * ratio), (40, 33, 200), ratio)
+    again = servers.use("again", lambda: with_tiers(folder, disk))
+    assert_same(ask(again, *question, ratio=ratio, explain=True), expected, "disk")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -190,10 +190,16 @@ class ChunkPool:
     # What the tiers below ask.
 
     def kv_of(self, variant: Variant) -> HostKV | None:
-        """K and V of a variant in host memory; None where it is not stored in full. Raises as `KVAssembler.gather`."""
+        """A variant in host memory; None where it is not stored in full, or is no longer than its seam, which nobody
+        reuses. Raises as `KVAssembler.gather`."""
         if self._store.resolve(variant) < variant.length or (self._partial_loads and self._partial_loads.of(variant)):
             return None
-        return self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))
+        known = self._store.transitions
+        transition = None if known is None else known.get(variant.variant_id)
+        if transition is not None and not transition.num_rules:
+            return None
+        kv = self._assembler.gather(self._store.slots(variant, 0, variant.length).to(torch.int64))
+        return replace(kv, transition=transition)
 
     def bring_in(self, stored: StoredVariant, need: Need, partition: Partition, stream: LayerStream | None) -> bool:
         """Makes a variant, in a node of its own, of what a tier had, where the manager accepts it.
@@ -208,6 +214,9 @@ class ChunkPool:
         accept = self._manager.accept(info, need)
         if accept is None:
             return True
+        known, transition = self._store.transitions, stored.transition
+        if known is not None and transition is not None and not known.fits(transition):
+            return False
         slots = self.allocate(info.length)
         if slots is None:
             return False
@@ -215,6 +224,8 @@ class ChunkPool:
             self._assembler.fill(slots[: info.length].to(torch.int64), stored.k, stored.v)
         home = self._store.insert_node(partition, info.token_ids, slots, accept.priority)
         variant = self._manager.complete_accept(accept, home)
+        if known is not None and transition is not None:
+            known.put(variant.variant_id, transition)
         if stream is not None:
             assert self._partial_loads is not None
             self._partial_loads.open(variant, slots[: info.length].to(torch.int64), stream)

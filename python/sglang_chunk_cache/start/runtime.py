@@ -6,6 +6,7 @@ import atexit
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,7 +222,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     tiers, clock = None, ForwardClock(torch.device(allocator.get_kvcache().device))
     if config.tiers is not None:
         try:
-            fingerprint = assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size)
+            layout = None if states is None else states.layout
+            fingerprint = assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size, layout)
             if config.trust != "any":  # a server that trusts everybody may have written to the same place
                 fingerprint = replace(fingerprint, settings=(*fingerprint.settings, ("trust", config.trust)))
             tiers = create_tiers(
@@ -238,6 +240,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
             refuse(f"--chunk-cache-config: tiers: {error}")
         assert tiers is not None
         atexit.register(tiers.close)
+        if store.transitions is not None:
+            store.transitions.note_leaving = partial(_save, manager, tiers)
     keeper = ChunkKeeper(
         cache,
         manager,
@@ -295,6 +299,13 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         statistics_layers=_statistics_layers(config, [one.layer_id for one in layers.attentions]),
         target_forwards=TargetForwards(),
     )
+
+
+def _save(manager: ChunkManager, tiers: ChunkTiers, variant_id: int) -> None:
+    """Without its transition a variant is gone from the pool."""
+    variant = manager.index.get(variant_id)
+    if variant is not None:
+        tiers.save_victims([variant], variant.length)
 
 
 def _statistics_layers(config: Config, attending: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ _RULES = (
     FlagRule("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
 )
 _OPTIONS: tuple[tuple[str, str], ...] = (
-    ("tiers", "tiers store KV alone"),
     ("verify_share", "a verification computes a prompt where no states are kept"),
     ("partition_share", "what passages do to states is stored for all partitions together"),
     ("keep_tokens", "decoding goes on from states of all tokens"),
@@ -44,6 +43,10 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     for name, why in _OPTIONS:
         if getattr(args.parsed_config, name) != getattr(Config(), name):
             refuse(f"--chunk-cache-config: {name}: this model keeps states, and {why}; leave it out.")
+    tiers = args.parsed_config.tiers
+    if tiers is not None and tiers.loading == "layerwise":
+        why = "what a passage does to them must be there before its first layer"
+        refuse(f"--chunk-cache-config: tiers.loading: this model keeps states, and {why}; give prefetch or sync.")
     core = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
     if core.is_set() and core.get() != "python":
         refuse("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND: a model with states needs SGLang's tree in Python; unset it.")

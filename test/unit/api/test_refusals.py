@@ -16,6 +16,7 @@ from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, 
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
 from sglang_chunk_cache.plugin import engine
 from sglang_chunk_cache.start import refusals
+from sglang_chunk_cache.start.state_refusals import check_states
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),
@@ -116,6 +117,18 @@ def test_supported_speculative_algorithms(algorithm):
     refusals.check_flags(ServerArgs(model_path="none", speculative_algorithm=algorithm))
     refusals.check_draft(parse_config({"draft_on_gpu": True}), algorithm, "cuda")
     refusals.check_draft(parse_config({}), algorithm, "cpu")
+
+
+def test_a_model_with_states_loads_no_layer_before_the_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+
+    def check(loading: str) -> str:
+        args = ChunkCacheArgs(config={"tiers": {"disk": str(tmp_path), "loading": loading}})
+        return check_states(ServerArgs(model_path="none"), args)
+
+    assert [check(loading) for loading in ("prefetch", "sync")] == ["seams", "seams"]
+    with pytest.raises(StartRefused, match=r"tiers.loading: this model keeps states, .*; give prefetch or sync"):
+        check("layerwise")
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3"])

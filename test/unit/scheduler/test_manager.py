@@ -645,6 +645,15 @@ def test_what_the_pool_has_as_needed_is_not_missing() -> None:
     assert list(server.manager.missing(prompt_of([1], mode="exact")[0])) == []
 
 
+@pytest.mark.parametrize(("has_states", "missing"), [(False, [0, 1]), (True, [1])])
+def test_what_is_no_longer_than_its_seam_is_not_missing(has_states: bool, missing: list[int]) -> None:
+    prompt, _ = prompt_of([0, 1])
+    assert prompt.length(0) < prompt.length(1), "the case is not what it should be"
+    config = Config(seam_len=prompt.length(0))
+    manager = ChunkManager(config, Server(0).store, method="seams", ratio=0.0, has_states=has_states)
+    assert [one.chunk for one in manager.missing(prompt)] == missing
+
+
 @pytest.mark.parametrize("system_prompts", ["any", "same"])
 def test_a_chunk_behind_the_text_that_it_is_stored_behind_is_not_kept_in_part(system_prompts: str) -> None:
     settings = {"max_variants_per_chunk": 8, "max_variants": 100, "max_generation": 8}
