@@ -55,7 +55,7 @@ class Fingerprint:
     settings: tuple[tuple[str, str], ...] = ()
     """Whatever else changes the KV that this server computes: dtype of the weights, quantization."""
     states: StateLayout | None = None
-    """Of the layers of this rank that keep states; None = there are none, and nothing of them is in the digest."""
+    """Layers of this rank that keep states; None = there are none, and nothing of them is in the digest."""
     model: str = field(default="", compare=False)
     """Name for people; neither compared nor in the digest."""
 
