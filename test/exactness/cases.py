@@ -265,7 +265,7 @@ def _load_tensors(s: Session, path: Path) -> None:
     tensors = MultiprocessingSerializer.serialize(list(load_file(path / "model.safetensors").items()))
     updater = s.local.scheduler.weight_updater
     request = io_struct.UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[tensors] * s.local.scheduler.ps.tp_size, flush_cache=False
+        serialized_named_tensors=[tensors] * s.local.scheduler.server_args.tp_size, flush_cache=False
     )
     for result in (
         updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput()),
