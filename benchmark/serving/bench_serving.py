@@ -391,18 +391,18 @@ def main() -> int:
     def tick(what: str) -> None:
         console.print(f"{time.monotonic() - began:6.0f} s  {what}", highlight=False, soft_wrap=True, markup=False)
 
+    args.out.mkdir(parents=True, exist_ok=True)
+    plot = args.out / f"{args.name}.png"
     try:
         runner = Runner(args, tick)
         for _ in runner.run():
             # After each part, so that what was measured is kept when a later part fails.
-            page = [*to_markdown(runner.report), "", f"![the runs as a plot]({args.name}.png)"]
-            paths = write_result(args.out, args.name, runner.report, page)
+            picture = ["", f"![the runs as a plot]({plot.name})"] if draw(plot, runner.report) else []
+            paths = write_result(args.out, args.name, runner.report, [*to_markdown(runner.report), *picture])
     except (ServerError, DataError, MeasurementError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
-    plot = args.out / f"{args.name}.png"
-    draw(plot, runner.report)
-    print(f"\nwritten: {', '.join(os.path.relpath(path) for path in (*paths, plot))}")
+    print(f"\nwritten: {', '.join(os.path.relpath(path) for path in paths)}")
     missed = [row for row in targets(runner.report) if not row["met"]]
     for row in missed:
         console.print(
