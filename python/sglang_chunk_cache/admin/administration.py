@@ -53,6 +53,7 @@ class Routed:
     Attributes:
         method: of HTTP.
         parse: makes the verb's argument of a body, or of the query of a GET; None = it has none.
+        act: the verb, not bound to an `Admin` yet.
     """
 
     method: str
