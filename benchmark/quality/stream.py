@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,15 @@ import numpy as np
 from benchmark.common.machine import CACHE_DIR
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, named, run_markdown, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
+from benchmark.quality.campaign import prompt_builder
 from benchmark.quality.metrics import score
-from benchmark.quality.prompts import Prompt, build_chat_prompt
+from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import DataError, Question, question_of
 from benchmark.quality.table import interval
 from benchmark.serving.systems import System, parse_systems
 
 from chunk_cache_tools.jsonl import read_jsonl
-from chunk_cache_tools.local_tokenizer import load_tokenizer
+from chunk_cache_tools.verify.workload import PLAIN
 
 SYSTEMS = (
     *("full-reuse@0", "random@0.15", "epic@0.15", "near-words@0.15", "cache-craft@0.15", "cache-craft@0.3"),
@@ -246,19 +247,10 @@ def main() -> int:
     args = parse_args()
     shape = Shape(args.group, args.stock, args.num_chunks, args.rounds)
     systems = parse_systems(args.systems)
-    tokenizer = load_tokenizer(str(args.model))
-
-    def render(messages: list[dict[str, str]]) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
-
+    build = prompt_builder(str(args.model), chat=True)
     numbers, asked = zip(*stream(read(args.data, args.num), shape, args.seed), strict=True)
-    prompts = [build_chat_prompt(question, render) for question in asked]
-    report: dict[str, Any] = {
-        **describe_run(),
-        "data": named(args.data),
-        "shape": vars(args) | {"model": args.model.name},
-    }
+    prompts = [build(question, PLAIN) for question in asked]
+    report: dict[str, Any] = {**describe_run(), "data": named(args.data), "shape": asdict(shape)}
     began = time.monotonic()
 
     def tick(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmark.common.paired import loss_of_pairs
 from benchmark.serving.bench import Bench, MeasurementError, Subject, Tick, TraceTooShort
@@ -17,6 +17,7 @@ from benchmark.serving.sweep import NothingLeft, Sweep, sweep
 from benchmark.serving.systems import STOCK, System
 
 MAX_SHARED_LEN = 128  # tokens that prompts without a common chunk share: the system prompt
+T = TypeVar("T")
 TRAINED_RUNS = 3  # runs that the questions to the trained model are split into
 MAX_LOSS = 2.0  # percent of throughput on a trace without a repeated chunk, or with nothing but shared prefixes
 
@@ -118,6 +119,22 @@ def crowd(bench: Bench, systems: Sequence[System], load: Load, num: int, clients
     return rows
 
 
+def _in_turns(items: Sequence[T], number: int) -> Sequence[T]:
+    """Whoever goes first changes from block to block, so that a machine that slows down hits all alike."""
+    shift = number % len(items)
+    return (*items[shift:], *items[:shift])
+
+
+def _losses(seconds: Mapping[str, Sequence[float]], column: str) -> list[dict[str, Any]]:
+    """What each loses against the first, block by block; `column` names who it is."""
+    base, *others = seconds
+    return [
+        {column: name, "against": base}
+        | loss_of_pairs(list(zip(seconds[name], seconds[base], strict=True)), target=MAX_LOSS)
+        for name in others
+    ]
+
+
 def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, block_len: int, clients: int) -> list[Any]:
     """A trace without a repeated chunk: what systems with a chunk cache lose against the first system, block by block.
 
@@ -126,9 +143,7 @@ def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, bloc
     """
     seconds: dict[str, list[float]] = {system.name: [] for system in systems}
     for number in range(num_blocks + 1):
-        # Whoever goes first changes from block to block, so that a machine that slows down hits all alike.
-        shift = number % len(systems)
-        for system in (*systems[shift:], *systems[:shift]):
+        for system in _in_turns(systems, number):
             summary, run = bench.begin(system).closed(f"fresh {number}", block_len, clients)
             if summary["num_failed"]:
                 raise MeasurementError(f"{system.name}, fresh {number}: a request failed: {summary['first_error']}")
@@ -136,12 +151,7 @@ def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, bloc
                 raise MeasurementError(f"{system.name} found a prompt of the trace without repetition in its cache")
             if number:
                 seconds[system.name].append(run.seconds)
-    base = systems[0].name
-    return [
-        {"system": system.name, "against": base}
-        | loss_of_pairs(list(zip(seconds[system.name], seconds[base], strict=True)), target=MAX_LOSS)
-        for system in systems[1:]
-    ]
+    return _losses(seconds, "system")
 
 
 def compare_shared(
@@ -150,21 +160,14 @@ def compare_shared(
     """SGLang's own tool with its shared prefixes, unmarked: all runs, and what servers lose against the first kind."""
     runs: list[dict[str, Any]] = []
     for number in range(scale.pairs + 1):
-        shift = number % len(kinds)
-        for kind in (*kinds[shift:], *kinds[:shift]):
+        for kind in _in_turns(kinds, number):
             server, speed = fleet.use(kind), machine_speed()
             run = {"kind": kind, "pair": number, "machine_gflops": speed}
             run |= ask_shared(server.url, model_dir, scale, seed=number)
             runs.append(run)
             tick(f"{kind}, shared {number}: {run['requests_per_s']:.2f}/s, TTFT {run['ttft_p50_s']:.3f} s")
     seconds = {kind: [run["seconds"] for run in runs if run["kind"] == kind and run["pair"]] for kind in kinds}
-    base = kinds[0]
-    losses = [
-        {"kind": kind, "against": base}
-        | loss_of_pairs(list(zip(seconds[kind], seconds[base], strict=True)), target=MAX_LOSS)
-        for kind in kinds[1:]
-    ]
-    return {"runs": runs, "rows": losses}
+    return {"runs": runs, "rows": _losses(seconds, "kind")}
 
 
 def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, clients: int) -> list[dict[str, Any]]:

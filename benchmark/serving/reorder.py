@@ -117,11 +117,12 @@ class Piloted:
         if str(PEERS_DIR) not in sys.path:
             sys.path.append(str(PEERS_DIR))
         try:
+            from contextpilot.context_index.compute_distance_cpu import compute_distances_batch
             from contextpilot.server import live_index
         except ImportError as error:
             raise DataError(f"system contextpilot: {error}; `make peers` installs it.") from error
         # Its version 0.5.0 fails where it compares 1,000 contexts or more at once: it hands a local function to a pool.
-        live_index.compute_distances_batch = _in_pieces(live_index.compute_distances_batch)
+        live_index.compute_distances_batch = _in_pieces(compute_distances_batch)
         self._pilot = live_index.ContextPilot(use_gpu=False)
 
     def order(self, keys: Sequence[str]) -> list[str]:

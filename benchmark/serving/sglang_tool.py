@@ -28,7 +28,7 @@ class SharedScale:
         system_len: the text that all prompts of a group begin with.
         question_len: what follows it, another in each prompt.
         clients: of the closed loop.
-        pairs: how often each system is asked; the first pair does not count, it meets cold code.
+        pairs: runs of each server that count; one more comes first, which meets cold code.
     """
 
     groups: int = 4

@@ -60,6 +60,10 @@ class Routed:
     parse: Callable[[Any], Any] | None
     act: Callable[..., Awaitable[dict[str, Any]]]
 
+    def answer(self, admin: Admin, given: Any) -> Awaitable[dict[str, Any]]:
+        """What the verb makes of a body or query."""
+        return self.act(admin) if self.parse is None else self.act(admin, self.parse(given))
+
 
 ROUTED: dict[str, Routed] = {}
 """By name: METHOD /chunk_cache/NAME."""

@@ -47,7 +47,7 @@ def _method(name: str, routed: Routed) -> Callable[..., dict[str, Any]]:
 
     def call(self: EngineAdmin, **fields: Any) -> dict[str, Any]:
         given = {key: str(value) for key, value in fields.items()} if routed.method == "GET" else fields
-        return self._run(routed.act(self._admin, *(() if routed.parse is None else (routed.parse(given),))))
+        return self._run(routed.answer(self._admin, given))
 
     call.__name__, call.__doc__ = name, routed.act.__doc__
     return call

@@ -51,10 +51,8 @@ def _answer(routed: Routed) -> Answer:
     """What a verb of `Admin` makes of the request's body, or of its query."""
 
     async def answer(admin: Admin, request: Request) -> dict[str, Any]:
-        if routed.parse is None:
-            return await routed.act(admin)
         given = request.query_params if routed.method == "GET" else await _json(request)
-        return await routed.act(admin, routed.parse(given))
+        return await routed.answer(admin, given)
 
     answer.__doc__ = routed.act.__doc__
     return answer
