@@ -10,7 +10,7 @@
 
 One server per model. Each chunk is computed once, as `--stored` says; then every prompt is asked under every
 method and ratio, and compared with a full prefill by stock SGLang (`"mode": "off"` on the same server). Replies are
-kept in `.cache/quality/`; CSV, page and plots go to `benchmark/results/quality/`. docs/quality.md says what they mean.
+kept in `.cache/quality/`; CSV and page go to `benchmark/results/quality/`. docs/quality.md says what they mean.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmark.common.server import Server
-from benchmark.quality.neighbourhood import Neighbours
-from benchmark.quality.prepared_session import PreparedSession
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
@@ -24,17 +22,13 @@ from chunk_cache_tools.verify.session import WARMED, Session
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task asked of one model; `prompts` has one prompt per question of the task, `stored` is one of `STORED`.
-
-    With `neighbours`, `stored` is PREPARED.
-    """
+    """A task asked of one model; `prompts` has one prompt per question of the task, `stored` is one of `STORED`."""
 
     model: str
     task: Task
     prompts: Sequence[Prompt]
     log: ReplyLog
     stored: str = WARMED
-    neighbours: Neighbours | None = None
 
     def num_missing(self, conditions: Iterable[Condition]) -> int:
         """Replies that are not in the log, the reference's included."""
@@ -47,10 +41,7 @@ class Experiment:
         Raises:
             SetupError: a reply was not computed as wanted.
         """
-        if self.neighbours is None:
-            session = Session(server.client, self.task.asking, self.stored)
-        else:
-            session = PreparedSession(server.client, self.task.asking, self.neighbours)
+        session = Session(server.client, self.task.asking, self.stored)
         missing = [prompt for prompt in self._distinct() if self.log.find(prompt.key, REFERENCE) is None]
         if missing:
             for replies in session.ask_reference(missing):

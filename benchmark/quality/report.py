@@ -1,6 +1,6 @@
-"""Report: `write_report` turns table rows into CSV, plots and a Markdown page; nothing in them is typed by hand.
+"""Report: `write_report` turns table rows into CSV and a Markdown page; nothing in them is typed by hand.
 
-python benchmark/quality/report.py FOLDER      # page and plots again, from FOLDER/quality.csv and quality.json
+python benchmark/quality/report.py FOLDER      # the page again, from FOLDER/quality.csv and quality.json
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.common.results import markdown_table, run_markdown, write_result
 from benchmark.quality.checks import check_rows
-from benchmark.quality.plots import draw_family
 from benchmark.quality.question import DataError
-from benchmark.quality.spread import MethodCurve, Point, curves_of, reference_of
+from benchmark.quality.spread import MethodCurve, Point, curves_of
 from benchmark.quality.table import MASTERED, Row, read_table, write_table
 
 from chunk_cache_tools.conditions import REFERENCE
@@ -34,7 +33,7 @@ METRIC_NAMES = {
 
 
 def write_report(folder: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> list[Path]:
-    """Writes `quality.csv`, `quality.json`, `quality.md` and a PNG per family; returns their paths.
+    """Writes `quality.csv`, `quality.json` and `quality.md`; returns their paths.
 
     Args:
         about: how the rows came about, as `describe_run` gives it, with `settings` (name -> text) of the evaluation.
@@ -42,8 +41,7 @@ def write_report(folder: Path, rows: Sequence[Row], about: Mapping[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / f"{NAME}.csv"
     write_table(table, rows)
-    plots = [_draw(folder, rows, family) for family in _families(rows)]
-    return [table, *write_result(folder, NAME, about, to_markdown(rows, about)), *plots]
+    return [table, *write_result(folder, NAME, about, to_markdown(rows, about))]
 
 
 def to_markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> list[str]:
@@ -102,7 +100,7 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     spread = f"mean of {num_models} models (smallest-largest)" if num_models > 1 else "one model"
     scored = sorted({row.num_scored for row in mine})
     prompts = f"{scored[0]}" if len(scored) == 1 else f"{scored[0]}-{scored[-1]}"
-    lines = [f"![{family}]({_plot_name(family)})", ""]
+    lines: list[str] = []
     if any(row.scored != "all" for row in mine):
         lines += ["Scored are only prompts that the full prefill of the same model answers right.", ""]
     lines += [f"{METRIC_NAMES[mine[0].metric].capitalize()}, %, {prompts} prompts scored per model, {spread}:", ""]
@@ -213,21 +211,6 @@ def _nats(point: Point | None) -> str:
         return "-"
     spread = f" ({point.low:.2g}-{point.high:.2g})" if point.low != point.high else ""
     return f"{point.mean:.2g}{spread}"
-
-
-def _draw(folder: Path, rows: Sequence[Row], family: str) -> Path:
-    mine = [row for row in rows if row.family == family]
-    path = folder / _plot_name(family)
-    num_models = len({row.model for row in mine})
-    title = f"{family}: {num_models} model{'s' * (num_models > 1)}, {mine[0].num_asked} prompts each" + (
-        "; line: mean, band: smallest to largest" if num_models > 1 else ""
-    )
-    draw_family(path, title, METRIC_NAMES[mine[0].metric], reference_of(mine, family), split_curves(mine, family)[0])
-    return path
-
-
-def _plot_name(family: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in family) + ".png"
 
 
 def _families(rows: Iterable[Row]) -> list[str]:

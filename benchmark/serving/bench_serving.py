@@ -14,7 +14,7 @@ trace without a repeated chunk), `shared` (SGLang's own tool with its shared pre
 scaled down), `trained` (right answers and speed of the trained model), `orders` (thousands of queries in ever new
 orders). A server is started for each kind of
 system and paused while it is not measured. Results:
-`benchmark/results/serving/NAME.{json,md,png}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
+`benchmark/results/serving/NAME.{json,md}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from benchmark.serving.fleet import Fleet
 from benchmark.serving.models import CACHE_DIR, SMALL_POOL_LEN, TRAINED_DIR, TRAINED_FLAGS, documents_model
 from benchmark.serving.parts import ask_trained, compare_fresh, compare_shared, crowd, order_anew, pulse, replay, serve
 from benchmark.serving.plan import MAIN_PARTS, ORDERS_SPEC, PARTS, PLANS, SMALL_PARTS, VOCAB, Load, Plan, changed
-from benchmark.serving.plots import draw
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.report import OURS, targets, to_markdown
 from benchmark.serving.systems import REORDER, STOCK, System, ablated, parse_systems, split_names
@@ -392,13 +391,11 @@ def main() -> int:
         console.print(f"{time.monotonic() - began:6.0f} s  {what}", highlight=False, soft_wrap=True, markup=False)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    plot = args.out / f"{args.name}.png"
     try:
         runner = Runner(args, tick)
         for _ in runner.run():
             # After each part, so that what was measured is kept when a later part fails.
-            picture = ["", f"![the runs as a plot]({plot.name})"] if draw(plot, runner.report) else []
-            paths = write_result(args.out, args.name, runner.report, [*to_markdown(runner.report), *picture])
+            paths = write_result(args.out, args.name, runner.report, to_markdown(runner.report))
     except (ServerError, DataError, MeasurementError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1

@@ -1,10 +1,4 @@
-"""Comparisons: the same trace under several policies and sizes of the store, over several seeds.
-
-    compare_policies    policies x sizes of the KV memory
-    compare_bounds      N x M (variants of all chunks) x variants per chunk
-
-Both return a `Report`; the scenarios and `run` of the command line are made of them.
-"""
+"""`compare_policies`: the same trace under several policies and sizes of the KV memory, over several seeds."""
 
 from __future__ import annotations
 
@@ -14,12 +8,10 @@ from dataclasses import dataclass, replace
 
 from benchmark.common.results import markdown_table
 from benchmark.simulate.engine import simulate
-from benchmark.simulate.plots import add_legend, draw_lines
 from benchmark.simulate.report import Report, percent, row_of, spelled
 from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import Outcome
 from benchmark.simulate.trace import Trace
-from matplotlib.figure import Figure
 
 MakeTrace = Callable[[int], Trace]
 """The trace of a seed."""
@@ -36,7 +28,7 @@ POLICY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "frequency-reuse, no ageing": {"policy": "frequency-reuse", "ageing": 0.0},
     "prefix cache": {"policy": "lru", "reuse": False},
 }
-"""What can be compared, by the label in tables and plots."""
+"""What can be compared, by the label in tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +67,6 @@ class Cells:
         pairs = zip(self.of(label, size), self.of(other, size), strict=True)
         return [1.0 - one.rate(name) / two.rate(name) for one, two in pairs]
 
-    def series(self, name: str) -> dict[str, tuple[list[float], list[list[float]]]]:
-        labels = list(dict.fromkeys(cell.label for cell in self.cells))
-        sizes = list(dict.fromkeys(cell.size for cell in self.cells))
-        return {
-            label: (sizes, [[cell.rate(name) for cell in self.of(label, size)] for size in sizes]) for label in labels
-        }
-
 
 def compare_policies(
     name: str,
@@ -110,79 +95,7 @@ def compare_policies(
                 cells.append(Cell(seed, share, label, simulate(trace, settings)))
     found = Cells(tuple(cells))
 
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        ticks = [100 * share for share in pool_shares]
-        for axes, rate, ylabel in (
-            (left, "computed_share", "tokens that are computed, % of the prompts"),
-            (right, "chunk_hit_rate", "chunks not computed in full, %"),
-        ):
-            series = {
-                label: ([100 * x for x in sizes], [[100 * v for v in seeds] for seeds in values])
-                for label, (sizes, values) in found.series(rate).items()
-            }
-            draw_lines(axes, series, xlabel="KV memory, % of one copy of each chunk", ylabel=ylabel, xticks=ticks)
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-        add_legend(figure, left)
-
-    return Report(name, title, _rows(cells), [*intro, *_policy_tables(found, labels, pool_shares)], draw)
-
-
-def compare_bounds(
-    name: str,
-    title: str,
-    make_trace: MakeTrace,
-    base: Settings,
-    *,
-    seeds: Sequence[int],
-    max_variants: Sequence[int],
-    per_chunk: Sequence[int],
-    policies: Sequence[str],
-    intro: Sequence[str] = (),
-) -> Report:
-    """N x M against the bound of one chunk, in a KV memory that `base` says; policies: lru, frequency-reuse."""
-    cells = []
-    for seed in seeds:
-        trace = make_trace(seed)
-        for total in max_variants:
-            for most in per_chunk:
-                for policy in policies:
-                    settings = replace(
-                        base, seed=seed, policy=policy, max_variants=total, max_variants_per_chunk=min(most, total)
-                    )
-                    cells.append(Cell(seed, total, f"{policy}, {most} per chunk", simulate(trace, settings)))
-    found = Cells(tuple(cells))
-
-    def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
-        for axes, policy in zip(panels, policies, strict=True):
-            series = {
-                label.removeprefix(f"{policy}, "): (sizes, [[100 * v for v in seeds] for seeds in values])
-                for label, (sizes, values) in found.series("computed_share").items()
-                if label.startswith(f"{policy}, ")
-            }
-            axes.set_title(policy, fontsize=10)
-            ylabel = "tokens that are computed, % of the prompts"
-            draw_lines(axes, series, xlabel="variants of all chunks", ylabel=ylabel, xticks=max_variants)
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-        add_legend(figure, axes)
-
-    lines = [*intro]
-    for policy in policies:
-        header = ["variants of all chunks", *(f"{most} per chunk" for most in per_chunk)]
-        rows = [
-            [
-                f"{total:,}",
-                *(percent(found.mean(f"{policy}, {most} per chunk", total, "computed_share")) for most in per_chunk),
-            ]
-            for total in max_variants
-        ]
-        lines += ["", f"*{policy}: share of the prompt tokens that is computed.*", "", *markdown_table(header, rows)]
-    last = [cell for cell in cells if cell.seed == seeds[-1] and cell.size == max_variants[-1]]
-    spread = [[cell.label, spelled(cell.outcome.variants_per_chunk)] for cell in last]
-    lines += ["", f"*Variants per chunk at the end, of {max_variants[-1]:,} (variants:chunks).*", ""]
-    lines += markdown_table(["policy", "distribution"], spread)
-    return Report(name, title, _rows(cells), lines, draw)
+    return Report(name, title, _rows(cells), [*intro, *_policy_tables(found, labels, pool_shares)])
 
 
 def _rows(cells: Sequence[Cell]) -> list[dict[str, object]]:

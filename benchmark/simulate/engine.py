@@ -63,10 +63,7 @@ def simulate(trace: Trace, settings: Settings, *, check_every: int = 0, observe:
         problem = f"{settings.pool_tokens} tokens do not hold the longest of {settings.holds}, which has {needed}"
         raise SettingsError(f"pool_tokens: {problem}; give at least {needed}")
     replay = Replay(trace, settings)
-    for chunk in trace.preloaded:
-        replay.answer(Request((chunk,), 1))
     rows = np.zeros((len(trace.requests), len(FIELDS)), dtype=np.int64)
-    replay.reset_counts()
     replay.observe = observe
     for i, request in enumerate(trace.requests):
         rows[i] = replay.answer(request)
@@ -123,12 +120,6 @@ class Replay:
 
     def _is_known(self, variant: Variant) -> bool:
         return self.manager.index.get(variant.variant_id) is variant
-
-    def reset_counts(self) -> None:
-        """What was counted so far belonged to the preparation."""
-        self.reasons.clear()
-        self.num_computed.clear()
-        self.peak_stored = 0
 
     def check_integrity(self) -> None:
         self.manager.check_integrity()

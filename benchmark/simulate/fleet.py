@@ -30,12 +30,10 @@ from functools import partial
 import numpy as np
 from benchmark.common.results import markdown_table
 from benchmark.simulate.engine import Replay
-from benchmark.simulate.plots import draw_lines
 from benchmark.simulate.report import Report, Row, percent
 from benchmark.simulate.settings import Settings, SettingsError
 from benchmark.simulate.tally import FIELDS, Tally
 from benchmark.simulate.trace import Request, Trace
-from matplotlib.figure import Figure
 
 from chunk_cache_tools.routing import routing_key
 
@@ -260,16 +258,4 @@ def fleet_report(trace: Trace, numbers: Sequence[int] = NUMBERS, pool_tokens: in
         *table("rows, of the prompt tokens", "prefix cache", lambda one: percent(one.total.computed_share)),
     ]
 
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        ticks = [float(number) for number in numbers]
-        for axes, system in ((left, "chunks"), (right, "prefix cache")):
-            series = {
-                policy: (ticks, [[100 * found[system, policy, number].total.computed_share] for number in numbers])
-                for policy in POLICIES
-                if (system, policy, numbers[0]) in found
-            }
-            draw_lines(axes, series, xlabel=f"replicas ({system})", ylabel="rows, % of the prompts", xticks=ticks)
-            axes.legend(frameon=False, fontsize=9)
-
-    return Report("fleet", "Policies of a gateway", rows, text, draw)
+    return Report("fleet", "Policies of a gateway", rows, text)

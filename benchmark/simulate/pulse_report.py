@@ -10,13 +10,11 @@ from benchmark.common.ragpulse import RagPulse
 from benchmark.common.results import markdown_table
 from benchmark.simulate.baselines import ORDERS, single_copies
 from benchmark.simulate.engine import simulate
-from benchmark.simulate.plots import draw_lines
 from benchmark.simulate.pulse import trace_of_pulse
 from benchmark.simulate.report import Report, Row, label_of, percent, row_of
 from benchmark.simulate.settings import REMEMBER, Settings
 from benchmark.simulate.tally import Tally
 from benchmark.simulate.trace import Trace
-from matplotlib.figure import Figure
 
 SIZES = (20_000, 50_000, 100_000, 200_000, 400_000)
 WEEK_HITS: Mapping[int, float] = MappingProxyType(
@@ -75,32 +73,7 @@ def pulse_report(pulse: RagPulse, sizes: Sequence[int] = SIZES) -> Report:
         *_remember(replays, trace, sizes),
     ]
 
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        ticks = [size / 1000 for size in sizes]
-        hits = {
-            "LRU of single copies": [single_copies(trace, size) for size in sizes],
-            **{
-                label_of(settings): [
-                    replays.tally(trace, _of_chunks(settings, size)).chunk_token_hit_rate for size in sizes
-                ]
-                for settings in POLICIES[:3]
-            },
-        }
-        computed = {
-            "prefix cache": [replays.tally(trace, _stock(size), "stock").computed_share for size in sizes],
-            "ours, lru": [replays.tally(trace, replace(_LRU, pool_tokens=size)).computed_share for size in sizes],
-        }
-        for axes, found, ylabel in (
-            (left, hits, "tokens of passages that the store holds, %"),
-            (right, computed, "tokens that are computed, % of the prompts"),
-        ):
-            series = {label: (ticks, [[100 * value] for value in values]) for label, values in found.items()}
-            draw_lines(axes, series, xlabel="store, thousand tokens", ylabel=ylabel, xticks=ticks)
-            axes.legend(frameon=False, fontsize=9)
-        figure.suptitle("RAGPulse", fontsize=10, x=0.01, ha="left")
-
-    return Report("ragpulse", "A real RAG service: RAGPulse", replays.rows, text, draw)
+    return Report("ragpulse", "A real RAG service: RAGPulse", replays.rows, text)
 
 
 def _of_chunks(settings: Settings, size: int) -> Settings:

@@ -1,15 +1,14 @@
-"""Reports: `row_of` makes one line of the table, `write_report` the CSV, the page and the plot of a scenario."""
+"""Reports: `row_of` makes one line of the table, `write_report` the CSV and the page of a report."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.simulate.settings import Settings
 from benchmark.simulate.tally import Outcome, Tally
-from matplotlib.figure import Figure
 
 from chunk_cache.index.victims import AGEING
 
@@ -18,7 +17,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a scenario found."""
+    """What was found."""
 
     name: str
     title: str
@@ -26,12 +25,10 @@ class Report:
     """Of the CSV; all have the same columns."""
     text: Sequence[str]
     """Lines of Markdown between the title and where the numbers come from."""
-    draw: Callable[[Figure], None]
-    figure_size: tuple[float, float] = (11.0, 4.4)
 
 
 def label_of(settings: Settings) -> str:
-    """How plots and tables name a policy."""
+    """How tables name a policy."""
     if not settings.reuse:
         return "prefix cache"
     if settings.policy != "frequency-reuse" or settings.ageing == AGEING:
@@ -88,22 +85,18 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def write_report(report: Report, folder: Path, origin: Sequence[str]) -> list[Path]:
-    """Writes `name`.csv, .md and .png into `folder`; returns them.
+    """Writes `name`.csv and .md into `folder`; returns them.
 
     Args:
         origin: lines of Markdown that say command, machine and versions.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{report.name}.{kind}" for kind in ("csv", "md", "png")]
+    paths = [folder / f"{report.name}.{kind}" for kind in ("csv", "md")]
     with paths[0].open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(report.rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(report.rows)
-    picture = ["", f"![{report.title}]({report.name}.png)", ""]
-    page = [f"# {report.title}", "", *origin, "", *report.text, *picture, f"All numbers: [{report.name}.csv]"]
+    page = [f"# {report.title}", "", *origin, "", *report.text, "", f"All numbers: [{report.name}.csv]"]
     page[-1] += f"({report.name}.csv)"
     paths[1].write_text("\n".join(page) + "\n", encoding="utf-8")
-    figure = Figure(figsize=report.figure_size, layout="constrained")
-    report.draw(figure)
-    figure.savefig(paths[2], dpi=120)
     return paths

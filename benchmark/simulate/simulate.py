@@ -1,25 +1,19 @@
 """What the chunk cache does with a trace of requests: hit rates, recomputed share, storage. Real index, no model.
 
-    python benchmark/simulate/simulate.py scenarios                        # all that the documentation cites
-    python benchmark/simulate/simulate.py scenarios zipf drift
     python benchmark/simulate/simulate.py run --jsonl requests.jsonl --pool 200000 400000 --out DIR
     python benchmark/simulate/simulate.py run --trace sessions --set num_chunks=5000 zipf=0.9 --policies lru lfu
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
-    python benchmark/simulate/simulate.py ablate --ragpulse FOLDER         # parts of CFO, on this trace and a drawn one
     python benchmark/simulate/simulate.py fleet --ragpulse FOLDER          # replicas, by policy of their gateway
-    python benchmark/simulate/simulate.py scale FOLDER                     # a fleet on a store of ten million passages
-    python benchmark/simulate/simulate.py shapes --numbers 5 10 --lengths 256 512
 
-`scenarios` writes NAME.csv, NAME.md and NAME.png to benchmark/results/simulate/; `run` compares policies and memory
-sizes on a trace of your own; `trace` writes a drawn trace as JSONL, which shows the format. More: docs/simulator.md.
+`run` compares policies and memory sizes; `trace` writes a drawn trace as JSONL, which shows the format. Each writes
+NAME.csv and NAME.md. More: docs/simulator.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -44,12 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="simulate.py"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{scenarios,run,trace}")
-    scenarios = commands.add_parser("scenarios", help="the named simulations that the documentation cites")
-    scenarios.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    scenarios.add_argument("--share", type=float, default=1.0, help="of the requests, for a quick look (default: 1)")
-    scenarios.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
-
+    commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="compare policies and sizes on one trace")
     _add_trace_arguments(run)
     add = run.add_argument
@@ -85,31 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     pulse.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
-    ablation = commands.add_parser("ablate", help="what each part of CFO saves, on a drawn trace and on yours")
-    _add_trace_arguments(ablation)
-    ablation.add_argument("--pool", type=int, default=200_000, metavar="TOKENS", help="KV memory (default: 200000)")
-    ablation.add_argument("--alphas", nargs="+", type=float, metavar="A", help="default: 0.5 1 2 3")
-    ablation.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
-
     fleet = commands.add_parser("fleet", help="replicas behind a gateway, by its policy")
     _add_trace_arguments(fleet)
     fleet.add_argument("--replicas", nargs="+", type=int, metavar="N", help="default: 1 2 4 8")
     fleet.add_argument("--pool", type=int, default=100_000, metavar="TOKENS", help="of each replica (default: 100000)")
     fleet.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
-
-    scale = commands.add_parser("scale", help="a fleet on a store of millions of passages, RAGPulse multiplied")
-    scale.add_argument("folder", type=Path, metavar="FOLDER", help="of RAGPulse")
-    scale.add_argument("--stored", type=int, default=10_000_000, metavar="N", help="passages (default: 10000000)")
-    scale.add_argument("--seconds", type=float, default=40.0, metavar="S", help="of 1,000 requests (default: 40)")
-    scale.add_argument("--replicas", type=int, default=64, metavar="N", help="default: 64")
-    scale.add_argument("--pool", type=int, default=400_000, metavar="TOKENS", help="of each (default: 400000)")
-    scale.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
-
-    shape = commands.add_parser("shapes", help="what is computed by number and length of chunks")
-    shape.add_argument("--numbers", nargs="+", type=int, metavar="N", help="chunks of a request (default: 2 5 10 20)")
-    shape.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 128 256 512 1024")
-    shape.add_argument("--requests", type=int, default=1_000, help="of each trace (default: 1000)")
-    shape.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
     trace = commands.add_parser("trace", help="write a drawn trace as JSONL")
     _add_trace_arguments(trace)
@@ -140,14 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(args)
         elif args.command == "ragpulse":
             _run_ragpulse(args)
-        elif args.command == "fleet":
-            _run_fleet(args)
-        elif args.command == "scale":
-            _run_scale(args)
-        elif args.command in ("ablate", "shapes"):
-            _run_sweep(args)
         else:
-            _run_scenarios(args)
+            _run_fleet(args)
     except (TraceError, SettingsError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -263,63 +226,6 @@ def _run_fleet(args: argparse.Namespace) -> None:
     report = fleet_report(_TraceMaker(args)(0), args.replicas or NUMBERS, args.pool)
     print("\n".join([f"# {report.title}", "", *report.text]))
     _write(report, args.out or RESULTS_DIR / "simulate", origin)
-
-
-def _run_scale(args: argparse.Namespace) -> None:
-    from benchmark.common.results import RESULTS_DIR
-    from benchmark.simulate.scale import scale_report
-
-    for name in ("stored", "seconds", "replicas"):
-        if getattr(args, name) < 1:
-            raise SettingsError(f"--{name}: {getattr(args, name):g} is not at least 1; give such a number")
-    origin, pulse = _origin(), read_ragpulse(args.folder)
-    report = scale_report(
-        trace_of_pulse(pulse),
-        num_stored=args.stored,
-        seconds=args.seconds,
-        num_replicas=args.replicas,
-        pool_tokens=args.pool,
-        pulse_rate=len(pulse.requests) / pulse.requests[-1].time_s,
-    )
-    print("\n".join([f"# {report.title}", "", *report.text]))
-    _write(report, args.out or RESULTS_DIR / "simulate", origin)
-
-
-def _run_sweep(args: argparse.Namespace) -> None:
-    from benchmark.common.results import RESULTS_DIR
-    from benchmark.simulate.ablation import ALPHAS, LENGTHS, NUMBERS, ablate, shapes
-
-    origin = _origin()
-    if args.command == "shapes":
-        spec = replace(PRESETS["zipf"], num_requests=args.requests, num_chunks=1_000)
-        report = shapes(spec, args.numbers or NUMBERS, args.lengths or LENGTHS)
-    else:
-        for alpha in args.alphas or ():
-            if not 0 <= alpha < float("inf"):
-                raise SettingsError(f"--alphas: {alpha:g} is not a number of at least 0; give one")
-        traces = [_TraceMaker(args)(0)]
-        if args.ragpulse or args.jsonl:
-            traces.append(generate(replace(PRESETS["zipf"], num_requests=3_000)))
-        report = ablate({trace.name: trace for trace in traces}, args.pool, args.alphas or ALPHAS)
-    print("\n".join([f"# {report.title}", "", *report.text]))
-    _write(report, args.out or RESULTS_DIR / "simulate", origin)
-
-
-def _run_scenarios(args: argparse.Namespace) -> None:
-    from benchmark.common.results import RESULTS_DIR
-    from benchmark.simulate.scenarios import SCENARIOS
-
-    for name in args.names:
-        if name not in SCENARIOS:
-            raise TraceError(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
-    if not 0 < args.share <= 1:
-        raise TraceError(f"--share: {args.share} is not in (0, 1]; give 1 for results that are kept")
-    for name in args.names or SCENARIOS:
-        began, origin = time.perf_counter(), _origin()
-        report = SCENARIOS[name](args.share)
-        print("\n".join([f"# {report.title}", "", *report.text]))
-        _write(report, args.out or RESULTS_DIR / "simulate", origin)
-        print(f"({time.perf_counter() - began:.0f} s)\n", flush=True)
 
 
 def _origin() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -125,10 +125,6 @@ class Outcome:
     def tally(self, first: int = 0, last: int | None = None) -> Tally:
         """Sums over requests `[first, last)`."""
         return Tally(*(int(value) for value in self.per_request[first:last].sum(axis=0)))
-
-    def tally_of(self, requests: Sequence[int]) -> Tally:
-        """Sums over these requests."""
-        return Tally(*(int(value) for value in self.per_request[list(requests)].sum(axis=0)))
 
     def windows(self, size: int) -> list[Tally]:
         """Sums over each `size` requests; a last shorter window is left out."""

@@ -15,7 +15,7 @@ The same spec gives the same trace; every draw comes from one generator seeded w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -78,8 +78,6 @@ class Trace:
     """Tokens of each chunk, and of each text that is not marked, by its number."""
     system_len: int
     """Tokens of the system prompt that all share."""
-    preloaded: tuple[int, ...] = ()
-    """Chunks that are computed one by one behind the system prompt before the first request."""
     source: tuple[str, ...] = ()
     """Lines of Markdown that name the files it was read from, where results should."""
 
@@ -230,51 +228,6 @@ def generate(spec: TraceSpec) -> Trace:
     return Trace(spec.name, requests, lengths, spec.system_len)
 
 
-@dataclass(frozen=True, slots=True)
-class MixSpec:
-    """A knowledge base computed in advance, uploads that users share, and chunks that come once (FusionRAG 5.3.3)."""
-
-    name: str = "storage"
-    num_requests: int = 1_000
-    chunks_per_request: int = 5
-    num_known: int = 1_000
-    num_shared: int = 300
-    known_share: float = 0.6
-    shared_share: float = 0.3
-    zipf: float = 1.0
-    chunk_len: int = 500
-    length_spread: float = 0.4
-    system_len: int = 64
-    question_len: int = 32
-    seed: int = 0
-
-
-def generate_mix(spec: MixSpec) -> Trace:
-    """Draw a trace of known, shared and unique chunks; each place of a prompt is one of them by the given shares."""
-    rng = np.random.default_rng(spec.seed)
-    slots = spec.num_requests * spec.chunks_per_request
-    kinds = rng.choice(3, size=slots, p=[spec.known_share, spec.shared_share, 1 - spec.known_share - spec.shared_share])
-    known, shared = _Zipf(rng, spec.num_known, spec.zipf), _Zipf(rng, spec.num_shared, spec.zipf)
-    num_chunks = spec.num_known + spec.num_shared
-    requests = []
-    for i in range(spec.num_requests):
-        chunks: list[int] = []
-        for kind in kinds[i * spec.chunks_per_request : (i + 1) * spec.chunks_per_request]:
-            if kind == 2:
-                chunks.append(num_chunks)
-                num_chunks += 1
-                continue
-            first, source = ((0, known), (spec.num_known, shared))[kind]
-            for _ in range(_TRIES):
-                chunk = first + source.draw()
-                if chunk not in chunks:
-                    chunks.append(chunk)
-                    break
-        requests.append(Request(tuple(chunks), spec.question_len))
-    lengths = _draw_lengths(rng, num_chunks, spec.chunk_len, spec.length_spread)
-    return Trace(spec.name, tuple(requests), lengths, spec.system_len, tuple(range(spec.num_known)))
-
-
 def _draw_lengths(rng: np.random.Generator, num: int, mean: int, spread: float) -> tuple[int, ...]:
     drawn = mean * np.exp(spread * rng.standard_normal(num) - spread**2 / 2)
     return tuple(int(length) for length in np.clip(np.rint(drawn), min(MIN_CHUNK_LEN, mean), 8 * mean))
@@ -390,9 +343,3 @@ class _Drawing:
         if self._spec.order == "new":
             return tuple(chunks[i] for i in self._rng.permutation(len(chunks)))
         return tuple(chunks)
-
-
-def shortened(spec: TraceSpec, num_requests: int) -> TraceSpec:
-    """The same spec with fewer requests; drift comes as often in proportion."""
-    drift_every = spec.drift_every and max(1, spec.drift_every * num_requests // spec.num_requests)
-    return replace(spec, num_requests=num_requests, drift_every=drift_every)

@@ -29,7 +29,6 @@ from benchmark.common.results import describe_run, result_dir, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.tiers import loading
 from benchmark.tiers.loading import LOADED, MODES, QUEUED, Bench, Tick
-from benchmark.tiers.plots import draw_loading
 from benchmark.tiers.prompts import Corpus, Size
 from benchmark.tiers.report import idle_rows, loading_markdown, other_row, queued_row
 from rich.console import Console
@@ -169,9 +168,8 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     markdown = loading_markdown(report)
     json_path, markdown_path = write_result(args.out, "loading", report, markdown)
-    draw_loading(args.out / "loading.png", report)
     print("\n".join(markdown))
-    print(f"\nwritten: {os.path.relpath(json_path)}, {os.path.relpath(markdown_path)}, loading.png beside them")
+    print(f"\nwritten: {os.path.relpath(json_path)}, {os.path.relpath(markdown_path)}")
     return 0
 
 

@@ -91,8 +91,6 @@ def loading_markdown(report: Mapping[str, Any]) -> list[str]:
         "",
         "Seconds of the whole request of one token, on the client's side: median (min-max).",
         "",
-        "![time to first token](loading.png)",
-        "",
         "## Idle server",
         "",
         "So many of the eight chunks lie on disk only, the others in the pool. Load over compute: seconds of loading",

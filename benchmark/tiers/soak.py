@@ -29,7 +29,6 @@ from benchmark.common.models import LlamaShape, make_llama
 from benchmark.common.results import RESULTS_DIR, describe_run, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
 from benchmark.tiers.loading import tier_stats
-from benchmark.tiers.plots import draw_soak
 from benchmark.tiers.prompts import Corpus, Size
 from benchmark.tiers.soak_report import soak_markdown, summarize
 from benchmark.tiers.traffic import Traffic
@@ -197,11 +196,10 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report["summary"] = summarize(report)
-    markdown = soak_markdown(report, f"{args.name}.png")
+    markdown = soak_markdown(report)
     json_path, markdown_path = write_result(args.out, args.name, report, markdown)
-    draw_soak(args.out / f"{args.name}.png", report)
     print("\n".join(markdown))
-    print(f"\nwritten: {os.path.relpath(json_path)}, {os.path.relpath(markdown_path)}, {args.name}.png beside them")
+    print(f"\nwritten: {os.path.relpath(json_path)}, {os.path.relpath(markdown_path)}")
     failed = [row["what"] for row in report["summary"]["holds"] if not row["met"]]
     for what in failed:
         console.print(f"does not hold: {what}", style="red", highlight=False)

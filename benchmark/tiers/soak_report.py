@@ -115,7 +115,7 @@ def shares(hits: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {place: counts[place] / total for place in PLACES if counts[place]}
 
 
-def soak_markdown(report: Mapping[str, Any], picture: str) -> list[str]:
+def soak_markdown(report: Mapping[str, Any]) -> list[str]:
     """Lines of a document."""
     summary, budgets = report["summary"], report["budgets"]
     kinds = Counter(check["kind"] for check in report["checks"])
@@ -137,7 +137,6 @@ def soak_markdown(report: Mapping[str, Any], picture: str) -> list[str]:
         f"{budgets['disk'] / 1e9:.1f} GB ({budgets['disk'] // report['chunk_bytes']}); the corpus has",
         f"{report['num_chunks'] * report['chunk_bytes'] / 1e9:.2f} GB.",
         "",
-        f"![share of chunks by place, and memory]({picture})",
         "",
         "## Where chunks came from",
         "",

@@ -1,4 +1,4 @@
-"""The command: from a trace to CSV, page and plot; a user's mistake is one line and exit code 2."""
+"""The command: from a trace to CSV and page; a user's mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 from pathlib import Path
 
 import pytest
-from benchmark.simulate.scenarios import SCENARIOS, trend_per_thousand
 from benchmark.simulate.simulate import main
 
 
@@ -27,21 +26,12 @@ def test_a_users_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "mine.md").read_text()
     assert "- command: `" in page
     assert "| frequency-reuse |" in page
-    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
     assert "| lru |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["storage", "snapshot", "orders", "tenants"])
-def test_a_scenario_writes_its_report(name: str, tmp_path: Path) -> None:
-    assert main(["scenarios", name, "--share", "0.005", "--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.csv", f"{name}.md", f"{name}.png"}
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["scenarios", "zip"], f"unknown scenario 'zip'; known: {', '.join(SCENARIOS)}"),
-        (["scenarios", "--share", "0"], "--share: 0.0 is not in (0, 1]"),
         (["run", "--trace", "zip"], "--trace: unknown trace 'zip'; known: zipf"),
         (["run", "--set", "num_chunk=3"], "--set num_chunk=3: unknown name 'num_chunk'; known: num_requests"),
         (["run", "--set", "num_chunks=x"], "--set num_chunks=x: 'x' is not of type int; give one"),
@@ -56,8 +46,3 @@ def test_a_mistake_is_one_line(command: list[str], message: str, capsys: pytest.
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_the_trend_is_a_slope_per_thousand_requests() -> None:
-    assert trend_per_thousand([0.1, 0.2, 0.3], 500) == pytest.approx(0.2)
-    assert trend_per_thousand([0.1], 500) == 0.0

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmark.simulate.baselines import alternative_path
 from benchmark.simulate.jsonl import read_jsonl, write_jsonl
-from benchmark.simulate.trace import PRESETS, MixSpec, Request, Trace, TraceError, TraceSpec, generate, generate_mix
+from benchmark.simulate.trace import PRESETS, TraceError, TraceSpec, generate
 
 SPEC = TraceSpec(num_requests=300, num_chunks=200)
 
@@ -69,17 +68,6 @@ def test_sessions_bring_their_own_chunks_again() -> None:
     assert repeated(0.6) > 0.3
 
 
-def test_a_mix_has_its_shares() -> None:
-    spec = MixSpec(num_requests=400)
-    trace = generate_mix(spec)
-    chunks = [chunk for request in trace.requests for chunk in request.chunks]
-    shared_end = spec.num_known + spec.num_shared
-    assert sum(chunk < spec.num_known for chunk in chunks) / len(chunks) == pytest.approx(0.6, abs=0.03)
-    unique = [chunk for chunk in chunks if chunk >= shared_end]
-    assert len(unique) == len(set(unique))
-    assert len(unique) / len(chunks) == pytest.approx(0.1, abs=0.03)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,16 +86,6 @@ def test_a_spec_says_what_is_wrong(changes: dict[str, object], message: str) -> 
 def test_too_few_orders_are_told() -> None:
     with pytest.raises(TraceError, match="order: found no new order"):
         generate(TraceSpec(num_requests=10, num_chunks=2, chunks_per_request=2))
-
-
-def test_alternative_path_finds_what_stands_behind_the_same_chunks() -> None:
-    requests = tuple(Request(chunks, 1) for chunks in ((1, 0), (0, 2), (3, 1, 0), (2, 0)))
-    trace = Trace("by hand", requests, (10, 20, 30, 40), 4, preloaded=(2,))
-    # 1 computed, 0 behind 1 computed; 0 alone is not stored: computed; 2 is, in advance
-    # 3 computed, 1 found alone, 0 found behind 1; 2 found, 0 found alone
-    found = alternative_path(trace)
-    assert (found.num_chunks, found.num_found) == (9, 5)
-    assert found.stored_tokens == 30 + 20 + 10 + 10 + 40
 
 
 def test_a_written_trace_is_read_back(tmp_path: Path) -> None:
