@@ -37,6 +37,16 @@ from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 EXIT_CODES = (0, 1, 2, 130)
+SELDOM = {
+    "": (
+        *("max_variants", "max_variants_per_chunk", "max_path_tokens", "max_generation", "min_reuse_len", "ageing"),
+        *("promote_uses", "refresh_uses", "statistics_layers", "shown_tokens", "kernel", "attention"),
+    ),
+    "tiers.": ("max_variants_per_chunk", "controller", "num_threads", "throttle"),
+    "events.": ("replay_endpoint",),
+    "selector.": ("timeout_s", "max_bytes", "num_threads"),
+}
+"""Keys with a table of their own: bounds, kernels and diagnostics, whose defaults an operator leaves alone."""
 FILE = Path(__file__).with_suffix(".md")
 HEAD = """\
 # Reference
@@ -49,11 +59,11 @@ def page() -> str:
     """The page as Markdown."""
     sections = {
         "Flags of the server": _table(("flag", "meaning"), _flags(_server())),
-        "Keys of `--chunk-cache-config`": _table(("key", "default", "meaning"), _fields(Config)),
-        "Keys of `tiers`": _table(("key", "default", "meaning"), _fields(TierConfig)),
-        "Keys of `events`": _table(("key", "default", "meaning"), _fields(EventConfig)),
-        "Keys of `selector`": _table(("key", "default", "meaning"), _fields(SelectorConfig)),
+        "Keys of `--chunk-cache-config`": _table(("key", "default", "meaning"), _fields(Config, SELDOM[""])),
+        "Keys of `tiers`": _table(("key", "default", "meaning"), _fields(TierConfig, SELDOM["tiers."])),
+        "Keys of `events`": _table(("key", "default", "meaning"), _fields(EventConfig, SELDOM["events."])),
         "Keys of `--chunk-cache-target`": _table(("key", "default", "meaning"), _fields(Target)),
+        "Keys whose defaults hardly anybody changes": _table(("key", "default", "meaning"), _seldom()),
         "Options of a request": _table(("option", "default", "meaning"), _fields(RequestOptions, ("turn_tokens",))),
         "Options of methods": _table(("option", "methods", "default", "meaning"), _method_options()),
         "What becomes of a chunk": _table(("status", "meaning"), _statuses()),
@@ -112,6 +122,14 @@ def _fields(owner: type, left_out: Sequence[str] = ()) -> Iterator[Sequence[str]
         is_list = default == () and not _is_mapping(get_type_hints(owner)[one.name])
         shown = "" if default is MISSING else "`[]`" if is_list else f"`{_shown(default)}`"
         yield f"`{one.name}`", shown, meanings.get(one.name, "")
+
+
+def _seldom() -> Iterator[Sequence[str]]:
+    owners = {"": Config, "tiers.": TierConfig, "events.": EventConfig, "selector.": SelectorConfig}
+    for path, owner in owners.items():
+        others = [one.name for one in fields(owner) if one.name not in SELDOM[path]]
+        for name, *rest in _fields(owner, others):
+            yield f"`{path}{name[1:]}", *rest
 
 
 def _is_mapping(hint: Any) -> bool:

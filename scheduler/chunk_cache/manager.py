@@ -29,7 +29,7 @@ from chunk_cache.index.need import Described, Need
 from chunk_cache.index.reusability import use_weight
 from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.index.variant import Home, PathTokens, Variant
-from chunk_cache.methods import METHODS, Ranking, Stage
+from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.config import Config
 from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
@@ -351,18 +351,6 @@ class ChunkManager:
             variant is not None and self.store.resolve(variant) >= chunk.src_offset + chunk.num_reused
             for chunk, variant in zip(hits, variants, strict=True)
         )
-
-    def with_open_ratio(self, prompt: ChunkPrompt, prefix_len: int) -> list[Variant]:
-        """Variants behind the exact prefix whose recompute ratio may grow with what hides behind their loads.
-
-        Empty where the prompt says how it is computed, or all is there before any row is computed.
-        """
-        if prompt.options.names_method or prompt.options.mode == "off":
-            return []
-        if METHODS[self._method].stage is Stage.QUESTION:
-            return []
-        found = [self.look_up(prompt, i).variant for i, (_, end) in enumerate(prompt.options.spans) if end > prefix_len]
-        return [variant for variant in found if variant is not None]
 
     def _look_up_below(self, prompt: ChunkPrompt, chunk: int, reasons: Mapping[bytes, str]) -> Lookup:
         found = self.look_up(prompt, chunk)

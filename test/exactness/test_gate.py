@@ -145,7 +145,7 @@ def test_another_file_ends_the_start(tmp_path: Path, text: str) -> None:
 
 
 def test_what_is_computed_exactly_is_not_loaded(tmp_path: Path) -> None:
-    tiers = {"disk": str(tmp_path), "controller": False, "hide_ratio": True}
+    tiers = {"disk": str(tmp_path), "controller": False}
     config = Config(options=(*ALL, ("tiers", tiers)), target=UNREACHABLE)
     found = run_cases(config, is_ours=True, names=["tiers"], module="exactness.gate_cases")["tiers"]
     assert not isinstance(found, str), found

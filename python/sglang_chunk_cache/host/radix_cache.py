@@ -98,7 +98,6 @@ class ChunkRadixCache(UnifiedRadixCache):
         no_load = "target" if decision is not None and step is None else None
         is_first = admission.plan is None  # of the plans that follow while it waits no spans are told
         with stage(self._parts.metrics, "planning", [req] if is_first else []) as attributes:
-            hiding = self._ratio_that_hides(state, result.device_prefix_len, num_prompt) if step is None else None
             plan = self._parts.manager.plan(
                 state.prompt,
                 prompt_len=num_prompt + len(req.output_ids),
@@ -108,7 +107,7 @@ class ChunkRadixCache(UnifiedRadixCache):
                 if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
                 else "prompt_end",
                 method=None if step is None else step.method,
-                ratio=hiding if step is None else step.ratio,
+                ratio=None if step is None else step.ratio,
                 reasons=state.missing_reasons,
                 num_generated=len(req.output_ids),
                 no_load="unsupported" if state.prompt.unsupported else no_load,
@@ -137,18 +136,6 @@ class ChunkRadixCache(UnifiedRadixCache):
             return params
         start, _ = state.options.spans[state.prompt.to_prepare]
         return dataclasses.replace(params, key=params.key[:start]) if start < len(params.key) else params
-
-    def _ratio_that_hides(self, state: ChunkRequest, prefix_len: int, num_keys: int) -> float | None:
-        """More than the server's ratio where that hides behind loads that the forward waits for anyway; None = not."""
-        tiers, landings = self._parts.tiers, self._parts.landings
-        if tiers is None or landings is None:
-            return None
-        variants = self._parts.manager.with_open_ratio(state.prompt, prefix_len)
-        streams = [landing.stream for variant in variants if (landing := landings.of(variant)) is not None]
-        if not streams:
-            return None
-        num_tokens = sum(variant.length for variant in variants)
-        return tiers.hidden_ratio(streams, num_tokens, num_keys, least=self._parts.ratio)
 
     # Load.
 

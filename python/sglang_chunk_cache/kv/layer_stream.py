@@ -49,10 +49,6 @@ class LayerStream:
     def is_complete(self) -> bool:
         return self.num_ready == self.num_layers
 
-    @property
-    def num_bytes_left(self) -> int:
-        return self.stored.info.payload_len * (self.num_layers - self.num_ready) // self.num_layers
-
     def run_until(self, num_layers: int) -> None:
         """Reads until so many layers are there, or it has failed; in a worker."""
         start = time.perf_counter()

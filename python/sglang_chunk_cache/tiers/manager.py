@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunk_cache.tiers.cost import PrefillCost, Unloaded, hidden_ratio
-from chunk_cache.tiers.placing import cheapest
+from chunk_cache.tiers.cost import PrefillCost
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
-from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, TierError, VariantInfo
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.loader import TierLoader
@@ -71,7 +69,6 @@ class ChunkTiers:
         self._config = config
         self._tiers = tuple(tiers)
         self._fingerprint = fingerprint
-        self._ratio = ratio
         self.reduce_max = reduce_max
         self._workers = Workers(config.num_threads)
         self._prefill_cost = prefill_cost
@@ -83,7 +80,6 @@ class ChunkTiers:
             pool=pool,
             metrics=metrics,
             fingerprint=fingerprint,
-            cheapest=self._cheapest if config.costs else None,
         )
         self._loader = TierLoader(
             config,
@@ -146,29 +142,6 @@ class ChunkTiers:
     def bring_in(self, rid: str) -> dict[bytes, Outcome]:
         """See `TierLoader.bring_in`; without the KV, which the request must not keep alive."""
         return {key: found.without_kv() for key, found in self._loader.bring_in(rid).items()}
-
-    def hidden_ratio(self, streams: Sequence[LayerStream], num_tokens: int, num_keys: int, least: float) -> float:
-        """The recompute ratio whose work hides behind the layers that are still to come (CacheBlend section 5.1).
-
-        Args:
-            streams: that the forward will wait for.
-            num_tokens: of all chunks that are brought in.
-            num_keys: of the prompt.
-            least: the ratio that quality asks for.
-        """
-        if not self._config.hide_ratio:
-            return least
-        reads = {tier.name: tier.reads.record() for tier in self._tiers}
-        left = [
-            Unloaded(reads[stream.tier].estimate(num_bytes), num_bytes / stream.stored.info.payload_len)
-            for stream in streams
-            if (num_bytes := stream.num_bytes_left)
-        ]
-        ratio = hidden_ratio(left, self._prefill_cost.estimate(num_tokens, num_keys), least)
-        # Every rank votes, whatever is left of its own streams; in thousandths, as each has its own estimates.
-        if self.reduce_max is not None:
-            ratio = float(self.reduce_max(np.array([round(1000 * ratio)], dtype=np.int64))[0]) / 1000
-        return max(least, min(1.0, ratio))
 
     def stored_lens(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
         """Tokens of those of these chunks of which the tiers of every rank are known to have the variant of this name.
@@ -308,20 +281,6 @@ class ChunkTiers:
         self._workers.close()
         for tier in self._tiers:
             tier.medium.close()
-
-    def _cheapest(self, variant: Variant) -> str | None:
-        """The tier that keeps a variant: the cheapest one whose load hides behind what is recomputed of it."""
-        channels = {tier.name: tier.reads.record() for tier in self._tiers}
-        costs = {name: dict(self._config.costs)[name] for name in channels}
-        compute_s = self._prefill_cost.record().marginal(variant.length, variant.start + variant.length)
-        place = cheapest(costs, channels, self._fingerprint.payload_len(variant.length), self._ratio * compute_s)
-        if self.reduce_max is None:
-            return place
-        # Every rank has estimates of its own: of the tiers that they name the fastest.
-        names = [tier.name for tier in reversed(self._tiers)]
-        vote = 0 if place is None else 1 + names.index(place)
-        chosen = int(self.reduce_max(np.array([vote], dtype=np.int64))[0])
-        return names[chosen - 1] if chosen else None
 
     def _note_worth(self) -> None:
         """Has what entries are worth kept beside them, where some of them will have to go."""

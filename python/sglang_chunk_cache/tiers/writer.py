@@ -44,7 +44,6 @@ class TierWriter:
 
     Args:
         tiers: from the fastest down.
-        cheapest: names the one tier that a variant is kept in, None = none; given where tiers have costs.
         fingerprint: of this rank.
     """
 
@@ -57,7 +56,6 @@ class TierWriter:
         pool: Pool,
         metrics: TierMetrics,
         fingerprint: Fingerprint,
-        cheapest: Callable[[Variant], str | None] | None = None,
     ) -> None:
         self._config = config
         self._tiers = {tier.name: tier for tier in tiers}
@@ -66,7 +64,6 @@ class TierWriter:
         self._pool = pool
         self._metrics = metrics
         self._fingerprint = fingerprint
-        self._cheapest = cheapest
         self.num_queued_bytes = 0
 
     def note_stored(self, variant: Variant) -> None:
@@ -166,25 +163,19 @@ class TierWriter:
                 tier.ledger.clear()
                 self._metrics.set_size(tier.name, 0, 0)
 
-    def _targets(self, moment: Moment, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        if only is None and self._cheapest is not None:
-            only = ()
-        return targets(tuple(self._tiers), moment, write=self._config.write, only=only)
+    def _targets(self, moment: Moment) -> tuple[str, ...]:
+        return targets(tuple(self._tiers), moment, write=self._config.write)
 
-    def _actions(self, info: VariantInfo, moment: Moment, only: tuple[str, ...] | None = None) -> tuple[Placing, ...]:
-        ledgers = {tier: self._ledgers[tier] for tier in self._targets(moment, only)}
+    def _actions(self, info: VariantInfo, moment: Moment) -> tuple[Placing, ...]:
+        ledgers = {tier: self._ledgers[tier] for tier in self._targets(moment)}
         return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
 
     def _save(self, variant: Variant, moment: Moment) -> int:
         """How many tokens of the pool the variant holds; 0 where it is gone already."""
-        only = None
-        if moment is Moment.STORED and self._cheapest is not None:
-            cheapest = self._cheapest(variant)
-            only = () if cheapest is None else (cheapest,)
-        if not self._targets(moment, only):
+        if not self._targets(moment):
             return variant.length
         info = _info_of(variant, self._fingerprint)
-        actions = self._actions(info, moment, only)
+        actions = self._actions(info, moment)
         for action in actions:
             if isinstance(action, Known):
                 self._ledgers[action.tier].note_frequency(info.entry_id, variant.reuse_frequency)

@@ -106,11 +106,6 @@ def _parse_remote(value: object, path: str) -> RemoteConfig | None:
     return RemoteConfig(url)
 
 
-def _parse_costs(value: object, path: str) -> tuple[tuple[str, float], ...]:
-    items = checked_object(value, path, list(TIERS))
-    return tuple((tier, parse_number(item, f"{path}.{tier}", least=0.0)) for tier, item in sorted(items.items()))
-
-
 def _parse_throttle(value: object, path: str) -> tuple[tuple[str, ThrottleConfig], ...]:
     found = []
     for tier, item in sorted(checked_object(value, path, list(TIERS)).items()):
@@ -166,12 +161,6 @@ class TierConfig:
     """A request waits no longer for a load; its chunks are computed then."""
     controller: bool = field(default=True, metadata={"parse": _boolean})
     """Whether a chunk is computed where that is estimated to be faster than loading it."""
-    hide_ratio: bool = field(default=False, metadata={"parse": _boolean})
-    """Whether requests that name neither method nor ratio recompute as much as hides behind loading, at least the
-    server's ratio."""
-    costs: tuple[tuple[str, float], ...] = field(default=(), metadata={"parse": _parse_costs})
-    """Cost of a GB for a month in each tier, in any currency: a variant is kept in the cheapest tier whose load hides
-    behind what is recomputed, and in no other. Empty = in all tiers."""
     num_threads: int = field(default=2, metadata={"parse": _integer})
     """Workers that read and write, per scheduler process."""
     throttle: tuple[tuple[str, ThrottleConfig], ...] = field(default=(), metadata={"parse": _parse_throttle})
@@ -205,11 +194,4 @@ def parse_tiers(value: object, path: str) -> TierConfig | None:
     if not asked_for:
         *others, last = _TIER_KEYS.values()
         raise config_error(path, "names no tier", f"give {', '.join(others)} or {last}")
-    if config.costs and not asked_for.keys() <= dict(config.costs).keys():
-        raise config_error(
-            f"{path}.costs", f"has not all of {', '.join(asked_for)}", "give the cost of each tier, or none"
-        )
-    if config.costs and config.write != "through":
-        problem = f"with write: {config.write} nothing would be kept: a tier is chosen when a chunk is computed"
-        raise config_error(f"{path}.costs", problem, 'give "write": "through", or leave one of them out')
     return config

@@ -4,7 +4,6 @@
     PrefillCost        seconds of computing rows, learnt from forward passes: a + b rows + c rows keys
     Estimates          whether such estimates came true
     LoadingController  load or compute, chunk by chunk (extends CacheBlend section 5.1 to whole chunks)
-    hidden_ratio       the recompute ratio whose work hides behind the load (CacheBlend section 5.1, first question)
     preload_depth      L_p: layers to have loaded before the forward pass starts (Cache-Craft eq. 16)
 
 Ranks measure different times, so they would decide differently: decide by the frozen records of one rank, sent to all.
@@ -301,31 +300,6 @@ class LoadingController:
                 last_s = max(last_s, load_s)
             decisions.append(LoadDecision("compute" if reason == "slower" else "load", reason, load_s, compute_s))
         return tuple(decisions)
-
-
-@dataclass(frozen=True, slots=True)
-class Unloaded:
-    """The rest of a chunk that a forward waits for: seconds until it is there, and its share of the chunk."""
-
-    load_s: float
-    share: float
-
-
-def hidden_ratio(left: Sequence[Unloaded], prefill_s: float, min_ratio: float) -> float:
-    """The largest recompute ratio whose work hides behind the load: r with T_recompute(r) = r T_prefill = T_load.
-
-    The ratio is at least `min_ratio`, which quality asks for (r* in the paper), and at most 1.
-
-    Args:
-        left: what is still to be loaded.
-        prefill_s: of computing in full what is brought in, all layers; those that are there already hide nothing.
-    """
-    load_s = sum(rest.load_s for rest in left)
-    prefill_s *= max((rest.share for rest in left), default=0.0)
-    assert min(load_s, prefill_s) >= 0.0, f"{load_s} s to load, {prefill_s} s to compute"
-    if not left:
-        return min_ratio
-    return 1.0 if load_s >= prefill_s else max(min_ratio, load_s / prefill_s)
 
 
 def load_share(load_s: float, compute_s: float, hidden_s: float) -> float:

@@ -3,7 +3,6 @@
     targets    the tiers that a variant may go to at a moment
     place      in which of them it is written, and which have it already
     replace    what of a chunk goes when another variant of it arrives; None = the newcomer is not taken
-    cheapest   the one tier that a variant is kept in, where tiers have costs
 
 What a tier evicts because it is full is its `TierLedger`'s to say.
 """
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from chunk_cache.tiers.cost import Channels
 from chunk_cache.tiers.tier_ledger import EntryId, TierLedger, Traits
 
 HOST = "host"
@@ -71,29 +69,23 @@ def place(
     return tuple(found)
 
 
-def targets(
-    tiers: Sequence[str], moment: Moment, *, write: str, only: tuple[str, ...] | None = None
-) -> tuple[str, ...]:
+def targets(tiers: Sequence[str], moment: Moment, *, write: str) -> tuple[str, ...]:
     """The tiers that a variant may go to.
 
     With `write: through` it goes to all at once, and again when it leaves the pool, to those that had no room. With
     `write: evict` it goes down by one tier when it leaves the one above. What was loaded goes up into host memory.
-    Where tiers have costs, a variant that was not kept when it was stored is worth it nowhere.
 
     Args:
         tiers: all, the fastest first.
         write: one of `chunk_cache.options.tier_config.WRITES`.
-        only: where tiers have costs, those that it is kept in.
     """
     is_through = write == "through"
     if moment is Moment.LOADED:
         return tuple(tiers[:1]) if tiers and tiers[0] == HOST else ()
     if moment is Moment.STORED:
-        return () if not is_through else tuple(tiers) if only is None else tuple(t for t in tiers if t in only)
+        return tuple(tiers) if is_through else ()
     if moment is Moment.LEAVES_HOST:
         return () if is_through else tuple(tiers[1:2])
-    if only is not None:
-        return ()
     return tuple(tiers) if is_through else tuple(tiers[:1])
 
 
@@ -111,16 +103,3 @@ def replace(traits: Traits, peers: Mapping[K, Traits], max_variants_per_chunk: i
     if prepared or len(peers) < max_variants_per_chunk:
         return prepared
     return next(([peer] for peer, theirs in peers.items() if theirs.rank >= traits.rank), None)
-
-
-def cheapest(monthly_costs: Mapping[str, float], channels: Channels, num_bytes: int, hidden_s: float) -> str | None:
-    """The cheapest tier with T_load <= `hidden_s`, the seconds of work that hide a load: T_recompute(r); else None.
-
-    CacheBlend section 5.1, second question. Of equal costs the faster tier counts, then the one named first.
-
-    Args:
-        monthly_costs: of a GB kept for a month in each tier, C_store in the paper.
-    """
-    load_s = {tier: channels[tier].estimate(num_bytes) for tier in monthly_costs}
-    hiding = [tier for tier in monthly_costs if load_s[tier] <= hidden_s]
-    return min(hiding, key=lambda tier: (monthly_costs[tier], load_s[tier]), default=None)

@@ -26,11 +26,8 @@ from chunk_cache.tiers.cost import (
     PrefillRecord,
     Throughput,
     ThroughputRecord,
-    Unloaded,
-    hidden_ratio,
     preload_depth,
 )
-from chunk_cache.tiers.placing import cheapest
 
 sizes = st.integers(1, 10**10)
 seconds = st.floats(0.0, 1e3, allow_subnormal=False)
@@ -259,55 +256,3 @@ def test_preload_depth_of_the_paper() -> None:
     assert preload_depth(5, 1.0, 1.0) == preload_depth(5, 0.0, 0.0) == 1
     assert preload_depth(32, 1.0, 0.0) == 32
     assert preload_depth(4, 2.7, 0.9) == 3  # 3 * 0.9 < 2.7 in floats
-
-
-@given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 40), st.integers(0, 20))
-def test_hidden_ratio_is_the_largest_that_hides(num_layers: int, load: int, prefill: int, floor: int) -> None:
-    grid = 20 * prefill  # fine enough that load / prefill lies on it
-
-    def is_hidden(ratio: Fraction) -> bool:
-        """Two stages, layer by layer: only the last layer's work comes on top of the loads."""
-        now = Fraction(0)
-        for layer in range(num_layers):
-            now = max(now, Fraction((layer + 1) * load)) + ratio * prefill
-        return now == num_layers * load + ratio * prefill
-
-    hidden = [Fraction(k, grid) for k in range(grid + 1) if is_hidden(Fraction(k, grid))]
-    oracle = max(hidden) if num_layers > 1 else Fraction(min(load, prefill), prefill)
-    assert hidden_ratio([Unloaded(load, 1.0)], prefill, floor / 20) == pytest.approx(max(floor / 20, float(oracle)))
-
-
-def test_hidden_ratio_of_the_paper() -> None:
-    # Llama-7B, 4K tokens from NVMe; Llama-70B.
-    assert hidden_ratio([Unloaded(16e-3, 1.0)], 3e-3 / 0.15, 0.15) == pytest.approx(0.8)
-    assert hidden_ratio([Unloaded(4e-3, 1.0)], 7e-3 / 0.15, 0.15) == 0.15, "the floor"
-    assert hidden_ratio([Unloaded(1.0, 1.0)], 0.5, 0.15) == hidden_ratio([Unloaded(0.0, 1.0)], 0.0, 0.15) == 1.0
-    assert hidden_ratio([Unloaded(0.1, 0.25), Unloaded(0.1, 0.5)], 1.0, 0.15) == pytest.approx(0.4)
-    assert hidden_ratio([], 1.0, 0.15) == 0.15
-
-
-COSTS = {"host": 3.0, "disk": 0.1, "remote": 0.02}
-CHANNELS = {
-    "host": ThroughputRecord(0.0, 1e-10),
-    "disk": ThroughputRecord(1e-3, 1e-9),
-    "remote": ThroughputRecord(5e-2, 1e-8),
-}
-
-
-@pytest.mark.parametrize(
-    ("hidden_s", "name"), [(1.0, "remote"), (0.16, "remote"), (0.02, "disk"), (2e-3, "host"), (1e-4, None)]
-)
-def test_cheapest_tier_that_hides(hidden_s: float, name: str | None) -> None:
-    assert cheapest(COSTS, CHANNELS, 10**7, hidden_s) == name
-
-
-def test_of_equal_tiers_the_faster_then_the_first() -> None:
-    channels = {"slow": ThroughputRecord(0.2), "fast": ThroughputRecord(0.1), "also": ThroughputRecord(0.1)}
-    assert cheapest(dict.fromkeys(channels, 1.0), channels, 10**9, 1.0) == "fast"
-    assert cheapest({}, channels, 10**9, 1.0) is None
-
-
-@given(st.floats(0.0, 1.0), st.integers(1, 10**9))
-def test_placement_is_the_cheapest_of_all_that_hide(hidden_s: float, num_bytes: int) -> None:
-    hiding = [tier for tier in COSTS if CHANNELS[tier].estimate(num_bytes) <= hidden_s]
-    assert cheapest(COSTS, CHANNELS, num_bytes, hidden_s) == min(hiding, key=COSTS.__getitem__, default=None)

@@ -28,8 +28,6 @@ def test_everything_can_be_given():
                 "max_variants_per_chunk": 3,
                 "timeout_s": 2,
                 "controller": False,
-                "hide_ratio": True,
-                "costs": {"remote": 0.5, "disk": 1, "host": 5.0},
                 "num_threads": 4,
                 "throttle": {"disk": {"bytes_per_s": 1e6, "latency_s": 0.5}},
             }
@@ -44,8 +42,6 @@ def test_everything_can_be_given():
         max_variants_per_chunk=3,
         timeout_s=2.0,
         controller=False,
-        hide_ratio=True,
-        costs=(("disk", 1.0), ("host", 5.0), ("remote", 0.5)),
         num_threads=4,
         throttle=(("disk", ThrottleConfig(1e6, 0.5)),),
     )
@@ -105,12 +101,6 @@ def test_no_bytes(value):
         ({"disk": "/x", "controller": 1}, "tiers.controller: 1 is not a boolean"),
         ({"disk": "/x", "throttle": {"tape": {}}}, "tiers.throttle.tape: unknown key 'tape'"),
         ({"disk": "/x", "throttle": {"disk": {}}}, "tiers.throttle.disk.bytes_per_s: null is not a number"),
-        (
-            {"disk": "/x", "costs": {"disk": 1}, "write": "evict"},
-            "tiers.costs: with write: evict nothing would be kept: a tier is chosen when a chunk is computed; give ",
-        ),
-        ({"disk": "/x", "costs": {"disk": -1}}, "tiers.costs.disk: -1 is not a number of at least 0"),
-        ({"disk": "/x", "host_bytes": 9, "costs": {"disk": 1}}, "tiers.costs: has not all of host, disk"),
     ],
 )
 def test_mistakes_are_named(value, message):

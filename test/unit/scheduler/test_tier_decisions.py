@@ -323,20 +323,18 @@ def test_replace_as_an_obvious_program_says() -> None:
 
 def test_targets_as_a_table_says() -> None:
     for num in range(1, len(TIERS) + 1):
-        for tiers, write, moment, kept in itertools.product(
-            itertools.combinations(TIERS, num), WRITES, Moment, (None, (), (TIERS[1],))
-        ):
+        for tiers, write, moment in itertools.product(itertools.combinations(TIERS, num), WRITES, Moment):
             expected: list[str] = []
             for i, tier in enumerate(tiers):
                 goes = {
-                    (Moment.STORED, "through"): kept is None or tier in kept,
-                    (Moment.LEAVES_POOL, "through"): kept is None,
-                    (Moment.LEAVES_POOL, "evict"): kept is None and i == 0,
+                    (Moment.STORED, "through"): True,
+                    (Moment.LEAVES_POOL, "through"): True,
+                    (Moment.LEAVES_POOL, "evict"): i == 0,
                     (Moment.LEAVES_HOST, "evict"): i == 1,
                     (Moment.LOADED, write): i == 0 and tier == "host",
                 }.get((moment, write), False)
                 expected += [tier] * goes
-            assert targets(tiers, moment, write=write, only=kept) == tuple(expected), (tiers, write, moment, kept)
+            assert targets(tiers, moment, write=write) == tuple(expected), (tiers, write, moment)
 
 
 def test_place_writes_where_it_is_not_and_may_be() -> None:

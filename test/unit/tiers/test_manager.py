@@ -18,13 +18,12 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from chunk_cache.options.config import parse_config
 from chunk_cache.tiers.cost import PrefillCost
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
-from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
-from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, Ranks, search, stored, variant, wanted
+from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, search, stored, variant, wanted
 
 NUM_TOKENS, NUM_KEYS = 40, 200
 
@@ -87,46 +86,6 @@ def test_prepared_chunks_are_known_after_a_restart(open_chunk_tiers: Callable[..
     assert not found.stored.info.is_prepared
 
 
-# The ratio that hides behind loading.
-
-
-def learn(tiers: ChunkTiers, load_s: float, compute_s: float) -> None:
-    """As if a chunk of `LENGTH` tokens took so long to load, and `NUM_TOKENS` rows to compute."""
-    (disk,) = tiers._tiers
-    for i in range(40):
-        num = 1 + i % 3
-        disk.reads.observe(num * SIZE, num * load_s)
-        tiers._prefill_cost.observe(num * NUM_TOKENS, NUM_KEYS, num * compute_s)
-
-
-def stream_of(tiers: ChunkTiers, num_layers: int) -> LayerStream:
-    """Of a chunk on its disk, of which so many layers are there."""
-    (disk,) = tiers._tiers
-    disk.medium.write(stored(variant(1)))
-    found = search([disk], wanted(1), num_layers)
-    assert found.stream is not None
-    return found.stream
-
-
-def hidden_ratio(tiers: ChunkTiers, stream: LayerStream) -> float:
-    return tiers.hidden_ratio([stream], NUM_TOKENS, NUM_KEYS, least=0.15)
-
-
-@pytest.mark.parametrize(
-    ("load_s", "num_layers", "expected"),
-    [(0.4, 1, 0.4), (0.1, 1, 0.15), (5.0, 1, 1.0), (0.4, FINGERPRINT.num_layers, 0.15)],
-    ids=["as much as hides", "as much as quality asks for", "all", "nothing is left to load"],
-)
-def test_as_much_is_recomputed_as_hides_behind_the_layers_to_come(open_chunk_tiers, load_s, num_layers, expected):
-    tiers = open_chunk_tiers(hide_ratio=True, loading="layerwise")
-    learn(tiers, load_s=load_s, compute_s=1.0)
-    stream = stream_of(tiers, num_layers)
-    assert hidden_ratio(tiers, stream) == pytest.approx(expected, rel=0.02)
-    off = open_chunk_tiers(loading="layerwise")
-    learn(off, load_s=load_s, compute_s=1.0)
-    assert hidden_ratio(off, stream) == 0.15
-
-
 @pytest.fixture
 def groups() -> Iterator[list[Any]]:
     """Of two ranks that are threads: for each its end of one process group."""
@@ -141,24 +100,6 @@ def groups() -> Iterator[list[Any]]:
 
     with ThreadPoolExecutor(2) as pool:
         yield list(pool.map(connect, range(2)))
-
-
-@pytest.mark.parametrize("num_layers", [(1, 1), (1, FINGERPRINT.num_layers), (FINGERPRINT.num_layers, 1)])
-@pytest.mark.parametrize("load_s", [(0.3, 0.6), (0.6, 0.3)])
-def test_ranks_take_the_same_ratio_the_larger_one(open_chunk_tiers, groups, num_layers, load_s):
-    """Each has other estimates, and may wait for other layers; both compute the same rows."""
-    alone, ranks, streams = [], [], []
-    for rank in range(2):
-        for reduce_max, made in ((None, alone), (max_over_ranks(groups[rank]), ranks)):
-            tiers = open_chunk_tiers(f"rank{rank}", reduce_max=reduce_max, hide_ratio=True, loading="layerwise")
-            learn(tiers, load_s=load_s[rank], compute_s=1.0)
-            made.append(tiers)
-        streams.append(stream_of(ranks[rank], num_layers[rank]))
-    own = [hidden_ratio(tiers, stream) for tiers, stream in zip(alone, streams, strict=True)]
-    assert own[0] != own[1]
-    with ThreadPoolExecutor(2) as pool:
-        agreed = list(pool.map(hidden_ratio, ranks, streams))
-    assert agreed[0] == agreed[1] == pytest.approx(max(own), abs=5e-4)
 
 
 # What is known to be stored.
@@ -397,15 +338,3 @@ def test_a_note_that_is_none_is_told_and_all_count_as_unused(
     idle(tiers)
     assert len(tiers._tiers[0].ledger) == 1
     assert "count as unused" in caplog.text
-
-
-@pytest.mark.parametrize("fast_ranks", [(0, 1), (0,), ()])
-def test_ranks_place_a_variant_alike(open_chunk_tiers: Callable[..., ChunkTiers], fast_ranks: tuple[int, ...]) -> None:
-    """In the tier that they name if they agree; one that does not believe in its disk does not decide."""
-    ranks = Ranks()
-    both = [open_chunk_tiers(f"disk{i}", reduce_max=ranks.reduce_of(i), costs={"disk": 1.0}) for i in range(2)]
-    for i, tiers in enumerate(both):
-        learn(tiers, load_s=0.001 if i in fast_ranks else 100.0, compute_s=1.0)
-    with ThreadPoolExecutor(2) as pool:
-        places = list(pool.map(lambda tiers: tiers._cheapest(variant(1)), both))
-    assert places == ["disk" if fast_ranks else None] * 2
