@@ -18,7 +18,7 @@ from benchmark.common.results import markdown_table, run_markdown, write_result
 from benchmark.quality.checks import check_rows
 from benchmark.quality.question import DataError
 from benchmark.quality.spread import MethodCurve, Point, curves_of
-from benchmark.quality.table import MASTERED, Row, read_table, write_table
+from benchmark.quality.table import DEFAULT, MASTERED, Row, read_table, write_table
 
 from chunk_cache_tools.conditions import REFERENCE
 
@@ -135,6 +135,10 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
             *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
             "",
         ]
+    if more := [curve for curve in curves if any(curve.gold_mores)]:
+        lines += [f"Right answer: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question:", ""]
+        lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in curve.gold_mores] for curve in more])
+        lines += [""]
     lines += [
         f"Smallest ratio from which on a method loses less than {SMALL_LOSS} nats a token of the right answer, by the",
         f"mean and by the end of its interval; prompts that would tell a loss of {SMALL_LOSS} from none (95 %), by the",

@@ -1,6 +1,6 @@
 """Spread: rows of several models put together.
 
-`curves_of` gives one curve per method of a family, `reference_of` the score of its full prefill.
+`curves_of` gives one curve per method of a family.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmark.quality.table import Row
 
 from chunk_cache.methods import METHODS
-from chunk_cache_tools.conditions import REFERENCE, parse_method
+from chunk_cache_tools.conditions import parse_method
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class MethodCurve:
         scores, diffs: over the models; None where no prompt of any model was scored. The `low` and `high` of a
             difference to full are the outermost ends of the models' intervals.
         gold_losses, own_losses: of likelihood, as `diffs`.
+        gold_mores: `gold_losses` minus those of the server's default, question by question.
         kls, shares: over the models; a share is recomputed tokens / reused tokens.
     """
 
@@ -49,6 +50,7 @@ class MethodCurve:
     shares: list[Point | None]
     gold_losses: list[Point | None]
     own_losses: list[Point | None]
+    gold_mores: list[Point | None]
 
     @property
     def is_composed(self) -> bool:
@@ -63,20 +65,20 @@ def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
     return [_curve(label, [row for row in mine if row.method == label]) for label in labels]
 
 
-def reference_of(rows: Iterable[Row], family: str) -> Point | None:
-    """Score of the full prefill over the models."""
-    return Point.of(row.score for row in rows if row.family == family and row.method == REFERENCE.label)
-
-
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [], [], [], [])
+    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [])
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))
         curve.kls.append(Point.of(row.kl for row in cell))
         curve.shares.append(Point.of(row.recomputed for row in cell))
-        for points, name in ((curve.diffs, "diff"), (curve.gold_losses, "gold_loss"), (curve.own_losses, "own_loss")):
+        for points, name in (
+            (curve.diffs, "diff"),
+            (curve.gold_losses, "gold_loss"),
+            (curve.own_losses, "own_loss"),
+            (curve.gold_mores, "gold_more"),
+        ):
             points.append(_difference(cell, name))
     return curve
 

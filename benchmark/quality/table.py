@@ -22,12 +22,14 @@ from benchmark.quality.metrics import METRICS, RIGHT_OR_WRONG, score
 from benchmark.quality.question import DataError, Question
 from scipy.stats import bootstrap
 
-from chunk_cache_tools.conditions import REFERENCE, Condition
+from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO
+from chunk_cache_tools.conditions import REFERENCE, Condition, parse_method
 from chunk_cache_tools.verify.reply_log import FORCED, Reply
 
 MASTERED = 0.95
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
+DEFAULT = Condition(parse_method(DEFAULT_METHOD), DEFAULT_RATIO)
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,6 +54,8 @@ class Row:
         gold_loss, own_loss: how much less likely than for the reference the right answer is, and the reference's own:
             mean over all prompts of the difference of log-probability per token, nats; with standard error and 95 %
             interval, from resampling the prompts.
+        gold_more: `gold_loss` minus that of the server's default method and ratio, question by question; None where
+            that was not asked.
     """
 
     model: str
@@ -88,6 +92,9 @@ class Row:
     own_loss_se: float | None = None
     own_loss_low: float | None = None
     own_loss_high: float | None = None
+    gold_more: float | None = None
+    gold_more_low: float | None = None
+    gold_more_high: float | None = None
 
 
 def tabulate(
@@ -108,6 +115,7 @@ def tabulate(
     full = _scores(metric, asked, reference)
     mastered = bool(full.mean() >= MASTERED)
     chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0
+    default = replies.get(DEFAULT)
     rows = []
     for condition in (REFERENCE, *conditions):
         current = [replies[condition][key] for _, key in asked]
@@ -129,6 +137,7 @@ def tabulate(
                 **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
                 **_agreement(current, reference),
                 **({} if condition == REFERENCE else _losses(current, reference)),
+                **({} if condition in (REFERENCE, DEFAULT) or default is None else _more(current, default, asked)),
                 **_lengths(current),
                 **{name: _mean(values[chosen]) for name, values in scores.items()},
             )
@@ -195,6 +204,15 @@ def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, A
         values = {"": _mean(losses), "_se": _standard_error(losses), "_low": low, "_high": high}
         found |= {f"{name}_loss{suffix}": value for suffix, value in values.items()}
     return found
+
+
+def _more(
+    current: Sequence[Reply], default: Mapping[str, Reply], asked: Sequence[tuple[Question, str]]
+) -> dict[str, Any]:
+    pairs = [(default[key].gold, reply.gold) for (_, key), reply in zip(asked, current, strict=True)]
+    more = np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
+    low, high = interval(more)
+    return {"gold_more": _mean(more), "gold_more_low": low, "gold_more_high": high}
 
 
 def _lengths(current: Sequence[Reply]) -> dict[str, Any]:

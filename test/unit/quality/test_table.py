@@ -9,7 +9,7 @@ import pytest
 from benchmark.quality.checks import check_rows
 from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
 from benchmark.quality.question import DataError, Question
-from benchmark.quality.table import Row, read_table, tabulate, write_table
+from benchmark.quality.table import DEFAULT, Row, read_table, tabulate, write_table
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
 from chunk_cache_tools.verify.reply_log import Forced, Reply
@@ -49,9 +49,13 @@ def test_a_mastered_family_scores_all_prompts() -> None:
 
 
 def test_losses_of_likelihood_are_paired() -> None:
-    """One prompt has no answer of its own, and counts for the right one only."""
+    """One prompt has no answer of its own, and counts for the right one only; the default is compared with too."""
     asked = [(Question("", ("c",), "q", ("a",)), f"p{i}") for i in range(3)]
-    logprobs = {REFERENCE: ((-1.0, -0.1), (-2.0, None), (-3.0, -0.3)), EPIC: ((-1.5, -0.1), (-2.0, None), (-4.0, -0.5))}
+    logprobs = {
+        REFERENCE: ((-1.0, -0.1), (-2.0, None), (-3.0, -0.3)),
+        DEFAULT: ((-1.25, -0.1), (-2.0, None), (-3.5, -0.3)),
+        EPIC: ((-1.5, -0.1), (-2.0, None), (-4.0, -0.5)),
+    }
     replies = {
         condition: {
             f"p{i}": Reply(
@@ -62,7 +66,10 @@ def test_losses_of_likelihood_are_paired() -> None:
         }
         for condition, values in logprobs.items()
     }  # fmt: skip
-    full, epic = tabulate("m", "f", "exact_match", asked, replies, [EPIC])
+    full, default, epic = tabulate("m", "f", "exact_match", asked, replies, [DEFAULT, EPIC])
+    assert full.gold_more is default.gold_more is None
+    assert epic.gold_more == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    assert epic.gold_more_low == pytest.approx(0.0, abs=0.1)
     assert full.gold_loss is full.own_loss is None
     assert epic.gold_loss == pytest.approx((0.5 + 0.0 + 1.0) / 3)
     assert epic.own_loss == pytest.approx((0.0 + 0.2) / 2)
