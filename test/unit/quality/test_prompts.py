@@ -7,8 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmark.index.bench_chunk_ids import FAMILIES
 from benchmark.quality.prompts import PLAIN, VERBATIM, PromptFormat, build_chat_prompt, build_prompt, read_format
 from benchmark.quality.question import DataError, Question
+from transformers import PreTrainedTokenizerFast
+
+from chunk_cache.options.defaults import DEFAULT_SEPARATOR as SEPARATOR
+from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marks import split_marked
 
 QUESTION = Question("Read.", ("Paris is in France.", "Rome is in Italy.", "Paris is in France."), "Where?", ("x",))
 
@@ -17,9 +23,26 @@ def test_marked_text_and_priming() -> None:
     prompt = build_prompt(QUESTION, PLAIN)
     france, italy = "Paris is in France.\n\n", "Rome is in Italy.\n\n"
     assert prompt.text == "<|chunk|>".join(["Read.\n\n", france, italy, france, "Where?\nAnswer:"])
-    alone = [f"Read.\n\n<|chunk|>{chunk}<|chunk|>" for chunk in (france, italy)]
+    alone = [f"Read.\n\n<|chunk|>{chunk}<|chunk|>x" for chunk in (france, italy)]
     assert [body.content for body in prompt.priming()] == alone
-    assert prompt.priming(2)[1].content == f"{alone[1]} x x"
+    assert prompt.priming(2)[1].content == f"{alone[1]} x"
+
+
+@pytest.mark.parametrize("family", ["like GPT-2", "like Llama 3", "like Mistral"])
+def test_a_primed_chunk_has_the_tokens_that_it_has_in_the_prompt(family: str) -> None:
+    """Two line breaks at the end of a text are one token, before a word two."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=FAMILIES[family](["Paris is in France.\n\nRome is in Italy. x"])
+    )
+    prompt = build_prompt(QUESTION, PLAIN)
+
+    def chunks(text: str) -> list[list[int]]:
+        encoded = encode_marked(tokenizer, split_marked(text, SEPARATOR, "text"))
+        return [encoded.ids[start:end] for start, end in encoded.spans]
+
+    france, italy, _ = chunks(prompt.text)
+    assert [chunks(body.content)[-1] for body in prompt.priming(filler="Read this.\n\n")] == [france, italy]
+    assert chunks(prompt.shuffled().content) == [italy, france]
 
 
 @pytest.mark.parametrize(("tail", "answer"), [("Answer:", " x"), ("assistant\n", "x"), ("", "x")])
