@@ -31,9 +31,8 @@ def test_marked_text_and_priming() -> None:
 @pytest.mark.parametrize("family", ["like GPT-2", "like Llama 3", "like Mistral"])
 def test_a_primed_chunk_has_the_tokens_that_it_has_in_the_prompt(family: str) -> None:
     """Two line breaks at the end of a text are one token, before a word two."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=FAMILIES[family](["Paris is in France.\n\nRome is in Italy. x"])
-    )
+    texts = ["Paris is in France.\n\n", "Rome is in Italy. x\n\n"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=FAMILIES[family](texts))
     prompt = build_prompt(QUESTION, PLAIN)
 
     def chunks(text: str) -> list[list[int]]:
