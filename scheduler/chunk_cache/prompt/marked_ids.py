@@ -5,12 +5,12 @@ ids are those of the same text without marks, which is tokenized once, as a whol
 one rule:
 
     text, in tokens  Read| this|:|\n|\n|Paris| is| in| France|.\n|Rome| is| in| Italy|.\n|\n|Who|?
-    marked                           ~~~~~~~~~~~~~~~~~~~~~~~~ ~~~~~~~~~~~~~~~~~~~~~~
+    marked                           ~~~~~~~~~~~~~~~~~~~     ~~~~~~~~~~~~~~~~~
 
 - It begins with its first visible character, or with the space in front of that, wherever the mark stands: most
   tokenizers make one token of the two, and what is in front of a chunk must not depend on its first word.
-- A space at its end belongs to what follows. Signs at its end, where no white space is behind them, are outside:
-  they become one token with what follows, or not.
+- It ends with its last letter or digit: signs and white space behind that become one token with each other and with
+  what follows, or not, so the same passage in front of another line break would be another chunk.
 - A token with other text of both sides of a mark belongs to neither.
 """
 
@@ -85,17 +85,15 @@ def encode_chunk(tokenizer: Any, text: str, path: str) -> tuple[list[int], list[
     """The ids of a chunk behind a line break, and of its end that is outside, with a line break.
 
     Args:
-        text: the chunk, with visible text. What follows it in prompts is a line break, or text where it ends with white
-            space.
+        text: the chunk, with visible text.
 
     Raises:
         ChunkCacheRequestError: it has no tokens.
     """
-    behind = _PROBE if text[-1].isspace() else _LINE_BREAK
-    marked = MarkedText((_LINE_BREAK, text, behind), (None, Mark(path, text), None))
+    marked = MarkedText((_LINE_BREAK, text, _LINE_BREAK), (None, Mark(path, text), None))
     encoded = encode_marked(tokenizer, marked, {"add_special_tokens": False})
     ((start, end),) = encoded.spans
-    return encoded.ids[start:end], encoded.ids[end:] if behind == _LINE_BREAK else []
+    return encoded.ids[start:end], encoded.ids[end:]
 
 
 def encode_prefix(tokenizer: Any, text: str) -> list[int]:
@@ -133,11 +131,10 @@ def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
     """Where visible text in front of each piece ends, where what counts as it begins and ends, in characters."""
     text, at, visible_end = marked.text, 0, 0
     for piece in marked.pieces:
-        lead, core, trail = trimmed(piece)
+        lead, core, _ = trimmed(piece)
         start, end = at + len(lead), at + len(piece)
         if core:
-            own_end = end - trail.endswith(" ") if trail else start + word_end(core)
-            yield visible_end, start - (text[start - 1 : start] == " "), own_end
+            yield visible_end, start - (text[start - 1 : start] == " "), start + word_end(core)
             visible_end = start + len(core)
         else:
             yield visible_end, end, end

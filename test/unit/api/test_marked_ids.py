@@ -93,8 +93,10 @@ def test_a_passage_behind_a_line_break_has_the_ids_that_are_warmed(family: str, 
     tokenizer = tokenizer_of(family)
     ids, end_ids = encode_chunk(tokenizer, PASSAGE, "text")
     assert chunks_of(tokenizer, front, PASSAGE, behind) == [ids]
-    assert chunks_of(tokenizer, front, f"{PASSAGE}\n", "Who?") == [encode_chunk(tokenizer, f"{PASSAGE}\n", "text")[0]]
-    assert chunks_of(tokenizer, front, f"{PASSAGE} ", "Who?") == [encode_chunk(tokenizer, f"{PASSAGE} ", "text")[0]]
+    for space in ("\n", " ", "\n\n", " \n\t"):
+        assert encode_chunk(tokenizer, PASSAGE + space, "text")[0] == ids
+        assert chunks_of(tokenizer, front, PASSAGE + space, "Who?") == [ids]
+        assert chunks_of(tokenizer, front, PASSAGE + space, f"{space}Who?") == [ids]
     assert tokenizer.decode(ids).strip() == PASSAGE[:-2]
     assert tokenizer.decode(end_ids).strip() == ")."
 
@@ -150,7 +152,7 @@ def test_a_chunk_without_a_token_of_its_own() -> None:
 
 def test_signs_alone_are_a_chunk() -> None:
     tokenizer = make_tokenizer()
-    assert [tokenizer.decode(ids) for ids in chunks_of(tokenizer, "a\n", " *** \n", "b")] == [" *** \n"]
+    assert [tokenizer.decode(ids) for ids in chunks_of(tokenizer, "a\n", " *** \n", "b")] == [" ***"]
 
 
 def test_special_tokens_in_the_text_are_kept_whole() -> None:

@@ -47,7 +47,7 @@ def test_a_text_is_cut_at_its_separators(tmp_path: Path, tokenizer: Any) -> None
     (prompt,) = read(tmp_path, tokenizer, {"text": TEXT, "sampling_params": {"max_new_tokens": 4}}).prompts
     head, *chunks, tail = pieces(prompt, tokenizer)
     assert head.endswith("Read.")
-    assert (chunks, tail) == (["Paris is in France.\n", "Rome is in Italy.\n"], "Where is Rome?")
+    assert (chunks, tail) == (["Paris is in France", ".\n", "Rome is in Italy"], ".\nWhere is Rome?")
     assert prompt.ids == tuple(tokenizer(head.removeprefix("<|bos|>"))["input_ids"]) + prompt.ids[len(prompt.head) :]
     assert read(tmp_path, tokenizer, {"prompt": TEXT}).prompts == (prompt,)
 
@@ -82,7 +82,7 @@ def test_a_question_is_written_as_the_harness_writes_it(tmp_path: Path, tokenize
     value = {"system": "Read.", "chunks": ["A<|chunk|>B", "C"], "question": "Q?", "answers": ["x", "y"]}
     (plain,) = read(tmp_path, tokenizer, value).prompts
     _, *chunks, tail = pieces(plain, tokenizer)
-    assert (chunks, tail) == (["A B\n\n", "C\n\n"], "Q?\nAnswer:")
+    assert (chunks, tail) == (["A B", "\n\n", "C"], "\n\nQ?\nAnswer:")
     assert tokenizer.decode(list(plain.gold)) == " x"
     (chat,) = read(tmp_path, tokenizer, value, chat=True).prompts
     assert tokenizer.decode(list(chat.ids)).startswith("<|bos|><|system|>Read.<|user|>")
