@@ -56,7 +56,7 @@ class Holders:
     Args:
         replicas: sources by name, such as the addresses by which a gateway knows them.
         salt: that of the servers.
-        encode: makes token ids of a text, without special tokens; None = chunks are asked for by key or token ids.
+        encode: makes the token ids of a passage as a chunk (`encode_chunk`); None = chunks are asked for by key or ids.
 
     Example:
         >>> source = Source("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")

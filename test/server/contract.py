@@ -80,6 +80,11 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
+def chunk_ids(tokenizer: Any, text: str) -> list[int]:
+    """Of a passage, without the signs and the white space at its end."""
+    return encode(tokenizer, text.rstrip(".\n"))
+
+
 def check_reply(reply: Any, prompt_tokens: int, spans: Sequence[Sequence[int]] | None = None) -> Mapping[str, Any]:
     """Everything that holds for any reply; returns it."""
     assert isinstance(reply, dict), reply

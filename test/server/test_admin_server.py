@@ -22,7 +22,7 @@ import pytest
 
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
-from server.contract import encode, generated, marked, prime, statuses
+from server.contract import chunk_ids, generated, marked, prime, statuses
 from server_fixture import Server
 from sglang_chunk_cache.admin.admin_page import page
 
@@ -172,7 +172,7 @@ def test_stats_and_variants(empty, tokenizer, passages):
     rank = empty.rank()
     assert (before["index"]["num_variants"], before["tiers"]["pool"]["tokens"]) == (0, 0)
     assert rank["index"]["num_variants"] == rank["tiers"]["pool"]["variants"] == 2
-    lengths = [len(encode(tokenizer, text)) for text in (a, b)]
+    lengths = [len(chunk_ids(tokenizer, text)) for text in (a, b)]
     pool = rank["tiers"]["pool"]
     assert pool["tokens"] == sum(lengths)
     assert pool["bytes"] == pool["tokens"] * pool["capacity_bytes"] // pool["capacity_tokens"]
@@ -363,7 +363,7 @@ def test_warming_in_a_full_pool_evicts_no_more_than_it_needs(empty, passages):
 
 def test_warm_by_ids_and_in_a_partition(empty, tokenizer, passages):
     a, b = passages.several(2)
-    ids = [encode(tokenizer, text) for text in (a, b)]
+    ids = [chunk_ids(tokenizer, text) for text in (a, b)]
     lines = empty.warm(input_ids=ids, prefix_ids=[tokenizer.bos_token_id], cache_salt="salt")
     assert lines[-1]["stored"] == 2
     prompt = marked([b, a], head="There. ").text

@@ -19,7 +19,7 @@ from chunk_cache_tools.holders import Holders, Source
 from doc_pages import blocks, section
 from server.admin_server import KEY, AdminServer
 from server.conftest import FLAGS, STRICT
-from server.contract import encode, marked
+from server.contract import chunk_ids, marked
 from server.tier_contract import PATIENCE_S, fill_pool
 
 pytestmark = [pytest.mark.all, pytest.mark.server]
@@ -83,10 +83,10 @@ def test_what_is_stored_evicted_flushed_and_there_again(launch, passages, tokeni
     server = launch()
     source = {NAME: Source(*(server.config["events"][key] for key in ("endpoint", "replay_endpoint")))}
     chunks = passages.several(3)
-    first, second, third = (len(encode(tokenizer, chunk)) for chunk in chunks)
+    first, second, third = (len(chunk_ids(tokenizer, chunk)) for chunk in chunks)
     with (
-        Holders(source, SALT, encode=partial(encode, tokenizer)) as holders,
-        Holders(source, "another", encode=partial(encode, tokenizer)) as stranger,
+        Holders(source, SALT, encode=partial(chunk_ids, tokenizer)) as holders,
+        Holders(source, "another", encode=partial(chunk_ids, tokenizer)) as stranger,
     ):
 
         def held(who: Holders = holders) -> Sequence[dict[str, int]]:
@@ -128,10 +128,10 @@ def test_data_parallel_ranks_publish_each_for_itself(model_dir: Path, passages, 
     flags = ("--dp-size", "2", "--chunk-cache", "--chunk-cache-config", json.dumps({"events": events_of(*ports)}))
     sources = {f"{NAME} {rank}": Source(*(f"tcp://127.0.0.1:{port + rank}" for port in ports)) for rank in range(2)}
     chunks = passages.several(2)
-    lens = [len(encode(tokenizer, chunk)) for chunk in chunks]
+    lens = [len(chunk_ids(tokenizer, chunk)) for chunk in chunks]
     with (
         AdminServer(model_dir, *FLAGS, "--api-key", KEY, *flags, env=STRICT) as server,
-        Holders(sources, SALT, encode=partial(encode, tokenizer)) as holders,
+        Holders(sources, SALT, encode=partial(chunk_ids, tokenizer)) as holders,
     ):
         for rank, chunk in enumerate(chunks):
             server.generate(marked([chunk]).text, max_new_tokens=1, routed_dp_rank=rank)
@@ -145,10 +145,10 @@ def test_of_tensor_parallel_ranks_the_first_publishes(model_dir: Path, passages,
     flags = ("--tp", "2", "--chunk-cache", "--chunk-cache-config", json.dumps({"events": events}))
     source = {NAME: Source(events["endpoint"], events["replay_endpoint"])}
     chunks = passages.several(2)
-    lens = [len(encode(tokenizer, chunk)) for chunk in chunks]
+    lens = [len(chunk_ids(tokenizer, chunk)) for chunk in chunks]
     with (
         AdminServer(model_dir, *FLAGS, "--api-key", KEY, *flags, env=STRICT) as server,
-        Holders(source, SALT, encode=partial(encode, tokenizer)) as holders,
+        Holders(source, SALT, encode=partial(chunk_ids, tokenizer)) as holders,
     ):
         server.generate(marked(chunks).text, max_new_tokens=1)
         eventually(partial(holders.who_holds, chunks), {NAME: sum(lens)})

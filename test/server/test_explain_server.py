@@ -51,12 +51,13 @@ def test_every_method_is_drawn(ask, prompt, tokenizer, tmp_path, capsys):
     assert (code, captured.err) == (0, "")
     assert list(found) == list(METHODS_OF_ANY_SERVER)
     spans = prompt.spans(tokenizer)
-    first_end, last_end = spans[0][1], spans[-1][1]
-    reused = set(range(first_end, last_end))  # the first chunk was primed where it stands
+    reused = {place for start, end in spans[1:] for place in range(start, end)}  # the first was primed where it stands
     for label, one in found.items():
         assert [chunk["status"] for chunk in one.reply["chunks"]] == ["prefix", "hit", "hit"], label
-        assert positions(one, Kind.PREFIX) == set(range(first_end)), label
-        assert positions(one, Kind.COMPUTED) == set(range(last_end, len(one.states))), label
+        prefix = positions(one, Kind.PREFIX)
+        assert prefix == set(range(len(prefix))), label
+        assert spans[0][1] <= len(prefix) <= spans[1][0], label
+        assert positions(one, Kind.COMPUTED) == set(range(len(one.states))) - prefix - reused, label
         recomputed = positions(one, Kind.RECOMPUTED, Kind.DROPPED)
         if label in ("full-reuse", "full", "seams"):  # the passages are no longer than a seam
             assert recomputed == (set() if label == "full-reuse" else reused)

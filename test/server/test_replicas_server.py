@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.keys import Partition, chunk_key
-from server.contract import Marked, Passages, encode, marked, prime, reasons, statuses
+from server.contract import Marked, Passages, chunk_ids, marked, prime, reasons, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     assert_right,
@@ -177,7 +177,7 @@ def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, token
     prime(fleet.first, [text], **fields)
     wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") > written, "not written")
     if isinstance(fleet.store, RedisServer):
-        own = chunk_key(Partition(), encode(tokenizer, text)).hex().encode()
+        own = chunk_key(Partition(), chunk_ids(tokenizer, text)).hex().encode()
         assert not any(own in name for name, _ in _values(fleet.store))
     fleet.second.flush()
     _, reply = reuse(fleet.second, marked([text], head="Guessed. "), tokenizer)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from chunk_cache.keys import Partition
-from server.contract import FULL, Passages, encode, generated, marked, prime, reasons, same_logprobs, statuses
+from server.contract import FULL, Passages, chunk_ids, generated, marked, prime, reasons, same_logprobs, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
     Folder,
@@ -184,7 +184,7 @@ def test_what_is_on_disk_is_not_warmed_again(through, tokenizer, passages, folde
     lines = through.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["stored"], summary["already"], summary["present"]) == (1, 1, 2)
-    assert summary["computed_tokens"] == len(encode(tokenizer, chunks[1]))
+    assert summary["computed_tokens"] == len(chunk_ids(tokenizer, chunks[1]))
     _, reply = reuse(through, marked(chunks, head="Warm. "), tokenizer)
     assert tiers(reply) == ["disk", "pool"]
     through.post("/chunk_cache/evict", {"texts": chunks})
