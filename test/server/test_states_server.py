@@ -1,5 +1,5 @@
 """A hybrid of states and attention (Qwen3.5's class) on the CPU: stock SGLang computes it as our own forward does, and
-reused passages are put together as the study does in plain torch.
+reused passages are put together as `reference_hybrid` does in plain torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from benchmark.quality.hybrid.pieces import Prompt, Reused, Run
 from benchmark.quality.synthetic.vocabulary import WORDS
-from benchmark.quality.train.export import Run as TrainingRun
-from benchmark.quality.train.export import read_model, write_model
-from benchmark.quality.train.hybrid import Hybrid, HybridConfig
-from benchmark.quality.train.model import Layout
 
+from reference_hybrid import HybridConfig, Prompt, Reused, Run, random_hybrid, read_model, write_model
 from server.tier_contract import tiers, wait_until
 from server_fixture import OneAtATime, Server, output_logprobs
 
@@ -29,14 +25,8 @@ SEAM_LEN = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random hybrid, no weight of which is at zero."""
-    model = Hybrid(CONFIG, torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        if weight.ndim >= 2 and "embed" not in name:
-            torch.nn.init.normal_(weight, std=1.5 * weight[0].numel() ** -0.5, generator=generator)
     folder = tmp_path_factory.mktemp("hybrid")
-    write_model(TrainingRun(CONFIG, 0, 0, 0, model.state_dict()), folder)
+    write_model(random_hybrid(CONFIG, seed=0), folder)
     return folder
 
 
@@ -74,10 +64,7 @@ def worst_difference(model, server, prompts, num_generated):
         replies = list(pool.map(ask, prompts))
     worst = 0.0
     for ids, reply in zip(prompts, replies, strict=True):
-        every = torch.tensor([*ids, *reply["output_ids"]])
-        layout = Layout(len(every), torch.arange(len(every))[None], None)
-        with torch.no_grad():
-            expected = model.logits(model(every[None], layout))[0].log_softmax(-1)
+        expected = Prompt(model, [Run([*ids, *reply["output_ids"]])]).logits.log_softmax(-1)
         for place, (found, token, _) in enumerate(reply["meta_info"]["output_token_logprobs"], start=len(ids) - 1):
             worst = max(worst, abs(found - float(expected[place, token])))
     return worst, [reply["meta_info"]["cached_tokens"] for reply in replies]
@@ -119,28 +106,26 @@ def composed(model, system, chunks, stored, reply, question):
     info, parts = reply["meta_info"]["chunk_cache"], [Run(system)]
     for chunk, piece, told in zip(chunks, stored, info["chunks"], strict=True):
         is_reused = told["status"] == "hit" and len(told["recomputed_positions"]) < len(chunk)
-        parts += [Run(chunk[:SEAM_LEN]), Reused(piece, len(chunk) - SEAM_LEN)] if is_reused else [Run(chunk)]
+        parts += [Run(chunk[:SEAM_LEN]), piece] if is_reused else [Run(chunk)]
     answer = reply["output_ids"]
-    with torch.no_grad():
-        prompt = Prompt(model, [*parts, Run([*question, *answer[:-1]])])
-        logits = model.logits(prompt.hidden[0, -len(answer) :]).log_softmax(-1)
+    prompt = Prompt(model, [*parts, Run([*question, *answer[:-1]])])
+    logits = prompt.logits[-len(answer) :].log_softmax(-1)
     return sum(isinstance(part, Reused) for part in parts), [
         float(row[token]) for row, token in zip(logits, answer, strict=True)
     ]
 
 
 @pytest.mark.parametrize(("ratio", "num_reused"), [(0.0, 10), (0.6, 5), (1.0, 0)])
-def test_passages_are_put_together_as_in_the_study(folder, reusing, ratio, num_reused):
+def test_passages_are_put_together_as_by_the_reference(folder, reusing, ratio, num_reused):
     """One longer than a step, one twice in a prompt; with more than seams whole passages are computed."""
     reusing.post("/flush_cache", {})
     model, generator = read_model(folder, CONFIG), torch.Generator().manual_seed(3)
     system, chunks = draw(generator, 20), [draw(generator, length) for length in (40, 33, 51, 200)]
     for chunk in chunks:
         ask(reusing, system, [chunk], draw(generator, 3))
-    with torch.no_grad():
-        stored = [
-            Prompt(model, [Run(system + chunk)]).stored(len(system), len(chunk)).piece(SEAM_LEN) for chunk in chunks
-        ]
+    stored = [
+        Prompt(model, [Run(system + chunk)]).piece(len(system) + SEAM_LEN, len(system) + len(chunk)) for chunk in chunks
+    ]
     found = 0
     for order in ((3, 1, 0, 2), (2, 0, 1), (1, 1, 3), (0, 3)):
         own, question = [chunks[i] for i in order], draw(generator, 9)

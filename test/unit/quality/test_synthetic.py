@@ -11,7 +11,6 @@ from benchmark.quality.question import Question, read_questions, write_questions
 from benchmark.quality.synthetic.notes import FAMILIES, Shape, ShapeError, make_notes
 from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 from benchmark.quality.synthetic.vocabulary import ROLES, SYSTEM, UNKNOWN, WORDS, decode, encode
-from benchmark.quality.train.curriculum import STAGES
 
 
 def solve(question: Question) -> str:
@@ -49,11 +48,11 @@ def test_answer_follows_from_text(family):
     assert all(question.system == SYSTEM for question in questions)
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.shape], ids=lambda stage: stage.name)
-def test_every_question_of_training_notes_is_answerable(stage):
+@pytest.mark.parametrize("shape", [Shape(), Shape((2, 2), (48, 72), num_chains=4, chain_depth=2, local_carry=0.4)])
+def test_every_question_of_notes_is_answerable(shape):
     rng = random.Random(1)
     for _ in range(20):
-        notes = make_notes(rng, stage.shape)
+        notes = make_notes(rng, shape)
         for asked in notes.asked:
             assert solve(Question(SYSTEM, notes.chunks, asked.question, (asked.answer,))) == asked.answer
 
