@@ -28,8 +28,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from chunk_cache.index.chunk_index import ChunkIndex, Lookup
+from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import use_weight
 from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant

@@ -175,7 +175,8 @@ def candidates(bench: Bench, call: tuple, scale: float) -> Iterator[tuple[str, C
     if not bench.has_triton:
         yield "torch", lambda: sparse_extend(*call, sm_scale=scale, backend="torch")
         return
-    from sgl_kernel_ext.sparse_extend.triton import Tile, sparse_extend_triton
+    from sgl_kernel_ext.sparse_extend.tiling import Tile
+    from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
     yield "triton", lambda: sparse_extend(*call, sm_scale=scale, backend="triton")
     if bench.args.sweep:

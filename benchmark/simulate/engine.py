@@ -31,11 +31,12 @@ from benchmark.simulate.store import SYSTEM, Node, Pool
 from benchmark.simulate.tally import FIELDS, Counts, Outcome
 from benchmark.simulate.trace import Request, Trace
 
+from chunk_cache.actions import Forgo, Keep
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import marks_of, piece_starts
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, partition_key
-from chunk_cache.manager import ChunkManager, Forgo, Keep
+from chunk_cache.manager import ChunkManager
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan

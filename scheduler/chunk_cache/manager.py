@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
-from chunk_cache.index.chunk_index import ChunkIndex, Lookup
+from chunk_cache.actions import Accept, Arriving, Forgo, Keep, Missing, Promote
+from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
-from chunk_cache.index.need import Described, Need
+from chunk_cache.index.lookup import NOTHING, Lookup
+from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import use_weight
-from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.config import Config
@@ -39,15 +40,13 @@ from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import question_of
 from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.retention import Retention
 from chunk_cache.tiers.variant_search import Held, is_better
 from chunk_cache.types import Span
 
-MAX_DERIVED_SHARE = 0.25
-"""Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
 ROOM_PER_REUSED = 4
 """Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
 
-_PREPARING = Lookup(None, 0, "preparing")
 _NO_REASONS: Mapping[bytes, str] = MappingProxyType({})
 
 
@@ -60,65 +59,6 @@ class Store(Protocol):
 
     def resolve(self, variant: Variant) -> int:
         """Leading tokens of the variant that are still stored; 0 = gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """A chunk of a prompt to remember: where it lies in its path, or in a home of its own."""
-
-    chunk: int
-    generation: int
-    in_path: bool
-    is_prepared: bool = False
-    fixed: int | None = None
-    """The variant that was fixed for the prompt; None where the chunk was computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forgo:
-    """A chunk that was computed and is not remembered, and why."""
-
-    chunk: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """A variant at the end of a cold path to copy to a home of its own."""
-
-    variant: Variant
-    priority: int
-    """Eviction priority of the home."""
-
-
-class Arriving(Described, Protocol):
-    """A variant that comes up from a tier."""
-
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """A variant from a tier that goes into the pool, in a home of its own."""
-
-    variant: Arriving
-    priority: int
-    """Eviction priority of the home."""
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A chunk of a prompt that is looked for in the tiers below the pool."""
-
-    chunk: int
-    need: Need
-    held: Held
-    """What the pool has; only something better is of use."""
 
 
 class ChunkManager:
@@ -163,10 +103,13 @@ class ChunkManager:
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
         self._words = words or QuestionWords()
         self._has_states = has_states
-        self._max_derived = math.inf if capacity is None else MAX_DERIVED_SHARE * capacity
+        self._max_unit_cfo = math.inf if config.max_cfo is None else config.max_cfo / (config.alpha or 1.0)
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
         self._is_by_frequency = config.eviction == "frequency-reuse"
+        self._retention = Retention(
+            config, self.index, store.resolve, self.look_up, self._stored_len, capacity, has_states
+        )
 
     # What a prompt reuses.
 
@@ -175,7 +118,7 @@ class ChunkManager:
         memo = prompt.memo
         if memo.version != self._version:
             memo.lookups.clear()
-        found = _PREPARING if chunk == prompt.to_prepare else memo.lookups.get(chunk)
+        found = NOTHING["preparing"] if chunk == prompt.to_prepare else memo.lookups.get(chunk)
         if found is None:
             found = self.index.lookup(prompt.keys[chunk], self.store.resolve, self.need(prompt, chunk))
             memo.lookups[chunk] = found
@@ -186,26 +129,22 @@ class ChunkManager:
     def _version(self) -> tuple[int, int]:
         return self.index.version, self.store.version
 
-    def max_generation(self, prompt: ChunkPrompt) -> int:
-        """Variants above it are not used; what is prepared is computed behind exact ones alone."""
-        return self.config.max_generation if prompt.to_prepare is None else 0
-
     def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
         """Where a prompt needs a chunk, and which variants it may be given."""
-        max_unit_cfo, alpha = math.inf, self.config.alpha or 1.0
-        if self.config.max_cfo is not None:
-            max_unit_cfo = self.config.max_cfo / alpha
-        return self._need(prompt, chunk, self.max_generation(prompt), max_unit_cfo)
-
-    def _need(self, prompt: ChunkPrompt, chunk: int, max_generation: int, max_unit_cfo: float = math.inf) -> Need:
         return Need(
-            max_generation=max_generation,
+            # What is prepared is computed behind exact ones alone.
+            max_generation=self.config.max_generation if prompt.to_prepare is None else 0,
             context=prompt.context(chunk),
             system=prompt.system,
             is_system_fixed=self._is_system_fixed,
             is_trust_limited=self._is_trust_limited,
-            max_unit_cfo=max_unit_cfo,
+            max_unit_cfo=self._max_unit_cfo,
         )
+
+    def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
+        """Leading tokens of a chunk that some variant has which fits, whatever it costs."""
+        need = replace(self.need(prompt, chunk), max_generation=self.config.max_generation, max_unit_cfo=math.inf)
+        return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
 
     def missing(self, prompt: ChunkPrompt) -> Iterator[Missing]:
         """Chunks that the pool has not, or only as a variant that does not fit a prompt perfectly."""
@@ -272,9 +211,7 @@ class ChunkManager:
         return self._stored_len(prompt, chunk) == prompt.length(chunk)
 
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
-        """Whether the whole of a chunk is stored as prepared behind what stands in front of it."""
-        variant = self.index.prepared(prompt.keys[chunk], prompt.system, prompt.context(chunk))
-        return variant is not None and self.store.resolve(variant) == variant.length
+        return self._retention.has_prepared(prompt, chunk)
 
     def plan(
         self,
@@ -345,17 +282,13 @@ class ChunkManager:
 
     def is_stored(self, plan: RecomputePlan) -> bool:
         """Whether all that a plan of an earlier step brings in is still there."""
-        hits = [chunk for chunk in plan.chunks if chunk.variant_id is not None]
-        variants = [self.index.get(chunk.variant_id) for chunk in hits if chunk.variant_id is not None]
-        return all(
-            variant is not None and self.store.resolve(variant) >= chunk.src_offset + chunk.num_reused
-            for chunk, variant in zip(hits, variants, strict=True)
-        )
+        hits = [(chunk, self.index.get(chunk.variant_id)) for chunk in plan.chunks if chunk.variant_id is not None]
+        return all(v is not None and self.store.resolve(v) >= chunk.src_offset + chunk.num_reused for chunk, v in hits)
 
     def _look_up_below(self, prompt: ChunkPrompt, chunk: int, reasons: Mapping[bytes, str]) -> Lookup:
         found = self.look_up(prompt, chunk)
         reason = None if found.variant is not None else reasons.get(prompt.keys[chunk])
-        return found if reason is None else Lookup(None, 0, reason)
+        return found if reason is None else NOTHING[reason]
 
     def _selector_reason(self, prompt: ChunkPrompt, default: str) -> str | None:
         """Why a method that asks the selector has no scores; None where it has, and for all others."""
@@ -417,130 +350,20 @@ class ChunkManager:
         """Tokens that running requests leave to stored chunks: by how much is reused, at most a share of `capacity`."""
         return min(int(self.config.keep_share * capacity), ROOM_PER_REUSED * self.index.num_reused_tokens)
 
-    # What is kept of it.
+    # What is kept of it (see `Retention`).
 
     def remember_exact(
         self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
     ) -> Iterator[Keep | Forgo]:
-        """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
-
-        In modes prepare and warm only the last is, in a home of its own.
-
-        Args:
-            in_tree: leading tokens of the prompt that its path holds.
-            up_to: leading tokens of the prompt that were computed.
-        """
-        if prompt.to_prepare is not None:
-            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
-            return
-        spans = prompt.options.spans if prompt.options.remembers else ()
-        exceeds_share = bool(spans) and self._exceeds_share(spans[-1][1])
-        for i, (start, end) in enumerate(spans):
-            covered_len = min(end, in_tree) - start
-            is_whole = covered_len == end - start
-            if exceeds_share:
-                yield Forgo(i, "partition_share")
-            elif is_whole or (2 * covered_len >= end - start and not self._has_states):
-                # A path that holds a part of the chunk may hold no more of it than is stored already; with states one
-                # variant of it is enough, of whatever context.
-                if (is_whole and not self._has_states) or self._stored_len(prompt, i) < covered_len:
-                    yield Keep(i, generation=0, in_path=True)
-            elif end <= up_to and self._is_new(prompt, i, 0, plan):
-                # The last page of a path is not stored: a short chunk at its end would be lost.
-                yield Keep(i, generation=0, in_path=False)
+        return self._retention.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
 
     def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
-        """Chunks that a fused prompt had to compute become derived variants in homes of their own.
-
-        So do those that it fixed for its context, where these are remembered and not too much is derived already. In
-        mode prepare only the last chunk does, and is a prepared one.
-        """
-        if prompt.to_prepare is not None:
-            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
-            return
-        generation = 0
-        # What a chunk does to states is known of one that was computed whole.
-        fixes = self.config.remember == "contexts" and plan.num_recomputed > 0 and not self._has_states
-        for i, chunk in enumerate(plan.chunks):
-            if chunk.generation is not None and plan.ratio < 1.0:
-                generation = max(generation, 1 + chunk.generation)
-            is_fixed = fixes and bool(chunk.unit_cfo)
-            if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
-                continue
-            if generation > self.config.max_generation:
-                yield Forgo(i, "generation_limit")
-            elif is_fixed and self._is_wanted(prompt, i, generation):
-                if self.index.num_derived_tokens + prompt.length(i) <= self._max_derived:
-                    yield Keep(i, generation, in_path=False, fixed=chunk.variant_id)
-                else:
-                    yield Forgo(i, "memory")
-            elif not is_fixed and self._is_new(prompt, i, generation, plan):
-                yield Keep(i, generation, in_path=False)
-
-    def _exceeds_share(self, path_len: int) -> bool:
-        """Whether a path alone is more than a partition may have."""
-        return path_len > self.index.quota.path_tokens.most
-
-    def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
-        need = self._need(prompt, chunk, self.config.max_generation)
-        return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
-
-    def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
-        """The chunk behind what stands in front of it, where it is not stored so already."""
-        generation = int(prompt.options.mode == "prepare")  # at any ratio
-        if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt, chunk):
-            return
-        if self.config.max_generation < generation:
-            yield Forgo(chunk, "generation_limit")
-        elif self._is_wanted(prompt, chunk, generation, is_prepared=True):
-            yield Keep(chunk, generation, in_path=False, is_prepared=True)
-
-    def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
-        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
-
-        A chunk that was computed because its variants do not fit this context is new if none of this context is stored.
-        """
-        found = self.look_up(prompt, chunk)
-        if found.covered_len == prompt.length(chunk):
-            is_costly = plan is not None and plan.chunks[chunk].reason == "high_cfo"
-            if not is_costly or found.unit_cfo == 0.0:
-                return False
-        return self._is_wanted(prompt, chunk, generation)
-
-    def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:
-        return self.index.wants(
-            prompt.keys[chunk],
-            start=prompt.options.spans[chunk][0],
-            generation=generation,
-            context=prompt.context(chunk),
-            system=prompt.system,
-            is_prepared=is_prepared,
-        )
+        return self._retention.remember_fused(prompt, plan, up_to=up_to)
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
     ) -> Variant | None:
-        """What was to be kept lies in `home`; None where the index did not take it after all.
-
-        Args:
-            statistics: None = of a chunk that was fixed, those of what it was; of others there are none.
-        """
-        source = None if keep.fixed is None else self.index.get(keep.fixed)
-        if statistics is None and source is not None and source.statistics is not None:
-            statistics = source.statistics.behind(len(prompt.context(keep.chunk)), num_pieces(prompt.system))
-        start, end = prompt.options.spans[keep.chunk]
-        return self.index.add(
-            prompt.keys[keep.chunk],
-            length=end - start,
-            start=start,
-            generation=keep.generation,
-            context=prompt.context(keep.chunk),
-            prompt_keys=prompt.all_pieces,
-            system=prompt.system,
-            home=home,
-            statistics=statistics,
-            is_prepared=keep.is_prepared,
-        )
+        return self._retention.complete(prompt, keep, home, statistics)
 
     def promote(self, plan: RecomputePlan) -> Iterator[Promote]:
         """Popular variants that this plan used and that keep a cold path alive.

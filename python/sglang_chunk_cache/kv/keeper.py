@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from chunk_cache.actions import Forgo, Keep, Promote
 from chunk_cache.index.refresh import Origin, RefreshQueue
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
-from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
+from chunk_cache.manager import ChunkManager
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.kv.assembler import KVAssembler

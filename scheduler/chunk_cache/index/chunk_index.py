@@ -16,64 +16,23 @@ contexts), amortised over what it forgets; O(log variants) more where victims ar
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.index_counters import IndexCounters
 from chunk_cache.index.index_quota import IndexQuota
-from chunk_cache.index.need import OBSTACLES, Need, system_charge
+from chunk_cache.index.lookup import NOTHING, Lookup, Resolve, best_of
+from chunk_cache.index.need import Need
 from chunk_cache.index.observer import Observer
-from chunk_cache.index.paths import PathLedger
-from chunk_cache.index.peers import behind, beside_prepared, check_peers, find_same, is_superseded, ranked
-from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Rank, Variant, holder_of, rank_of
+from chunk_cache.index.peers import behind, find_same, is_superseded
+from chunk_cache.index.variant import Home, PathHome, PathTokens, Rank, Variant, check_home, holder_of, rank_of
+from chunk_cache.index.variant_table import VariantTable
 from chunk_cache.index.victims import AGEING, victim_order
 from chunk_cache.keys import partition_key
-from chunk_cache.types import REASONS
-
-Resolve: TypeAlias = Callable[[Variant], int]
-"""How many leading tokens of the variant are still stored; 0 = gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What is stored of one chunk."""
-
-    variant: Variant | None
-    covered_len: int
-    """Leading tokens of the chunk that are stored; 0 without a variant."""
-    reason: str | None
-    """Why there is no variant; None when there is one."""
-    unit_cfo: float | None = None
-    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where it was not asked for."""
-    other_system: float | None = None
-    """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
-
-    @property
-    def share_to_compute(self) -> float:
-        """Tokens that are not stored, and `unit_cfo` of the others, as a share of the chunk; 1 without a variant."""
-        if self.variant is None:
-            return 1.0
-        return 1.0 - (1.0 - (self.unit_cfo or 0.0)) * self.covered_len / self.variant.length
-
-    def __post_init__(self) -> None:
-        assert (self.variant is None) == (self.covered_len == 0), f"{self.covered_len} tokens of {self.variant}"
-        assert (self.variant is None) == (self.reason is not None), f"variant {self.variant}, reason {self.reason}"
-        assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"
-
 
 TOKENS_PER_LOOK = 128
 """Evicted tokens for which a sweep looks at one variant more; a chunk usually has more tokens."""
-
-MAX_GONE_KEYS = 4096
-"""Chunks that are remembered as evicted, the newest; only for the reason that a lookup gives."""
-
-_NOT_STORED = Lookup(None, 0, "not_stored")
-_EVICTED = Lookup(None, 0, "evicted")
-_PARTITION_SHARE = Lookup(None, 0, "partition_share")
-_PASSED_OVER = {reason: Lookup(None, 0, reason) for reason in OBSTACLES}
 
 
 class ChunkIndex:
@@ -102,31 +61,21 @@ class ChunkIndex:
         self.max_variants_per_chunk = max_variants_per_chunk
         self.max_path_tokens = max_path_tokens
         self.counters = IndexCounters()
-        self._by_key: dict[bytes, list[Variant]] = {}
-        self._order = victim_order(eviction, ageing)
         self.quota = IndexQuota(max_variants, max_path_tokens, partition_share, lambda: victim_order(eviction, ageing))
+        self._table = VariantTable(victim_order(eviction, ageing), self.quota)
         self._ageing = ageing
-        self._num_derived = 0
-        self.num_derived_tokens = 0
-        """Tokens of variants that came from approximate ones; prepared variants do not count."""
-        self.num_reused_tokens = 0
-        """Tokens of variants that were used; tokens that two of them share count twice."""
-        self._paths = PathLedger()
-        self._turns: deque[int] = deque()  # every variant once, and some that are gone
-        self._gone_keys: dict[bytes, Lookup] = {}  # with what is said of them
         self._next_id = 0
-        self._clock = 0
         self.version = 0
         """Changes whenever a lookup may find something better or worse; by a use it only finds another as good."""
         self.observer: Observer | None = None
         """Told what comes and goes; sizes are tokens."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._table.order)
 
     def __iter__(self) -> Iterator[Variant]:
         """All variants, in the order in which they go."""
-        return iter(self._order)
+        return iter(self._table.order)
 
     def victims(self, above: Sequence[bytes]) -> Iterator[Variant]:
         """All variants in the order in which they go, those of the partitions `above` before all others."""
@@ -138,30 +87,40 @@ class ChunkIndex:
 
     @property
     def num_chunks(self) -> int:
-        return len(self._by_key)
+        return len(self._table.by_key)
 
     @property
     def num_paths(self) -> int:
-        return len(self._paths)
+        return len(self._table.paths)
 
     @property
     def num_path_tokens(self) -> int:
-        return self._paths.total_tokens
+        return self._table.paths.total_tokens
+
+    @property
+    def num_derived_tokens(self) -> int:
+        """Tokens of variants that came from approximate ones; prepared variants do not count."""
+        return self._table.num_derived_tokens
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of variants that were used; tokens that two of them share count twice."""
+        return self._table.num_reused_tokens
 
     def get(self, variant_id: int) -> Variant | None:
-        return self._order.get(variant_id)
+        return self._table.order.get(variant_id)
 
     def has(self, key: bytes) -> bool:
         """Whether a variant of a chunk is remembered; that it is still in the store is not looked at."""
-        return key in self._by_key
+        return key in self._table.by_key
 
     def variants_of(self, key: bytes) -> list[Variant]:
         """The variants of one chunk, in the order in which they were stored; counts no lookup and forgets nothing."""
-        return list(self._by_key.get(key, ()))
+        return list(self._table.by_key.get(key, ()))
 
     def prepared(self, key: bytes, system: bytes, context: tuple[bytes, ...]) -> Variant | None:
         """The prepared variant of a chunk, where it was computed behind these."""
-        peers = self._by_key.get(key, ())
+        peers = self._table.by_key.get(key, ())
         return next((peer for peer in peers if peer.is_prepared and behind(peer) == (system, context)), None)
 
     def wants(
@@ -175,15 +134,11 @@ class ChunkIndex:
         is_prepared: bool = False,
     ) -> bool:
         """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
-        peers = self._by_key.get(key, ())
+        peers = self._table.by_key.get(key, ())
         if is_prepared and any(peer.is_prepared and peer.system == system for peer in peers):
             return True  # in the place of that one
-        place = system, context
-        if (
-            generation
-            and not is_prepared
-            and any(peer.is_exact and not peer.is_prepared and behind(peer) == place for peer in peers)
-        ):
+        place, is_derived = (system, context), generation and not is_prepared
+        if is_derived and any(peer.is_exact and not peer.is_prepared and behind(peer) == place for peer in peers):
             return False
         same = find_same(peers, start, place, is_prepared)
         if same is not None:
@@ -192,10 +147,8 @@ class ChunkIndex:
         return worst is None or rank_of(generation, is_prepared) <= worst
 
     def worst_rank(self, key: bytes) -> Rank | None:
-        """Where a chunk has as many variants as it may have: one that arrives is refused above this; None = there is
-        room.
-        """
-        peers = self._by_key.get(key, ())
+        """The worst rank that one more variant of a chunk may have; None = any, there is room."""
+        peers = self._table.by_key.get(key, ())
         return None if len(peers) < self.max_variants_per_chunk else max(peer.rank for peer in peers)
 
     def add(
@@ -230,17 +183,18 @@ class ChunkIndex:
             The variant that now lives in `home`, or None when `home` was not taken: a better variant stands for this
             KV, the chunk's bound holds only better ones, or the path alone exceeds its bound.
         """
-        _check_new(length, start, generation, home)
-        if not self._fits(home) or not self.wants(
+        check_home(home, length, start, generation)
+        fits = not isinstance(home, PathHome) or self.takes_path(len(home.path))
+        if not fits or not self.wants(
             key, start=start, generation=generation, context=context, system=system, is_prepared=is_prepared
         ):
             self.counters.num_refused += 1
             return None
-        peers, place = self._by_key.get(key, ()), (system, context)
+        peers, place = self._table.by_key.get(key, ()), (system, context)
         same = find_same(peers, start, place, is_prepared)
         if same is not None and same.generation == generation:
-            self._move(same, home)
-            self._refresh(same)
+            self.move(same, home)
+            self._table.refresh(same)
             if statistics is not None:
                 self.describe(same.variant_id, statistics)
             self.version += 1
@@ -266,13 +220,16 @@ class ChunkIndex:
             system=system,
         )
         self._next_id += 1
-        self._insert(variant)
+        self._table.insert(variant)
+        self.version += 1
         self.counters.num_added += 1
+        if self.observer is not None:
+            self.observer.stored(variant.key, variant.name, partition_key(variant.holder.partition), variant.length)
         return variant
 
     def stored_len(self, key: bytes, resolve: Resolve, need: Need) -> int:
         """The most leading tokens of a chunk that a fitting variant has; counts no lookup and forgets nothing."""
-        return max((resolve(peer) for peer in self._by_key.get(key, ()) if need.fits(peer)), default=0)
+        return max((resolve(peer) for peer in self._table.by_key.get(key, ()) if need.fits(peer)), default=0)
 
     def lookup(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
         """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
@@ -297,35 +254,12 @@ class ChunkIndex:
 
     def best(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
         """The variant that `lookup` would find; nothing is counted."""
-        peers = self._by_key.get(key)
-        if peers is None:
-            return self._gone_keys.get(key, _NOT_STORED)
-        allowed, obstacle = (list(peers), None) if need is None else need.sort_out(peers)
-        for prepared in [p for p in allowed if p.is_prepared and resolve(p) == 0]:
-            self._forget_gone(prepared)
-            allowed.remove(prepared)
-        allowed.sort(key=lambda variant: -variant.last_use)
-        best: Variant | None = None
-        best_len, best_cfo, best_share = 0, None, 1.0
-        for cfo, variant in ranked(beside_prepared(allowed), need):
-            if best is not None and best_share <= (cfo or 0.0):
-                break  # even if stored in full, it and all behind it are no better
-            covered_len = resolve(variant)
-            assert 0 <= covered_len <= variant.length, f"{covered_len} tokens stored of {variant}"
-            if covered_len == 0:
-                self._forget_gone(variant)
-                continue
-            share = 1.0 - (1.0 - (cfo or 0.0)) * covered_len / variant.length
-            if best is None or share < best_share:
-                best, best_len, best_cfo, best_share = variant, covered_len, cfo, share
-        if best is None:
-            return self._gone_keys.get(key, _EVICTED) if obstacle is None else _PASSED_OVER[obstacle]
-        charge = None if need is None or best.system == need.system else system_charge(best, need.system)
-        return Lookup(best, best_len, None, best_cfo, charge)
+        peers = self._table.by_key.get(key)
+        return NOTHING[self.why_gone(key)] if peers is None else best_of(peers, resolve, need, self._forget_gone)
 
     def why_gone(self, key: bytes) -> str:
         """Why no variant of a chunk is remembered, a reason of `chunk_cache.types`."""
-        return str(self._gone_keys.get(key, _NOT_STORED).reason)
+        return self._table.gone_keys.get(key, "not_stored")
 
     def sweep(self, resolve: Resolve, num_evicted: int) -> int:
         """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.
@@ -334,17 +268,9 @@ class ChunkIndex:
         that are gone small at a cost that does not depend on how many there are.
         """
         num_gone = 0
-        for _ in range(min(1 + num_evicted // TOKENS_PER_LOOK, len(self._turns))):
-            if not self._turns:
-                break  # what is forgotten may take turns that are nobody's with it
-            variant = self.get(self._turns.popleft())
-            if variant is None:
-                continue
-            if resolve(variant):
-                self._turns.append(variant.variant_id)
-            else:
-                self._forget_gone(variant)
-                num_gone += 1
+        for variant in self._table.gone(resolve, 1 + num_evicted // TOKENS_PER_LOOK):
+            self._forget_gone(variant)
+            num_gone += 1
         return num_gone
 
     def touch(self, variant: Variant, weight: float = 1.0) -> bool:
@@ -355,36 +281,38 @@ class ChunkIndex:
         """
         if self.get(variant.variant_id) is not variant:
             return False
-        if not variant.num_uses:
-            self.num_reused_tokens += variant.length
-        variant.num_uses += 1
-        variant.reuse_frequency += weight
-        self._refresh(variant)
+        self._table.use(variant, weight)
         return True
 
     @property
     def age(self) -> float:
         """What a newcomer is worth; 0 with eviction lru."""
-        return self._order.age
+        return self._table.order.age
 
     def advance_age(self, turnovers: float) -> None:
         """The store has evicted `turnovers` times what it holds; what was not used meanwhile is worth less for it."""
-        self._order.advance_age(self._ageing * turnovers)
+        self._table.order.advance_age(self._ageing * turnovers)
 
     def worth(self, variant: Variant) -> float:
         """Reuse frequency of a variant of this index, aged; 0 with eviction lru."""
-        return self._order.worth(variant)
+        return self._table.order.worth(variant)
 
     def popular_len(self, path: PathTokens, min_uses: int) -> int:
         """Tokens of the variants in a path that were used so often."""
-        holders = [self.get(variant_id) for variant_id in self._paths.holders(path)]
-        return sum(v.length for v in holders if v is not None and v.num_uses >= min_uses)
+        return sum(v.length for v in self._table.living_in(path) if v.num_uses >= min_uses)
 
     def move(self, variant: Variant, home: Home) -> None:
         """The KV of a variant of this index lies in `home` from now on."""
         assert self.get(variant.variant_id) is variant, f"{variant} is not in the index"
-        _check_new(variant.length, variant.start, variant.generation, home)
-        self._move(variant, home)
+        check_home(home, variant.length, variant.start, variant.generation)
+        holder = holder_of(home)
+        if holder is variant.holder:
+            return
+        assert holder.partition == variant.holder.partition, f"{variant} moves to another partition"
+        self.version += 1
+        self._table.move(variant, holder)
+        # after entering: the new path is then the most recently used and fits, so it is never the one that goes
+        self._shrink_paths(0, partition_key(holder.partition))
 
     def describe(self, variant_id: int, statistics: ChunkStatistics) -> Variant | None:
         """What was taken when a variant was computed, or computed anew; None when it is not there any more."""
@@ -409,23 +337,9 @@ class ChunkIndex:
         Args:
             why: the reason that lookups of these chunks give from now on; None = they never were stored.
         """
-        keys = [] if why is None else list(self._by_key)
         self.version += 1
         self.counters.num_discarded += len(self)
-        for variant in self:
-            if isinstance(variant.holder, NodeHome):
-                variant.holder.variant_id = -1
-        self._by_key.clear()
-        self._order.clear()
-        self._num_derived = 0
-        self.num_derived_tokens = 0
-        self.num_reused_tokens = 0
-        self._paths.clear()
-        self.quota.clear()
-        self._turns.clear()
-        self._gone_keys.clear()
-        for key in keys:
-            self._note_gone(key, Lookup(None, 0, why))
+        self._table.clear(why)
         if self.observer is not None:
             self.observer.cleared()
 
@@ -433,8 +347,8 @@ class ChunkIndex:
         """Sizes and counters, for metrics and logs."""
         sizes = {
             "num_variants": len(self),
-            "num_exact": len(self) - self._num_derived,
-            "num_derived": self._num_derived,
+            "num_exact": len(self) - self._table.num_derived,
+            "num_derived": self._table.num_derived,
             "num_chunks": self.num_chunks,
             "num_paths": self.num_paths,
             "num_path_tokens": self.num_path_tokens,
@@ -451,122 +365,45 @@ class ChunkIndex:
         Raises:
             AssertionError: something does not agree; the message says what.
         """
-        variants = list(self)
-        assert len({v.variant_id for v in variants}) == len(variants), "a variant is listed twice"
-        assert len(variants) <= self.max_variants, f"{len(variants)} variants, the bound is {self.max_variants}"
+        assert len(self) <= self.max_variants, f"{len(self)} variants, the bound is {self.max_variants}"
         assert self.num_path_tokens <= self.max_path_tokens, f"{self.num_path_tokens} path tokens are over the bound"
-        self._order.check_integrity(self._clock)
-        self.quota.check_integrity(variants, self._clock)
-        num_derived = sum(not v.is_exact for v in variants)
-        assert self._num_derived == num_derived, f"num_derived is {self._num_derived}, there are {num_derived}"
-        derived = sum(map(_derived_len, variants))
-        assert self.num_derived_tokens == derived, (
-            f"num_derived_tokens is {self.num_derived_tokens}, there are {derived}"
-        )
-        reused = sum(v.length for v in variants if v.num_uses)
-        assert self.num_reused_tokens == reused, f"num_reused_tokens is {self.num_reused_tokens}, there are {reused}"
-        check_peers(self._by_key, variants, self.max_variants_per_chunk)
-        turns = sorted(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
-        assert turns == sorted(v.variant_id for v in variants), f"turns {turns} are not those of the variants"
-        assert len(self._turns) <= 2 * len(variants) + 64, f"{len(self._turns)} turns of {len(variants)} variants"
-        assert self._by_key.keys().isdisjoint(self._gone_keys), "a chunk is stored and gone"
-        paths: dict[PathTokens, set[int]] = {}
-        nodes: set[NodeHome] = set()
-        for v in variants:
-            _check_new(v.length, v.start, v.generation, v.home)
-            if isinstance(v.holder, PathTokens):
-                paths.setdefault(v.holder, set()).add(v.variant_id)
-            else:
-                assert v.holder not in nodes, f"{v.holder} is the home of two variants"
-                assert v.holder.variant_id == v.variant_id, f"{v.holder} belongs to {v.holder.variant_id}, not to {v}"
-                nodes.add(v.holder)
+        self._table.check_integrity(self.max_variants_per_chunk)
+        for v in self:
             covered_len = resolve(v) if resolve else 0
             assert 0 <= covered_len <= v.length, f"{covered_len} tokens stored of {v}"
-        self._paths.check_integrity(paths)
-
-    def _fits(self, home: Home) -> bool:
-        return not isinstance(home, PathHome) or self.takes_path(len(home.path))
 
     def takes_path(self, length: int) -> bool:
         """Whether a path of so many tokens fits, alone."""
         return length <= min(self.max_path_tokens, self.quota.path_tokens.most)
 
-    def _refresh(self, variant: Variant) -> None:
-        self._clock += 1
-        variant.last_use = self._clock
-        self._order.touch(variant)
-        self.quota.touch(variant, self._order.age)
-        if isinstance(variant.holder, PathTokens):
-            self._paths.touch(variant.holder)
-
-    def _move(self, variant: Variant, home: Home) -> None:
-        if holder_of(home) is variant.holder:
-            return
-        assert holder_of(home).partition == variant.holder.partition, f"{variant} moves to another partition"
-        self.version += 1
-        self._leave_home(variant)
-        variant.holder = holder_of(home)
-        self._enter_home(variant)
-        # after entering: the new path is then the most recently used and fits, so it is never the one that goes
-        self._shrink_paths(0, partition_key(holder_of(home).partition))
-
     def _make_room(self, key: bytes, rank: Rank, home: Home) -> None:
         owner = partition_key(holder_of(home).partition)
-        peers = self._by_key.get(key, [])
+        peers = self._table.by_key.get(key, [])
         if len(peers) >= self.max_variants_per_chunk:
             not_better = (peer for peer in peers if peer.rank >= rank)
-            self._remove(min(not_better, key=self._order.order), is_victim=True)
+            self._remove(min(not_better, key=self._table.order.order), is_victim=True)
             self.counters.num_dropped_per_chunk += 1
-        if isinstance(home, PathHome) and home.path not in self._paths:
+        if isinstance(home, PathHome) and home.path not in self._table.paths:
             self._shrink_paths(len(home.path), owner)
         while self.quota.variants.excess(owner, 1) > 0:
             self._remove_for_share(self.quota.first(owner))
         while len(self) >= self.max_variants:
-            self._remove(self._order.first(), is_victim=True)
+            self._remove(self._table.order.first(), is_victim=True)
             self.counters.num_dropped_variants += 1
 
     def _shrink_paths(self, num_new_tokens: int, owner: bytes) -> None:
+        table = self._table
         while self.quota.path_tokens.excess(owner, num_new_tokens) > 0:
-            for variant_id in self.quota.oldest_path(owner):
-                variant = self.get(variant_id)
-                assert variant is not None, f"a path is held by variant {variant_id}, which is not in the index"
+            for variant in table.living_in(self.quota.oldest_path(owner)):
                 self._remove_for_share(variant)
-        while self._paths.total_tokens + num_new_tokens > self.max_path_tokens:
+        while table.paths.total_tokens + num_new_tokens > self.max_path_tokens:
             self.counters.num_dropped_paths += 1
-            for variant_id in self._paths.holders(self._paths.oldest()):
-                variant = self.get(variant_id)
-                assert variant is not None, f"a path is held by variant {variant_id}, which is not in the index"
+            for variant in table.living_in(table.paths.oldest()):
                 self._remove(variant)
-
-    def _insert(self, variant: Variant) -> None:
-        self.version += 1
-        self._by_key.setdefault(variant.key, []).append(variant)
-        self._clock += 1
-        variant.last_use = self._clock
-        self._order.add(variant)
-        self.quota.add(variant, self._order.age)
-        self._num_derived += not variant.is_exact
-        self.num_derived_tokens += _derived_len(variant)
-        self._enter_home(variant)
-        self._gone_keys.pop(variant.key, None)
-        self._turns.append(variant.variant_id)
-        if self.observer is not None:
-            self.observer.stored(variant.key, variant.name, partition_key(variant.holder.partition), variant.length)
 
     def _remove(self, variant: Variant, *, is_victim: bool = False) -> None:
         self.version += 1
-        peers = self._by_key[variant.key]
-        peers.remove(variant)
-        if not peers:
-            del self._by_key[variant.key]
-        (self._order.forget if is_victim else self._order.remove)(variant)
-        self._num_derived -= not variant.is_exact
-        self.num_derived_tokens -= _derived_len(variant)
-        self.num_reused_tokens -= variant.length if variant.num_uses else 0
-        self._leave_home(variant)
-        self.quota.remove(variant)
-        if len(self._turns) > 2 * len(self) + 64:
-            self._turns = deque(variant_id for variant_id in self._turns if self.get(variant_id) is not None)
+        self._table.remove(variant, is_victim=is_victim)
         if self.observer is not None:
             self.observer.removed(variant.key, variant.name)
 
@@ -574,49 +411,10 @@ class ChunkIndex:
         """The store has evicted it."""
         self._remove(variant)
         self.counters.num_gone += 1
-        self._note_gone(variant.key, _EVICTED)
+        self._table.note_gone(variant.key, "evicted")
 
     def _remove_for_share(self, variant: Variant) -> None:
         """Its partition has its share; nobody else's variants age by it."""
         self._remove(variant)
         self.counters.num_dropped_share += 1
-        self._note_gone(variant.key, _PARTITION_SHARE)
-
-    def _note_gone(self, key: bytes, why: Lookup) -> None:
-        if key not in self._by_key:
-            self._gone_keys[key] = why
-            if len(self._gone_keys) > MAX_GONE_KEYS:
-                del self._gone_keys[next(iter(self._gone_keys))]
-
-    def _enter_home(self, variant: Variant) -> None:
-        holder = variant.holder
-        if isinstance(holder, PathTokens):
-            before = self._paths.total_tokens
-            self._paths.hold(holder, variant.variant_id)
-            self.quota.hold(holder, variant.variant_id, self._paths.total_tokens - before)
-        else:
-            assert holder.variant_id < 0, f"{holder} is already the home of another variant"
-            holder.variant_id = variant.variant_id
-
-    def _leave_home(self, variant: Variant) -> None:
-        if isinstance(variant.holder, PathTokens):
-            before = self._paths.total_tokens
-            self._paths.release(variant.holder, variant.variant_id)
-            self.quota.release(variant.holder, variant.variant_id, before - self._paths.total_tokens)
-        else:
-            variant.holder.variant_id = -1
-
-
-def _derived_len(variant: Variant) -> int:
-    return 0 if variant.is_exact or variant.is_prepared else variant.length
-
-
-def _check_new(length: int, start: int, generation: int, home: Home) -> None:
-    assert length > 0, f"a chunk of {length} tokens"
-    assert min(start, generation) >= 0, f"start {start}, generation {generation}"
-    if isinstance(home, PathHome):
-        assert generation == 0, f"a path holds exact KV only, not generation {generation}"
-        assert home.start == start, f"at {home.start} in its path, but computed at {start}"
-        assert start + length <= len(home.path), f"[{start}, {start + length}) is outside {home.path}"
-    else:
-        assert len(home.node_key) >= length, f"{home} is shorter than the chunk's {length} tokens"
+        self._table.note_gone(variant.key, "partition_share")

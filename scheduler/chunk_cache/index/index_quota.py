@@ -95,10 +95,9 @@ class IndexQuota:
         own = self._own.get(owner)
         return () if own is None else own.order
 
-    def oldest_path(self, owner: bytes) -> list[int]:
-        """The variants in a partition's least recently used path."""
-        paths = self._own[owner].paths
-        return paths.holders(paths.oldest())
+    def oldest_path(self, owner: bytes) -> PathTokens:
+        """A partition's least recently used path."""
+        return self._own[owner].paths.oldest()
 
     def largest(self) -> dict[str, dict[str, int]]:
         """What the largest partitions have, by name, the largest first."""

@@ -72,6 +72,18 @@ def holder_of(home: Home) -> PathTokens | NodeHome:
     return home.path if isinstance(home, PathHome) else home
 
 
+def check_home(home: Home, length: int, start: int, generation: int) -> None:
+    """Asserts that a variant that was computed so can live in `home`."""
+    assert length > 0, f"a chunk of {length} tokens"
+    assert min(start, generation) >= 0, f"start {start}, generation {generation}"
+    if isinstance(home, PathHome):
+        assert generation == 0, f"a path holds exact KV only, not generation {generation}"
+        assert home.start == start, f"at {home.start} in its path, but computed at {start}"
+        assert start + length <= len(home.path), f"[{start}, {start + length}) is outside {home.path}"
+    else:
+        assert len(home.node_key) >= length, f"{home} is shorter than the chunk's {length} tokens"
+
+
 Rank: TypeAlias = tuple[int, bool]
 """Smaller is better: a variant takes the place of none of a smaller rank."""
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import OBSTACLES
 from chunk_cache.index.reusability import share_to_fix
 from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking

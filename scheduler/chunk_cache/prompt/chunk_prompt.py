@@ -18,7 +18,7 @@ from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.types import Span
 
 if TYPE_CHECKING:
-    from chunk_cache.index.chunk_index import Lookup
+    from chunk_cache.index.lookup import Lookup
     from chunk_cache.methods import Ranking
     from chunk_cache.plan.recompute_plan import RecomputePlan
 

@@ -17,43 +17,19 @@ Compile keys: two of the first kernel (with and without a split), one of the sec
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense, raw
+from sgl_kernel_ext.sparse_extend.tiling import MAX_SPLITS, Tile, choose_splits, choose_tile, find_tile
 from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, fp8_options, gpu_arch, load_q, operand, tanh
 
 # Below any score, yet finite.
 LOWEST = tl.constexpr(-1.0e30)
-_MIN_SPLIT_LEN = 512
-_MAX_SPLITS = 32
-_SEARCH_LEN = tl.constexpr(32)
-
-
-@triton.jit
-def _find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS: tl.constexpr):
-    """(request, number of tiles of those before it); the request is `num_requests` or more past the last tile."""
-    request = 0
-    tiles_before = 0
-    total = 0
-    for first in range(0, num_requests, _SEARCH_LEN):
-        request_id = first + tl.arange(0, _SEARCH_LEN)
-        exists = request_id < num_requests
-        first_row = tl.load(row_indptr_ptr + request_id, mask=exists, other=0)
-        num_rows = (tl.load(row_indptr_ptr + request_id + 1, mask=exists, other=0) - first_row).to(tl.int32)
-        num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-        tiles_up_to = total + tl.cumsum(num_tiles, 0)
-        is_before = tiles_up_to <= tile
-        # Padding counts too, but only where all requests do: past the end.
-        request += tl.sum(is_before.to(tl.int32), 0)
-        tiles_before = tl.maximum(tiles_before, tl.max(tl.where(is_before, tiles_up_to, 0), 0))
-        total += tl.sum(num_tiles, 0)
-    return request, tiles_before
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -199,7 +175,7 @@ def _sparse_extend_kernel(
     """out: [splits, rows, heads, V_DIM] and lse: [splits, rows, heads] fp32, dense, where keys are split."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request, tiles_before = _find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS)
+    request, tiles_before = find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS)
     if request < num_requests:
         row_start = tl.load(row_indptr_ptr + request).to(tl.int32) + (tile - tiles_before) * TILE_ROWS
         row_end = tl.minimum(tl.load(row_indptr_ptr + request + 1).to(tl.int32), row_start + TILE_ROWS)
@@ -238,7 +214,7 @@ def _sparse_extend_kernel(
         acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
         if HAS_SINKS:  # a key of value 0 that has been seen already, by the first split
             is_first = tl.program_id(2) == 0
-            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
             top = tl.where(is_first, sink, top)
             total = tl.where(is_first, 1.0, total)
         for IS_MASKED in tl.static_range(2):
@@ -316,15 +292,6 @@ def _combine_splits_kernel(
     tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=v_dim < V_DIM)
 
 
-class Tile(NamedTuple):
-    """What a program computes at one time, and by what means."""
-
-    block_m: int  # rows x query heads per key-value head
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int  # blocks of keys on their way at one time
-
-
 def sparse_extend_triton(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -361,7 +328,7 @@ def sparse_extend_triton(
     # Every request may end in a tile that is not full.
     max_tiles = triton.cdiv(num_rows, tile_rows) + num_requests
     # Of one request, as far as the host knows: how long each is, only the device does.
-    num_splits = _choose_splits(max_tiles * num_kv_heads, kv_indices.numel(), q.device)
+    num_splits = choose_splits(max_tiles * num_kv_heads, kv_indices.numel(), q.device)
     is_split = num_splits > 1
     if is_split:
         target = q.new_empty((num_splits * num_rows, num_q_heads, v_dim), dtype=torch.float32)
@@ -388,14 +355,10 @@ def sparse_extend_triton(
         float(logit_cap * LOG2_E),
         float(v_scale),
         q if sinks is None else sinks.contiguous(),
-        q.stride(0),
-        q.stride(1),
-        k_buffer.stride(0),
-        k_buffer.stride(1),
-        v_buffer.stride(0),
-        v_buffer.stride(1),
-        target.stride(0),
-        target.stride(1),
+        *q.stride()[:2],
+        *k_buffer.stride()[:2],
+        *v_buffer.stride()[:2],
+        *target.stride()[:2],
         GROUP=group,
         TILE_ROWS=tile_rows,
         HEAD_DIM=head_dim,
@@ -422,7 +385,7 @@ def sparse_extend_triton(
             *out.stride()[:2],
             V_DIM=v_dim,
             V_PAD=v_pad,
-            MAX_SPLITS=_MAX_SPLITS,
+            MAX_SPLITS=MAX_SPLITS,
             num_warps=4,
         )
 
@@ -431,41 +394,3 @@ def _on_device(indptr: torch.Tensor | Sequence[int], device: torch.device) -> to
     if isinstance(indptr, torch.Tensor):
         return indptr.to(device=device, dtype=torch.int64)
     return torch.tensor(indptr, dtype=torch.int64).to(device, non_blocking=True)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
-def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Among how many programs the keys of one tile are split: enough that every multiprocessor has two.
-
-    Not tuned on a GPU yet: 512 keys are a few microseconds' work.
-    """
-    wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
-    return max(1, min(wanted, num_keys // _MIN_SPLIT_LEN, _MAX_SPLITS))
-
-
-def choose_tile(dim_pad: int, q_size: int, group: int, arch: int, *, is_plain: bool = True) -> Tile:
-    """A tile within registers and shared memory of a GPU: no spills, 99 KB before sm_90 (test_budgets.py).
-
-    Args:
-        dim_pad: the larger dimension of K and V heads, padded.
-        q_size: bytes of an element of q.
-        group: query heads per key-value head.
-        arch: 90 for sm_90.
-        is_plain: K and V are of q's dtype, their dimensions not padded: what it takes to read others takes registers.
-    """
-    is_wide = dim_pad > 128
-    if q_size == 4:
-        tile = Tile(32, 16 if is_wide else 32, 4, 2)
-    elif arch < 80:
-        tile = Tile(32, 32, 4, 2) if is_wide else Tile(64, 64, 4, 2)
-    elif is_wide:
-        tile = Tile(128, 32, 8, 3) if arch >= 90 else Tile(64, 32, 8, 3)
-    elif arch < 89 and not is_plain:
-        tile = Tile(128, 32, 8, 3)
-    else:
-        tile = Tile(128, 64, 8, 3)
-    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group)))

@@ -215,7 +215,11 @@ def test_files(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(prompt(PASSAGE)["text"] + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps(prompt("B")) + "\n" + json.dumps(prompt("C", "D")) + "\n")
     requests = read_requests([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], tokenizer, MarkFlags(SEP))
-    assert [[chunk.text.lstrip() for chunk in request.chunks] for request in requests] == [[PASSAGE.rstrip(".\n")], ["B"], ["C", "D"]]
+    assert [[chunk.text.lstrip() for chunk in request.chunks] for request in requests] == [
+        [PASSAGE.rstrip(".\n")],
+        ["B"],
+        ["C", "D"],
+    ]
     with pytest.raises(ChunkCacheRequestError, match="--prompt nowhere: cannot be read"):
         read_requests(["nowhere"], tokenizer, MarkFlags(SEP))
 

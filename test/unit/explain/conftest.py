@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.planning import make_plan

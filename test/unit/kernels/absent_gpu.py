@@ -69,14 +69,12 @@ def launches_for(arch: int, *, compiles: bool = True) -> Iterator[list[Launch]]:
         self.device_caches[0][0][key] = _Uncompiled()
         return self.device_caches[0][0][key]
 
-    kernels = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
+    tiling = importlib.import_module("sgl_kernel_ext.sparse_extend.tiling")
     driver = triton.runtime.driver
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
-        patches.enter_context(
-            mock.patch.object(kernels, "_num_multiprocessors", return_value=NUM_MULTIPROCESSORS[arch])
-        )
+        patches.enter_context(mock.patch.object(tiling, "_num_multiprocessors", return_value=NUM_MULTIPROCESSORS[arch]))
         if not compiles:
             patches.enter_context(mock.patch.object(JITFunction, "_do_compile", do_not_compile))
         for function in _jit_functions():

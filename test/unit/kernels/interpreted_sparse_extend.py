@@ -45,7 +45,7 @@ def test_head_dims(make_problem, head_dim, v_head_dim):
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_windows(make_problem, hard_requests, monkeypatch, num_splits, window):
     kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
-    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    monkeypatch.setattr(kernel, "choose_splits", lambda *_: num_splits)
     check(make_problem([*hard_requests, (400, [0, 1, 63, 64, *range(200, 290), 399])]), window=window)
     check(make_problem([(200, [3, 199])], num_q_heads=6, num_kv_heads=2), logit_cap=3.0, window=window)
 
@@ -54,7 +54,7 @@ def test_windows(make_problem, hard_requests, monkeypatch, num_splits, window):
 def test_sinks(make_problem, hard_requests, monkeypatch, num_splits):
     """A sink counts once, also where keys are split, and where a share has no key that the row sees."""
     kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
-    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    monkeypatch.setattr(kernel, "choose_splits", lambda *_: num_splits)
     sinks = torch.tensor([0.5, -1.0, 9.0, -60.0, 3.0, 0.0], dtype=torch.bfloat16)
     requests = [*hard_requests, (400, [0, 1, 63, 64, *range(200, 290), 399])]
     for window, logit_cap in ((-1, 0.0), (30, 0.0), (-1, 3.0)):
@@ -66,14 +66,14 @@ def test_split_keys(make_problem, hard_requests, monkeypatch, dtype, num_splits)
     """More shares than blocks of keys, shares that a row sees nothing of, requests of one key."""
     # By import_module: the package's attribute of this name is the function.
     kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
-    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: num_splits)
+    monkeypatch.setattr(kernel, "choose_splits", lambda *_: num_splits)
     check(make_problem([*hard_requests, (400, [0, 1, 63, 64, 399])], dtype=dtype))
     check(make_problem([(400, [3, 399])], num_q_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40), logit_cap=3.0)
 
 
 def test_split_keys_into_a_strided_out(make_problem, hard_requests, monkeypatch):
     kernel = importlib.import_module("sgl_kernel_ext.sparse_extend.triton")
-    monkeypatch.setattr(kernel, "_choose_splits", lambda *_: 4)
+    monkeypatch.setattr(kernel, "choose_splits", lambda *_: 4)
     problem = make_problem(hard_requests)
     num_rows, num_q_heads, head_dim = problem.q.shape
     wide_out = torch.full((num_rows + 2, num_q_heads + 3, head_dim), -7.0)

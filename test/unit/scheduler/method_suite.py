@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.index.chunk_index import Lookup
 from chunk_cache.index.chunk_statistics import STATISTICS
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Options, Stage, num_rows_at
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option

@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from chunk_cache.index.chunk_index import MAX_GONE_KEYS, TOKENS_PER_LOOK, ChunkIndex, Lookup
+from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, ChunkIndex
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
 from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
+from chunk_cache.index.variant_table import MAX_GONE_KEYS
 from chunk_cache.keys import Partition, partition_key
 
 LENGTH = 4
@@ -292,15 +294,15 @@ def test_stats_count_what_happened(index: ChunkIndex) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda index: index._by_key.clear(),
+        lambda index: index._table.by_key.clear(),
         lambda index: setattr(index.lookup(B, ALL).variant.home, "variant_id", 7),
-        lambda index: index._paths.clear(),
-        lambda index: setattr(index._paths, "total_tokens", 7),
-        lambda index: index._order._exact.popitem(),
-        lambda index: index._order._exact.move_to_end(0),
+        lambda index: index._table.paths.clear(),
+        lambda index: setattr(index._table.paths, "total_tokens", 7),
+        lambda index: index._table.order._exact.popitem(),
+        lambda index: index._table.order._exact.move_to_end(0),
         lambda index: setattr(index, "max_variants", 2),
         lambda index: setattr(next(iter(index)), "generation", 0),
-        lambda index: index._by_key[A].append(index._by_key[A][0]),
+        lambda index: index._table.by_key[A].append(index._table.by_key[A][0]),
     ],
 )
 def test_check_integrity_sees_damage(index: ChunkIndex, damage: Callable[[ChunkIndex], object]) -> None:

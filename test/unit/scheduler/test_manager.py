@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, Lookup
+from chunk_cache.actions import Forgo, Keep, Promote
+from chunk_cache.index.chunk_index import TOKENS_PER_LOOK
 from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
 from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.index.variant import PathHome, PathTokens, Variant, variant_name
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ChunkManager, Forgo, Keep, Promote
+from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.options.request_options import RequestOptions

@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from chunk_cache.actions import Forgo, Keep
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager, Forgo, Keep
+from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.plan.recompute_plan import RecomputePlan

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.types import REASONS, Status

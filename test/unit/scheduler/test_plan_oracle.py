@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
 from chunk_cache.methods.base import AllReused

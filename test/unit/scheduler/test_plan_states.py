@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_cache.index.chunk_index import Lookup
+from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import STATE_METHODS
 from chunk_cache.options.request_options import RequestOptions

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from chunk_cache.actions import Keep
 from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, Variant
-from chunk_cache.manager import Keep
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
 from unit.tiers.tier_harness import Ranks

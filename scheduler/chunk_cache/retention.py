@@ -1,0 +1,165 @@
+"""Retention: what is kept of a prompt that was computed.
+
+    remember_exact, remember_fused   which of its chunks, and where
+    complete                         one of them lies in its home now
+
+Each chunk is decided on when it is asked for, so one is carried out and reported before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from chunk_cache.actions import Forgo, Keep
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.chunk_statistics import ChunkStatistics
+from chunk_cache.index.lookup import Lookup, Resolve
+from chunk_cache.index.system_prompt import num_pieces
+from chunk_cache.index.variant import Home, Variant
+from chunk_cache.options.config import Config
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+
+MAX_DERIVED_SHARE = 0.25
+"""Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
+
+
+@dataclass(frozen=True, eq=False)
+class Retention:
+    """See the head of this file.
+
+    Attributes:
+        look_up, stored_len: what is stored of a chunk of a prompt, and how many tokens of it fit there.
+        capacity: tokens that the store holds; None = any number.
+        has_states: as in `make_plan`.
+    """
+
+    config: Config
+    index: ChunkIndex
+    resolve: Resolve
+    look_up: Callable[[ChunkPrompt, int], Lookup]
+    stored_len: Callable[[ChunkPrompt, int], int]
+    capacity: int | None
+    has_states: bool
+
+    def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
+        """Whether the whole of a chunk is stored as prepared behind what stands in front of it."""
+        variant = self.index.prepared(prompt.keys[chunk], prompt.system, prompt.context(chunk))
+        return variant is not None and self.resolve(variant) == variant.length
+
+    def remember_exact(
+        self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
+    ) -> Iterator[Keep | Forgo]:
+        """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
+
+        In modes prepare and warm only the last is, in a home of its own.
+
+        Args:
+            in_tree: leading tokens of the prompt that its path holds.
+            up_to: leading tokens of the prompt that were computed.
+        """
+        if prompt.to_prepare is not None:
+            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
+            return
+        spans = prompt.options.spans if prompt.options.remembers else ()
+        exceeds_share = bool(spans) and spans[-1][1] > self.index.quota.path_tokens.most  # the path alone
+        for i, (start, end) in enumerate(spans):
+            covered_len = min(end, in_tree) - start
+            is_whole = covered_len == end - start
+            if exceeds_share:
+                yield Forgo(i, "partition_share")
+            elif is_whole or (2 * covered_len >= end - start and not self.has_states):
+                # A path that holds a part of the chunk may hold no more of it than is stored already; with states one
+                # variant of it is enough, of whatever context.
+                if (is_whole and not self.has_states) or self.stored_len(prompt, i) < covered_len:
+                    yield Keep(i, generation=0, in_path=True)
+            elif end <= up_to and self._is_new(prompt, i, 0, plan):
+                # The last page of a path is not stored: a short chunk at its end would be lost.
+                yield Keep(i, generation=0, in_path=False)
+
+    def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
+        """Chunks that a fused prompt had to compute become derived variants in homes of their own.
+
+        So do those that it fixed for its context, where these are remembered and not too much is derived already. In
+        mode prepare only the last chunk does, and is a prepared one.
+        """
+        if prompt.to_prepare is not None:
+            yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
+            return
+        generation = 0
+        # What a chunk does to states is known of one that was computed whole.
+        fixes = self.config.remember == "contexts" and plan.num_recomputed > 0 and not self.has_states
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.generation is not None and plan.ratio < 1.0:
+                generation = max(generation, 1 + chunk.generation)
+            is_fixed = fixes and bool(chunk.unit_cfo)
+            if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
+                continue
+            if generation > self.config.max_generation:
+                yield Forgo(i, "generation_limit")
+            elif is_fixed and self._is_wanted(prompt, i, generation):
+                derived_len = self.index.num_derived_tokens + prompt.length(i)
+                if self.capacity is None or derived_len <= MAX_DERIVED_SHARE * self.capacity:
+                    yield Keep(i, generation, in_path=False, fixed=chunk.variant_id)
+                else:
+                    yield Forgo(i, "memory")
+            elif not is_fixed and self._is_new(prompt, i, generation, plan):
+                yield Keep(i, generation, in_path=False)
+
+    def complete(
+        self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
+    ) -> Variant | None:
+        """What was to be kept lies in `home`; None where the index did not take it after all.
+
+        Args:
+            statistics: None = of a chunk that was fixed, those of what it was; of others there are none.
+        """
+        source = None if keep.fixed is None else self.index.get(keep.fixed)
+        if statistics is None and source is not None and source.statistics is not None:
+            statistics = source.statistics.behind(len(prompt.context(keep.chunk)), num_pieces(prompt.system))
+        start, end = prompt.options.spans[keep.chunk]
+        return self.index.add(
+            prompt.keys[keep.chunk],
+            length=end - start,
+            start=start,
+            generation=keep.generation,
+            context=prompt.context(keep.chunk),
+            prompt_keys=prompt.all_pieces,
+            system=prompt.system,
+            home=home,
+            statistics=statistics,
+            is_prepared=keep.is_prepared,
+        )
+
+    def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
+        """The chunk behind what stands in front of it, where it is not stored so already."""
+        generation = int(prompt.options.mode == "prepare")  # at any ratio
+        if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt, chunk):
+            return
+        if self.config.max_generation < generation:
+            yield Forgo(chunk, "generation_limit")
+        elif self._is_wanted(prompt, chunk, generation, is_prepared=True):
+            yield Keep(chunk, generation, in_path=False, is_prepared=True)
+
+    def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
+        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
+
+        A chunk that was computed because its variants do not fit this context is new if none of this context is stored.
+        """
+        found = self.look_up(prompt, chunk)
+        if found.covered_len == prompt.length(chunk):
+            is_costly = plan is not None and plan.chunks[chunk].reason == "high_cfo"
+            if not is_costly or found.unit_cfo == 0.0:
+                return False
+        return self._is_wanted(prompt, chunk, generation)
+
+    def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:
+        return self.index.wants(
+            prompt.keys[chunk],
+            start=prompt.options.spans[chunk][0],
+            generation=generation,
+            context=prompt.context(chunk),
+            system=prompt.system,
+            is_prepared=is_prepared,
+        )
