@@ -44,7 +44,6 @@ from benchmark.demo.report import (
     LEGEND_COLD,
     LEGEND_WARM,
     cold_table,
-    draw_plot,
     kinds_table,
     summarize,
     warm_table,
@@ -176,7 +175,7 @@ def measure_yours(args: argparse.Namespace, console: Console) -> Measured:
 
 
 def show(found: Measured, run: dict[str, Any], console: Console) -> None:
-    """Tables, legends, summary; plot and JSON in the output folder."""
+    """Tables, legends, summary; JSON in the output folder."""
     console.print()
     console.print(warm_table(found.clocked, found.qualities))
     console.print(f"Time on: {found.time_on}.", style="dim", soft_wrap=True)
@@ -191,11 +190,9 @@ def show(found: Measured, run: dict[str, Any], console: Console) -> None:
     for line in summarize(found.clocked, found.qualities, found.exchanges):
         console.print(line, soft_wrap=True)
     console.print()
-    about = (found.time_on, found.quality_on)
-    draw_plot(found.clocked, found.qualities, found.exchanges, OUT_DIR / "demo.png", about)
     described = {**run, "time_on": found.time_on, "quality_on": found.quality_on}
     write_json(found.clocked, found.qualities, found.exchanges, OUT_DIR / "demo.json", described)
-    for name, what in (("demo.png", "plot"), ("demo.json", "numbers"), ("server.log", "log")):
+    for name, what in (("demo.json", "numbers"), ("server.log", "log")):
         console.print(f"{what + ':':<8} {os.path.relpath(OUT_DIR / name)}", soft_wrap=True)
 
 

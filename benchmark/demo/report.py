@@ -1,10 +1,9 @@
-"""What the demo shows: tables (`warm_table`, `cold_table`, `kinds_table`), `summarize`, `draw_plot`, `write_json`."""
+"""What the demo shows: tables (`warm_table`, `cold_table`, `kinds_table`), `summarize`, `write_json`."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,6 @@ LEGEND_COLD = (
     "Nothing is stored when the first question comes. new: passages seen for the first time, which everybody must "
     "compute; reused: tokens of passages seen before, wherever they stood."
 )
-GREY, BLUE, ORANGE = "#9a9a9a", "#0072B2", "#D55E00"
 
 
 def name_of(condition: Condition) -> str:
@@ -128,61 +126,6 @@ def summarize(
         f"prefill, and {_small(quality.loss)} nats per token are lost. That depends on the model and the questions,",
         "so ask yours: chunk-cache verify MODEL PROMPTS.jsonl",
     ]
-
-
-def draw_plot(
-    clocked: Sequence[Clocked],
-    qualities: Mapping[Condition, Quality],
-    exchanges: Sequence[Exchange],
-    path: Path,
-    about: tuple[str, str],
-) -> None:
-    """A PNG: above, time and quality of every row of the first table; below, both sides of every cold question.
-
-    Args:
-        about: what time and quality were measured on.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure = plt.figure(figsize=(11, 8), layout="constrained")
-    grid = figure.add_gridspec(2, 2)
-    time, quality, below = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
-    conditions = (REFERENCE, *REUSED)
-    names, places = [name_of(condition) for condition in conditions], range(len(conditions))
-    firsts = [1e3 * medians(clocked, condition)[0] for condition in conditions]
-    time.barh(places, firsts, color=[GREY, *[BLUE] * len(REUSED)])
-    for place, condition, first in zip(places, conditions, firsts, strict=True):
-        time.text(first, place, f" {sooner(clocked, condition):.1f}x", va="center", fontsize=8)
-    time.set_yticks(places, names, fontsize=8)
-    time.set_xlabel("every passage known: time to first token, ms")
-    time.set_title(textwrap.fill(about[0], 66), fontsize=8, loc="left")
-    losses = [0.0, *(qualities[condition].loss for condition in REUSED)]
-    quality.barh(places, losses, color=ORANGE)
-    for place, loss in zip(places, losses, strict=True):
-        quality.text(max(0.0, loss), place, f" {_small(loss)}", va="center", fontsize=8)
-    quality.set_yticks(places, [""] * len(places))
-    quality.set_xlabel("nats lost per token of full prefill's own answer")
-    quality.set_title(textwrap.fill(about[1], 66), fontsize=8, loc="left")
-    for axis in (time, quality):
-        axis.invert_yaxis()
-    numbers = range(1, len(exchanges) + 1)
-    for side, color, shift in (("stock", GREY, -0.2), ("reuse", BLUE, 0.2)):
-        label = "stock SGLang, prefix cache on" if side == "stock" else "reuse, default"
-        times = [1e3 * getattr(one, f"{side}_s") for one in exchanges]
-        below.bar([number + shift for number in numbers], times, width=0.4, color=color, label=label)
-    below.set_xlabel("an empty cache: question")
-    below.set_ylabel("time to first token, ms")
-    below.xaxis.get_major_locator().set_params(integer=True)
-    below.set_xlim(0.3, len(exchanges) + 0.7)
-    below.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    for axis in (time, quality, below):
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def write_json(
