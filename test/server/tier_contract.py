@@ -24,7 +24,7 @@ import httpx
 from chunk_cache.keys import Partition, chunk_key
 from server import contract
 from server.conftest import FLAGS, MAX_TOTAL_TOKENS, STRICT
-from server.contract import FULL, Marked, encode, generated, prime, same_logprobs
+from server.contract import FULL, Marked, chunk_ids, generated, prime, same_logprobs
 from server_fixture import Server
 
 REQUEST_TIMEOUT_S = 90.0
@@ -91,7 +91,7 @@ class Folder:
         """Of one chunk, or all, in order of their paths; one file for each rank and each variant."""
         if chunk is None:
             return sorted(self.path.glob("*/*/*/*.kv"))
-        key = chunk_key(partition or Partition(), encode(self._tokenizer, chunk)).hex()
+        key = chunk_key(partition or Partition(), chunk_ids(self._tokenizer, chunk)).hex()
         return sorted(self.path.glob(f"*/{key[:2]}/{key}/*.kv"))
 
     def wait_for(self, *chunks: str, num: int = 1, partition: Partition | None = None) -> list[Path]:
