@@ -62,17 +62,17 @@ def delta_rule(
         part = slice(start, min(start + BLOCK, length))
         begins.append(state)
         k_part, step = k[:, :, part], beta[:, :, part, None]
-        total = g[:, :, part].cumsum(-1)
+        total = g[:, :, part].double().cumsum(-1)  # of large sums in fp32 little of a small difference is left
         later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=q.device).triu(1)
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp().to(g.dtype)
         system = step * (k_part @ k_part.mT) * decay  # the diagonal is taken as 1
-        grown = total.exp()[..., None]
+        grown = total.exp()[..., None].to(g.dtype)
         wanted = step * (v[:, :, part] - (k_part * grown) @ state)
         new = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         q_part = q[:, :, part]
         outs.append((q_part * grown) @ state + ((q_part @ k_part.mT) * decay) @ new)
-        rest = (total[..., -1:] - total).exp()[..., None]
-        state = state * total[..., -1, None, None].exp() + (k_part * rest).mT @ new
+        rest = (total[..., -1:] - total).exp()[..., None].to(g.dtype)
+        state = state * grown[:, :, -1:] + (k_part * rest).mT @ new
     return torch.cat(outs, dim=2), state, begins
 
 

@@ -14,8 +14,6 @@ from exactness.cases import CASES
 from exactness.runner import Config, run_cases
 
 TOLERANCE = 1e-4  # log-probabilities, fp32
-# Of a model with states: what is added up in other steps moves stock's own replies by 5e-5 on some processors.
-STATE_TOLERANCE = 3e-4
 
 STATES = {"layers": 4, "tree_core": "python", "method": "seams", "options": (("seam_len", 8),)}  # beside KV
 RUNS = (("attention", "runs"),)  # of --chunk-cache-config
@@ -113,18 +111,17 @@ def compare(config: Config, case: str, names: tuple[str, ...], module: str = "ex
     assert not isinstance(stock, str), f"stock: {stock}"
     assert not isinstance(ours, str), f"ours: {ours}"
     assert len(ours) == len(stock) > 0
-    tolerance = STATE_TOLERANCE if config.kind in ("qwen3_5", "qwen3_next") else TOLERANCE
     for i, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
         where = f"request {i} of {case}"
         assert mine.output_ids == theirs.output_ids, where
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=tolerance), where
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE), where
         assert len(mine.top_logprobs) == len(theirs.top_logprobs), where
         for my_top, their_top in zip(mine.top_logprobs, theirs.top_logprobs, strict=True):
-            assert my_top == pytest.approx(their_top, abs=tolerance), where
-        assert _flat(mine.hidden_states) == pytest.approx(_flat(theirs.hidden_states), abs=tolerance), where
+            assert my_top == pytest.approx(their_top, abs=TOLERANCE), where
+        assert _flat(mine.hidden_states) == pytest.approx(_flat(theirs.hidden_states), abs=TOLERANCE), where
         assert len(mine.input_logprobs) == len(theirs.input_logprobs), where
         for my_value, their_value in zip(mine.input_logprobs, theirs.input_logprobs, strict=True):
-            assert my_value == (None if their_value is None else pytest.approx(their_value, abs=tolerance)), where
+            assert my_value == (None if their_value is None else pytest.approx(their_value, abs=TOLERANCE)), where
 
 
 def _flat(nested: Any) -> list[float]:
