@@ -40,7 +40,7 @@ EXIT_CODES = (0, 1, 2, 130)
 SELDOM = {
     "": (
         *("max_variants", "max_variants_per_chunk", "max_path_tokens", "max_generation", "min_reuse_len", "ageing"),
-        *("promote_uses", "refresh_uses", "statistics_layers", "shown_tokens", "kernel", "attention"),
+        *("promote_uses", "refresh_uses", "statistics_layers", "shown_tokens", "kernel", "attention", "draft_on_gpu"),
     ),
     "tiers.": ("max_variants_per_chunk", "controller", "num_threads", "throttle"),
     "events.": ("replay_endpoint",),

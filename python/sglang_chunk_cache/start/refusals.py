@@ -354,10 +354,10 @@ def check_draft(config: Config, algorithm: str | None, device: str) -> None:
             f"--speculative-algorithm {algorithm} drafts with a model, whose KV no tier keeps; drop "
             '"tiers" of --chunk-cache-config, or use NGRAM.'
         )
-    if device != "cpu" and config.models != "any":
+    if device != "cpu" and not config.draft_on_gpu:
         refuse(
             f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
-            '"models": "any" to --chunk-cache-config to try it, or use NGRAM.'
+            '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
         )
 
 

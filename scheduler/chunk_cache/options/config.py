@@ -76,14 +76,15 @@ class Config:
     """First tokens of a passage that the administration and its page show beside its key; 0 = none."""
     models: str = "checked"
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
-    starts; `any`: also those that fail the check, which is logged: their answers may be wrong; and, on a GPU, models
-    that draft, where nobody has run them."""
+    starts; `any`: also those that fail the check, which is logged: their answers may be wrong."""
     kernel: str = "auto"
     """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
     where it fits the model; torch where these fail their test at the start, and on a CPU."""
     attention: str = "auto"
     """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
     kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""
+    draft_on_gpu: bool = False
+    """Speculative decoding with a model that drafts is served on a GPU too, where nobody has run it yet."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
     events: EventConfig | None = None
@@ -185,6 +186,10 @@ def _check(key: str, value: object) -> object:
         raise config_error(path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
     if key in _MAXIMUM:
         return _check_number(value, path, "give such a number, or leave the key out", _MAXIMUM[key])
+    if key == "draft_on_gpu":
+        if not isinstance(value, bool):
+            raise config_error(path, f"{show(value)} is neither true nor false", "give one of them")
+        return value
     if key == "tiers":
         return parse_tiers(value, path)
     if key == "events":

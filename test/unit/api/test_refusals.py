@@ -115,7 +115,7 @@ def test_supported_attention_backends(backend):
 @pytest.mark.parametrize("algorithm", refusals.SPECULATIVE_ALGORITHMS)
 def test_supported_speculative_algorithms(algorithm):
     refusals.check_flags(ServerArgs(model_path="none", speculative_algorithm=algorithm))
-    refusals.check_draft(parse_config({"models": "any"}), algorithm, "cuda")
+    refusals.check_draft(parse_config({"draft_on_gpu": True}), algorithm, "cuda")
     refusals.check_draft(parse_config({}), algorithm, "cpu")
 
 
@@ -136,7 +136,7 @@ def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
     tiers = parse_config({"tiers": {"disk": {"path": str(tmp_path), "max_bytes": "1GB"}}})
     with pytest.raises(StartRefused, match=rf'{algorithm} drafts with a model, .* drop "tiers".*or use NGRAM'):
         refusals.check_draft(tiers, algorithm, "cpu")
-    with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "models": "any"'):
+    with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "draft_on_gpu": true'):
         refusals.check_draft(parse_config({}), algorithm, "cuda")
     refusals.check_draft(tiers, "NGRAM", "cuda")
 

@@ -43,6 +43,7 @@ def test_every_field_can_be_given() -> None:
         "alpha": 1.5,
         "max_cfo": 0.9,
         "tiers": None,
+        "draft_on_gpu": True,
         "selector": {"timeout_s": 1.0, "max_bytes": 10, "num_threads": 2},
         "events": {"endpoint": "tcp://*:5557", "replay_endpoint": None, "salt": "x"},
     }
