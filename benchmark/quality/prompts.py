@@ -55,11 +55,13 @@ class Prompt:
         return Body(self.head + filler)
 
     def priming(self, page_size: int = 1, filler: str | None = None) -> tuple[Body, ...]:
-        """One marked prompt per different chunk: the chunk behind the head and what fills, and a page behind it."""
+        """One marked prompt per different chunk: the chunk behind the head and what fills, and a page behind it.
+
+        The last page of a path is stored only when it is full, so a chunk must not end there.
+        """
+        tail = _tail(page_size)
         front = (self.head,) if filler is None else (self.head, filler)
-        return tuple(
-            Body(SEPARATOR.join((*front, chunk, _tail(chunk, page_size)))) for chunk in dict.fromkeys(self.chunks)
-        )
+        return tuple(Body(SEPARATOR.join((*front, chunk, tail))) for chunk in dict.fromkeys(self.chunks))
 
     def shuffled(self, page_size: int = 1) -> Body:
         """The marked prompt with its different chunks in another order, the same one every time, and a page behind."""
@@ -68,7 +70,7 @@ class Prompt:
         draw = random.Random(self.key)
         while len(chunks) > 1 and chunks == before:  # the same order would be an exact prefix, and nothing to reuse
             draw.shuffle(chunks)
-        return Body(SEPARATOR.join((self.head, *chunks, _tail(chunks[-1], page_size))))
+        return Body(SEPARATOR.join((self.head, *chunks, _tail(page_size))))
 
     def answered(self, reference: Reply) -> dict[str, Body]:
         """The prompt with the right answer behind it, and with the reference's own."""
@@ -145,11 +147,8 @@ def _behind(tail: str, question: Question) -> str:
     return answer if not tail or tail[-1].isspace() else f" {answer}"
 
 
-def _tail(chunk: str, page_size: int) -> str:
-    """A page of text behind a chunk. The last page of a path is stored only when it is full, so no chunk ends there;
-    and white space at the end of a chunk has other tokens where no word follows it.
-    """
-    return ("x" if chunk[-1:].isspace() else " x") + " x" * (page_size - 1)
+def _tail(page_size: int) -> str:
+    return " x" * page_size if page_size > 1 else ""
 
 
 def _clean(text: str) -> str:

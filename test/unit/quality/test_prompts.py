@@ -23,9 +23,9 @@ def test_marked_text_and_priming() -> None:
     prompt = build_prompt(QUESTION, PLAIN)
     france, italy = "Paris is in France.\n\n", "Rome is in Italy.\n\n"
     assert prompt.text == "<|chunk|>".join(["Read.\n\n", france, italy, france, "Where?\nAnswer:"])
-    alone = [f"Read.\n\n<|chunk|>{chunk}<|chunk|>x" for chunk in (france, italy)]
+    alone = [f"Read.\n\n<|chunk|>{chunk}<|chunk|>" for chunk in (france, italy)]
     assert [body.content for body in prompt.priming()] == alone
-    assert prompt.priming(2)[1].content == f"{alone[1]} x"
+    assert prompt.priming(2)[1].content == f"{alone[1]} x x"
 
 
 @pytest.mark.parametrize("family", ["like GPT-2", "like Llama 3", "like Mistral"])
