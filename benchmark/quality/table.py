@@ -115,10 +115,11 @@ def tabulate(
     full = _scores(metric, asked, reference)
     mastered = bool(full.mean() >= MASTERED)
     chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0
-    default = replies.get(DEFAULT)
+    default = [replies[DEFAULT][key] for _, key in asked] if DEFAULT in replies else None
     rows = []
     for condition in (REFERENCE, *conditions):
         current = [replies[condition][key] for _, key in asked]
+        other = None if condition == DEFAULT else default
         scores = {name: _scores(name, asked, current) for name in METRICS}
         rows.append(
             Row(
@@ -136,8 +137,7 @@ def tabulate(
                 score_all=float(scores[metric].mean()),
                 **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
                 **_agreement(current, reference),
-                **({} if condition == REFERENCE else _losses(current, reference)),
-                **({} if condition in (REFERENCE, DEFAULT) or default is None else _more(current, default, asked)),
+                **({} if condition == REFERENCE else _losses(current, reference, other)),
                 **_lengths(current),
                 **{name: _mean(values[chosen]) for name, values in scores.items()},
             )
@@ -180,8 +180,7 @@ def _scores(metric: str, asked: Sequence[tuple[Question, str]], replies: Sequenc
 def _differences(values: Floats, *, is_reference: bool) -> dict[str, Any]:
     if is_reference:
         return dict.fromkeys(("diff", "diff_low", "diff_high"))
-    low, high = interval(values)
-    return {"diff": _mean(values), "diff_low": low, "diff_high": high}
+    return _with_interval("diff", values)
 
 
 def _agreement(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, Any]:
@@ -195,24 +194,24 @@ def _agreement(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str
     }
 
 
-def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, Any]:
+def _losses(current: Sequence[Reply], reference: Sequence[Reply], default: Sequence[Reply] | None) -> dict[str, Any]:
+    """Args: default: replies under `DEFAULT`; None = there are none to compare with."""
     found: dict[str, Any] = {}
     for name in FORCED:
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(reference, current, strict=True)]
-        losses = np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
-        low, high = interval(losses)
-        values = {"": _mean(losses), "_se": _standard_error(losses), "_low": low, "_high": high}
-        found |= {f"{name}_loss{suffix}": value for suffix, value in values.items()}
-    return found
+        losses = _less_likely(name, current, reference)
+        found |= _with_interval(f"{name}_loss", losses) | {f"{name}_loss_se": _standard_error(losses)}
+    return found if default is None else found | _with_interval("gold_more", _less_likely("gold", current, default))
 
 
-def _more(
-    current: Sequence[Reply], default: Mapping[str, Reply], asked: Sequence[tuple[Question, str]]
-) -> dict[str, Any]:
-    pairs = [(default[key].gold, reply.gold) for (_, key), reply in zip(asked, current, strict=True)]
-    more = np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
-    low, high = interval(more)
-    return {"gold_more": _mean(more), "gold_more_low": low, "gold_more_high": high}
+def _less_likely(name: str, current: Sequence[Reply], other: Sequence[Reply]) -> Floats:
+    """By how much a given answer is less likely than in another reply to the same prompt, nats a token."""
+    pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(other, current, strict=True)]
+    return np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
+
+
+def _with_interval(name: str, values: Floats) -> dict[str, Any]:
+    low, high = interval(values)
+    return {name: _mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
 def _lengths(current: Sequence[Reply]) -> dict[str, Any]:

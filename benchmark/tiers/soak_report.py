@@ -137,7 +137,6 @@ def soak_markdown(report: Mapping[str, Any]) -> list[str]:
         f"{budgets['disk'] / 1e9:.1f} GB ({budgets['disk'] // report['chunk_bytes']}); the corpus has",
         f"{report['num_chunks'] * report['chunk_bytes'] / 1e9:.2f} GB.",
         "",
-        "",
         "## Where chunks came from",
         "",
         *_shares(summary),

@@ -90,6 +90,11 @@ def chunk_keys(partition: Partition, token_ids: TokenIds, spans: Sequence[Span])
     return keys
 
 
+def chunks_among(pieces: Iterable[bytes]) -> list[bytes]:
+    """The keys of chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`), in their order."""
+    return [piece for piece in pieces if len(piece) == KEY_LEN]
+
+
 def text_names(pieces: Iterable[bytes]) -> frozenset[bytes]:
     """What stands for the texts between chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`)."""
     return frozenset(piece[KEY_LEN:] for piece in pieces if len(piece) > KEY_LEN)

@@ -15,13 +15,13 @@ client. What is evicted here leaves the tiers below the pool too, whenever their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
-from chunk_cache.keys import KEY_LEN
+from chunk_cache.keys import chunks_among
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.pins import Pins, variants_of
 
@@ -227,7 +227,7 @@ class ChunkAdmin:
             "start": variant.start,
             "generation": variant.generation,
             "kind": variant.kind,
-            "neighbours": _chunks_of(variant.context) if variant.is_prepared else None,
+            "neighbours": [key.hex() for key in chunks_among(variant.context)] if variant.is_prepared else None,
             "num_uses": variant.num_uses,
             "reuse_frequency": float(variant.reuse_frequency),
             "cci": None if variant.statistics is None else float(variant.statistics.cci),
@@ -305,11 +305,6 @@ class ChunkAdmin:
         holder = variant.holder
         self.index.discard(variant.variant_id)
         return self.store.remove_node(holder) if isinstance(holder, NodeHome) else 0
-
-
-def _chunks_of(context: Iterable[bytes]) -> list[str]:
-    """Keys of the chunks among the pieces of a context, without the texts between them."""
-    return [key.hex() for key in context if len(key) == KEY_LEN]
 
 
 def _behind(variant: Variant) -> Result:
