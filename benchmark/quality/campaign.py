@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmark.common.server import Server, offline_env
-from benchmark.quality.experiment import Experiment
+from benchmark.quality.experiment import Experiment, table_of
 from benchmark.quality.prompts import Prompt, PromptFormat, build_chat_prompt, build_prompt
 from benchmark.quality.question import DataError, Question
 from benchmark.quality.table import Row
@@ -29,6 +29,7 @@ from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.session import WARMED
 
+TOGETHER = "all questions"
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 
 
@@ -89,7 +90,7 @@ def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Res
         done = [experiment for mine in experiments.values() for experiment in mine]
         num_asked = sum(missing.values())
         return Result(
-            rows=[row for experiment in done for row in experiment.rows()],
+            rows=[row for mine in experiments.values() for row in _rows(mine)],
             num_asked=num_asked,
             num_kept=sum(len(experiment.log) for experiment in done) - num_asked,
         )
@@ -131,6 +132,15 @@ def _open(name: str, path: str, plan: Plan, stack: ExitStack) -> list[Experiment
             log.drop(plan.redo)
         experiments.append(Experiment(name, task, task.prompts(build), log, plan.stored))
     return experiments
+
+
+def _rows(experiments: Sequence[Experiment]) -> list[Row]:
+    """Each task's, and behind them those of all questions together, where losses of likelihood can be joined."""
+    rows = [row for experiment in experiments for row in table_of(experiment.task.family, [experiment])]
+    tasks = [experiment.task for experiment in experiments]
+    if len(tasks) > 1 and len({task.metric for task in tasks}) == 1 and all(task.asking.likelihood for task in tasks):
+        rows += table_of(TOGETHER, experiments)
+    return rows
 
 
 def _server(name: str, path: str, plan: Plan) -> Server:

@@ -1,8 +1,8 @@
 """Experiment: one model and one task, from prompts to table rows.
 
 - `Experiment.ask` asks what is missing in the reply log, the reference first.
-- `Experiment.num_missing` says how much that is, `Experiment.reply` finds one, `Experiment.rows` tabulates what is
-  complete.
+- `Experiment.num_missing` says how much that is, `Experiment.reply` finds one.
+- `table_of` tabulates what is complete, one task or several together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from benchmark.common.server import Server
 from benchmark.quality.prompts import Prompt
+from benchmark.quality.question import Question
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import Task
 
@@ -61,14 +62,8 @@ class Experiment:
         assert reply is not None, f"{condition.label} at {condition.ratio} of {prompt.key} was not asked"
         return reply
 
-    def rows(self) -> list[Row]:
+    def complete(self) -> list[Condition]:
         """All conditions for which every prompt has a reply, this run's and those of earlier ones."""
-        conditions = self._complete()
-        replies = {c: {p.key: self.reply(p, c) for p in self.prompts} for c in (REFERENCE, *conditions)}
-        asked = [(question, prompt.key) for question, prompt in zip(self.task.questions, self.prompts, strict=True)]
-        return tabulate(self.model, self.task.family, self.task.metric, asked, replies, conditions)
-
-    def _complete(self) -> list[Condition]:
         known = dict.fromkeys((reply.method, reply.ratio) for reply in self.log if reply.method != REFERENCE.label)
         conditions = [Condition(parse_method(label), ratio) for label, ratio in known]
         return [c for c in conditions if all(self.log.find(p.key, c) is not None for p in self.prompts)]
@@ -79,3 +74,17 @@ class Experiment:
     def _keep(self, replies: list[Reply], tick: Callable[[int], None]) -> None:
         self.log.append(replies)
         tick(len(replies))
+
+
+def table_of(family: str, experiments: Sequence[Experiment]) -> list[Row]:
+    """Rows over all questions of experiments of one model and metric, for the conditions that all of them have."""
+    first = experiments[0]
+    conditions = [c for c in first.complete() if all(c in other.complete() for other in experiments)]
+    asked: list[tuple[Question, str]] = []
+    replies: dict[Condition, dict[str, Reply]] = {condition: {} for condition in (REFERENCE, *conditions)}
+    for experiment in experiments:
+        for question, prompt in zip(experiment.task.questions, experiment.prompts, strict=True):
+            asked.append((question, prompt.key))
+            for condition, found in replies.items():
+                found[prompt.key] = experiment.reply(prompt, condition)
+    return tabulate(first.model, family, first.task.metric, asked, replies, conditions)

@@ -54,8 +54,9 @@ class Row:
         gold_loss, own_loss: how much less likely than for the reference the right answer is, and the reference's own:
             mean over all prompts of the difference of log-probability per token, nats; with standard error and 95 %
             interval, from resampling the prompts.
-        gold_more: `gold_loss` minus that of the server's default method and ratio, question by question; None where
-            that was not asked.
+        gold_more: `gold_loss` minus that of the server's default method and ratio, question by question, with an
+            interval corrected for the number of conditions that are compared with it (Bonferroni); None where the
+            default was not asked.
     """
 
     model: str
@@ -116,6 +117,7 @@ def tabulate(
     mastered = bool(full.mean() >= MASTERED)
     chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0
     default = [replies[DEFAULT][key] for _, key in asked] if DEFAULT in replies else None
+    compared = max(1, sum(condition != DEFAULT for condition in conditions))
     rows = []
     for condition in (REFERENCE, *conditions):
         current = [replies[condition][key] for _, key in asked]
@@ -137,7 +139,8 @@ def tabulate(
                 score_all=float(scores[metric].mean()),
                 **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
                 **_agreement(current, reference),
-                **({} if condition == REFERENCE else _losses(current, reference, other)),
+                **({} if condition == REFERENCE else _losses(current, reference)),
+                **({} if other is None or condition == REFERENCE else _more(current, other, compared)),
                 **_lengths(current),
                 **{name: _mean(values[chosen]) for name, values in scores.items()},
             )
@@ -194,13 +197,18 @@ def _agreement(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str
     }
 
 
-def _losses(current: Sequence[Reply], reference: Sequence[Reply], default: Sequence[Reply] | None) -> dict[str, Any]:
-    """Args: default: replies under `DEFAULT`; None = there are none to compare with."""
+def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in FORCED:
         losses = _less_likely(name, current, reference)
         found |= _with_interval(f"{name}_loss", losses) | {f"{name}_loss_se": _standard_error(losses)}
-    return found if default is None else found | _with_interval("gold_more", _less_likely("gold", current, default))
+    return found
+
+
+def _more(current: Sequence[Reply], default: Sequence[Reply], compared: int) -> dict[str, Any]:
+    """Args: compared: conditions that are held against the default; their intervals hold together."""
+    confidence = 1 - (1 - CONFIDENCE) / compared
+    return _with_interval("gold_more", _less_likely("gold", current, default), confidence)
 
 
 def _less_likely(name: str, current: Sequence[Reply], other: Sequence[Reply]) -> Floats:
@@ -209,8 +217,8 @@ def _less_likely(name: str, current: Sequence[Reply], other: Sequence[Reply]) ->
     return np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
 
 
-def _with_interval(name: str, values: Floats) -> dict[str, Any]:
-    low, high = interval(values)
+def _with_interval(name: str, values: Floats, confidence: float = CONFIDENCE) -> dict[str, Any]:
+    low, high = interval(values, confidence)
     return {name: _mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
@@ -231,14 +239,14 @@ def _standard_error(values: Floats) -> float | None:
     return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else None
 
 
-def interval(differences: Floats) -> tuple[float | None, float | None]:
+def interval(differences: Floats, confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
     """Percentile bootstrap of the mean. All differences equal: that value twice, which does not prove them equal."""
     if differences.size < 2:
         return None, None
     if (differences == differences[0]).all():
         return float(differences[0]), float(differences[0])
     found = bootstrap(
-        (differences,), np.mean, n_resamples=NUM_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
+        (differences,), np.mean, n_resamples=NUM_RESAMPLES, confidence_level=confidence, method="percentile", rng=0
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmark.quality.checks import check_rows
 from benchmark.quality.conditions import FULL_REUSE, NO_SHIFT
+from benchmark.quality.experiment import Experiment, table_of
 from benchmark.quality.question import DataError, Question
 from benchmark.quality.table import DEFAULT, Row, read_table, tabulate, write_table
+from benchmark.quality.tasks import Task
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
-from chunk_cache_tools.verify.reply_log import Forced, Reply
+from chunk_cache_tools.verify.reply_log import Forced, Reply, ReplyLog
+from chunk_cache_tools.verify.session import Asking
 
 EPIC = Condition(MethodSpec("epic"), 0.3)
 
@@ -75,6 +79,42 @@ def test_losses_of_likelihood_are_paired() -> None:
     assert epic.own_loss == pytest.approx((0.0 + 0.2) / 2)
     assert epic.gold_loss_se == pytest.approx((0.25 / 3) ** 0.5)
     assert epic.gold_loss_low < epic.gold_loss < epic.gold_loss_high
+
+
+def test_intervals_against_the_default_hold_together() -> None:
+    asked = [(Question("", ("c",), "q", ("a",)), f"p{i}") for i in range(40)]
+    others = [EPIC, *(Condition(MethodSpec("epic"), ratio) for ratio in (0.1, 0.2, 0.4))]
+    replies = {
+        condition: {
+            key: Reply(key, condition.label, condition.ratio, "a", 1, 100, 60, 20, gold=Forced(1, -shift * (i % 7)))
+            for i, (_, key) in enumerate(asked)
+        }
+        for condition, shift in ((REFERENCE, 0.0), (DEFAULT, 0.0), *((other, 0.5) for other in others))
+    }
+    _, _, alone = tabulate("m", "f", "exact_match", asked, replies, [DEFAULT, EPIC])
+    _, _, together, *_ = tabulate("m", "f", "exact_match", asked, replies, [DEFAULT, *others])
+    assert together.gold_more == alone.gold_more
+    assert together.gold_more_low < alone.gold_more_low < alone.gold_more_high < together.gold_more_high
+    assert together.gold_loss_low == alone.gold_loss_low
+
+
+def test_questions_of_several_tasks_are_joined(tmp_path: Path) -> None:
+    """Of two tasks only conditions that both were asked under are joined."""
+    likelihood = Asking(max_new_tokens=1, stop=(), likelihood=True)
+    with ExitStack() as stack:
+        experiments = []
+        for family, conditions in (("one", [EPIC, DEFAULT]), ("two", [EPIC])):
+            questions = tuple(Question("", (f"{family} {i}",), "q", ("a",)) for i in range(2))
+            task = Task(family, questions, "exact_match", likelihood)
+            log = stack.enter_context(ReplyLog(tmp_path / family, {}))
+            experiments.append(Experiment("m", task, task.prompts(), log))
+            for i, prompt in enumerate(experiments[-1].prompts):
+                for c in (REFERENCE, *conditions):
+                    gold = Forced(1, -1.0 if c == REFERENCE else -2.0 - i)
+                    log.append([Reply(prompt.key, c.label, c.ratio, "a", 1, 100, 60, 20, gold=gold)])
+        _, joined = table_of("both", experiments)
+    assert (joined.family, joined.method, joined.num_asked) == ("both", "epic", 4)
+    assert joined.gold_loss == pytest.approx(1.5)
 
 
 def test_a_family_that_is_not_mastered_scores_what_full_gets_right() -> None:
