@@ -137,8 +137,8 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
         ]
     if more := [curve for curve in curves if any(curve.gold_mores)]:
         lines += [
-            f"Right answer: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question. All intervals",
-            "hold together (95 %, Bonferroni):",
+            f"Right answer: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question.",
+            "The intervals hold together (95 %, Bonferroni):",
             "",
         ]
         lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in curve.gold_mores] for curve in more])
