@@ -45,7 +45,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "logprobs": "Input log-probabilities were asked for, so these positions must be computed.",
         "memory": "There was no room for the slots of the load, or of the packed prompt (keep_tokens).",
         "tier_slow": "The chunk is stored below the KV pool, but computing it was estimated to be faster.",
-        "tier_late": "Computing became faster than waiting for the chunk, if it is stored below the KV pool at all.",
+        "tier_late": "The chunk was waited for twice as long as loading or computing it was estimated to take.",
         "tier_timeout": "Loading the chunk from below the KV pool took too long.",
         "tier_corrupt": "What is stored of the chunk below the KV pool is damaged; it is not used.",
         "tier_mismatch": "What is stored of the chunk below the KV pool belongs to other tokens or another model.",

@@ -43,7 +43,7 @@ class Config:
     ageing: float = AGEING
     """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
     keep_share: float = 0.25
-    """Share of the KV pool that requests leave to reused chunks while others run; 0 = none."""
+    """Most of the KV pool, as a share, that requests leave to reused chunks while others run; 0 = none."""
     partition_share: float = 1.0
     """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own
     least useful variants go then; where the pool needs room, its tokens go before those of others. 1 = any."""
