@@ -31,7 +31,7 @@ from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import Votes
+from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
@@ -87,7 +87,6 @@ class ChunkKeeper:
         cache: SGLang's radix cache, whose request rows are read.
         refresh: learns how derived variants can be computed exactly.
         note_stored: told of each variant that is stored, with its statistics; for the tiers below.
-        reduce_max: the element-wise maximum of votes over the tensor-parallel ranks; None = there is one rank.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class ChunkKeeper:
         refresh: RefreshQueue,
         metrics: ChunkMetrics,
         note_stored: Callable[[Variant], None] | None,
-        reduce_max: Callable[[Votes], Votes] | None,
+        reduce_max: ReduceMax,
     ) -> None:
         self._cache = cache
         self._manager = manager
@@ -150,9 +149,7 @@ class ChunkKeeper:
         if not self._awaited:
             return  # on all ranks: they store and await the same
         num_there = sum(1 for _ in itertools.takewhile(lambda one: one.sums.is_there(one.chunk), self._awaited))
-        if self._reduce_max is not None:
-            num_there = -int(self._reduce_max(np.array([-num_there], dtype=np.int64))[0])
-        for _ in range(num_there):
+        for _ in range(-int(self._reduce_max(np.array([-num_there], dtype=np.int64))[0])):
             one = self._awaited.popleft()
             variant = self._manager.index.describe(one.variant_id, one.sums.statistics(one.chunk))
             if variant is not None and self._note_stored is not None:

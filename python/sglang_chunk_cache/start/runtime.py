@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from sglang_chunk_cache.kv.model_layers import ModelLayers, describe_model
 from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
@@ -213,7 +213,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
-    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else None
+    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else of_one_rank
     landings = None
     if config.tiers is not None:
         timeout_s = config.tiers.timeout_s
@@ -346,7 +346,7 @@ def _create_gate(
     assembler: KVAssembler,
     *,
     is_counting: bool,
-    reduce_max: Callable[[Votes], Votes] | None,
+    reduce_max: ReduceMax,
 ) -> Gate | None:
     config = args.parsed_config
     if not config.verify_share:
