@@ -38,7 +38,8 @@ from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_chunk_cache.kv.transition import ChunkTransitions, Transition
+    from chunk_cache.index.transition_store import ChunkTransitions
+    from sglang_chunk_cache.kv.transition import Transition
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Computed(Protocol):
     def sums(self) -> ChunkSums | None: ...
 
     @property
-    def transitions(self) -> ChunkTransitions | None: ...
+    def transitions(self) -> ChunkTransitions[Transition] | None: ...
 
 
 class _Awaited(NamedTuple):

@@ -32,7 +32,8 @@ from chunk_cache.keys import Partition, partition_key
 if TYPE_CHECKING:
     import torch
 
-    from sglang_chunk_cache.kv.transition_store import TransitionStore
+    from chunk_cache.index.transition_store import TransitionStore
+    from sglang_chunk_cache.kv.transition import Transition
 
 _PADDING_TOKEN = 0
 
@@ -71,7 +72,7 @@ class VariantStore:
         self.num_evicted_above = 0
         """Tokens that went because their partition was above its share."""
         self._num_behind = int(tree.tree_core.is_eagle)
-        self.transitions: TransitionStore | None = None
+        self.transitions: TransitionStore[Transition] | None = None
         """What variants do to states, without which they are gone; None = the model has no states."""
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)

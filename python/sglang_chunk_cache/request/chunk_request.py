@@ -32,10 +32,11 @@ from sglang_chunk_cache.kv.packing import Packing
 if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.verification_queue import Candidate
+    from chunk_cache.index.transition_store import ChunkTransitions
     from chunk_cache.prompt.discover import Discoverer
     from sglang_chunk_cache.kv.chunk_sums import ChunkSums
     from sglang_chunk_cache.kv.pool import Load
-    from sglang_chunk_cache.kv.transition import ChunkTransitions
+    from sglang_chunk_cache.kv.transition import Transition
     from sglang_chunk_cache.request.selection_report import SelectionReport
     from sglang_chunk_cache.tiers.search import Outcome
 
@@ -153,7 +154,7 @@ class ChunkRequest:
     is_replied: bool = False
     admission: Admission = field(default_factory=Admission)
     sums: ChunkSums | None = None
-    transitions: ChunkTransitions | None = None
+    transitions: ChunkTransitions[Transition] | None = None
     packing: Packing = field(default_factory=Packing)
 
     @property

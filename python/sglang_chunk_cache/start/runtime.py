@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.refresh import RefreshQueue
+from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.index.variant import NodeHome
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
@@ -42,7 +43,6 @@ from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
-from sglang_chunk_cache.kv.transition_store import TransitionStore
 from sglang_chunk_cache.request.reply import whole_reason
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.start.window_check import check_windows
