@@ -40,7 +40,7 @@ from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import question_of
 from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from chunk_cache.retention import Retention
+from chunk_cache.retention import SOUND, Retention, Soundness
 from chunk_cache.tiers.variant_search import Held, is_better
 from chunk_cache.types import Span
 
@@ -353,12 +353,22 @@ class ChunkManager:
     # What is kept of it (see `Retention`).
 
     def remember_exact(
-        self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
+        self,
+        prompt: ChunkPrompt,
+        plan: RecomputePlan | None,
+        *,
+        in_tree: int,
+        up_to: int,
+        soundness: Soundness = SOUND,
     ) -> Iterator[Keep | Forgo]:
-        return self._retention.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
+        actions = self._retention.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
+        return self._retention.without_unsound(prompt, plan, actions, soundness)
 
-    def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
-        return self._retention.remember_fused(prompt, plan, up_to=up_to)
+    def remember_fused(
+        self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int, soundness: Soundness = SOUND
+    ) -> Iterator[Keep | Forgo]:
+        actions = self._retention.remember_fused(prompt, plan, up_to=up_to)
+        return self._retention.without_unsound(prompt, plan, actions, soundness)
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None

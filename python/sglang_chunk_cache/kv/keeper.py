@@ -28,6 +28,7 @@ from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Vari
 from chunk_cache.manager import ChunkManager
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.retention import Soundness
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.pool import ChunkPool
@@ -130,8 +131,8 @@ class ChunkKeeper:
         if plan is None:
             self._remember_exact(req, state, up_to, is_last)
         elif is_last:
-            actions = self._manager.remember_fused(state.prompt, plan, up_to=up_to)
-            for keep in self._kept(state, actions):
+            soundness = self._soundness(state)
+            for keep in self._kept(self._manager.remember_fused(state.prompt, plan, up_to=up_to, soundness=soundness)):
                 self._keep(req, state, keep, self._own_home(req, state, keep))
             for promotion in self._manager.promote(plan):
                 self._promote(promotion)
@@ -181,19 +182,19 @@ class ChunkKeeper:
         self._old_rows.clear()
         self._has_old_prefixes = False
 
-    def _kept(self, state: Computed, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
+    def _soundness(self, state: Computed) -> Soundness:
+        def lacks_states(chunk: int) -> bool:
+            return self._store.transitions is not None and self._transition(state, chunk) is None
+
+        return Soundness(lacks_states, self._has_old_prefixes)
+
+    def _kept(self, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
         """Chunks to keep; those that are not are counted."""
-        plan = state.admission.plan
         for action in actions:
-            start, _ = state.prompt.options.spans[action.chunk]
-            if isinstance(action, Forgo):
-                self._metrics.count_not_remembered(action.reason)
-            elif self._store.transitions is not None and self._transition(state, action.chunk) is None:
-                self._metrics.count_not_remembered("states")
-            elif self._has_old_prefixes and (plan is None or start < plan.prefix_len):
-                self._metrics.count_not_remembered("weights_changed")
-            else:
+            if isinstance(action, Keep):
                 yield action
+            else:
+                self._metrics.count_not_remembered(action.reason)
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
@@ -208,8 +209,10 @@ class ChunkKeeper:
         # What is prepared stays out of the tree, so its slots are the request's own.
         home_of = self._copied_home if prompt.to_prepare is None else self._own_home
         path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
-        actions = self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to)
-        for keep in self._kept(state, actions):
+        actions = self._manager.remember_exact(
+            prompt, state.admission.plan, in_tree=in_tree, up_to=up_to, soundness=self._soundness(state)
+        )
+        for keep in self._kept(actions):
             in_path = PathHome(path, prompt.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or home_of(req, state, keep))
 

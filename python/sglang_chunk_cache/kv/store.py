@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.index.quota import Shares
-from chunk_cache.index.variant import NodeHome, PathTokens, Variant
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant, usable_len
 from chunk_cache.keys import Partition, partition_key
 
 if TYPE_CHECKING:
@@ -87,17 +87,12 @@ class VariantStore:
         self._lens.clear()
 
     def resolve(self, variant: Variant) -> int:
-        """Leading tokens of the chunk whose KV is still in the tree; 0 when less than half of it is left.
-
-        What two chunks have in common, a title say, outlives the one of them that is evicted. Such a remnant is not
-        worth a hit, and it would keep the chunk from being remembered again.
-        """
+        """Leading tokens of the chunk whose KV is still in the tree and of use (`usable_len`)."""
         if self.transitions is not None and variant.variant_id not in self.transitions:
             return 0
         start = _start_in_path(variant)
         available = self._available_len(variant, start + variant.length)
-        covered_len = max(0, min(available - start, variant.length))
-        return covered_len if 2 * covered_len >= variant.length else 0
+        return usable_len(max(0, min(available - start, variant.length)), variant.length)
 
     def node_id(self, variant: Variant) -> int:
         """The node where a variant was last seen."""
