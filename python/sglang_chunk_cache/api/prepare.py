@@ -24,13 +24,15 @@ from chunk_cache.options.request_options import (
     dumps,
     parse_request,
 )
+from chunk_cache.plan.served_methods import check_rows
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks
 from chunk_cache.types import Span
-from sglang_chunk_cache.api.capabilities import check_read_once, check_rows, check_served, keeps_all_error
+from sglang_chunk_cache.api.capabilities import check_read_once, check_served, keeps_all_error
 from sglang_chunk_cache.api.stock_checks import GENERATE_NAMES, Names, check_parameters, check_vocabulary, each
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
+from sglang_chunk_cache.flags.step_limits import most_unknown_rows
 
 _PREPARED = "_chunk_cache_prepared"
 _OWN = "_chunk_cache_own"
@@ -236,7 +238,7 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
     for item in items:
         _check_ids(item, manager)
         if item.opts is not None:
-            check_rows(item.opts, args, item.opts_path)
+            check_rows(item.opts, args.ratio, most_unknown_rows(), item.opts_path)
     obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items])
 
 
