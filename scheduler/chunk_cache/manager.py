@@ -350,6 +350,16 @@ class ChunkManager:
         """Tokens that running requests leave to stored chunks: by how much is reused, at most a share of `capacity`."""
         return min(int(self.config.keep_share * capacity), ROOM_PER_REUSED * self.index.num_reused_tokens)
 
+    def takes_kept_room(self, num_tokens: int, num_free: int, capacity: int) -> bool:
+        """Whether a request of so many tokens would have reused chunks evicted, with `num_free` left to it and others.
+
+        Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
+        longer: throughput falls where load is highest. A request that has no room beside the chunks even when it runs
+        alone would wait for a server that is empty, and is let in.
+        """
+        num_kept = self.num_kept_tokens(capacity)
+        return num_tokens <= capacity - num_kept and num_free - num_tokens < num_kept
+
     # What is kept of it (see `Retention`).
 
     def remember_exact(

@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 _PADDING_TOKEN = 0
 
-LOOK_SHARE = 1 / 16
-"""Part of its share that a partition above it gives up at least, since each look may go through all leaves of the tree:
-45 ms for 8,000 of others (SGLang's core in Rust, one core of an AMD EPYC)."""
-
 
 @dataclass(slots=True)
 class _Seen:
@@ -218,12 +214,6 @@ class VariantStore:
         self.shares.remove(owner, before - self._num_tokens())
         return backup
 
-    def num_above(self, num_tokens: int) -> int:
-        """Tokens that partitions above their share shall give up where room for so many is needed."""
-        if not num_tokens or not self.shares.above:
-            return 0
-        return max(num_tokens, int(LOOK_SHARE * self.shares.most))
-
     def evict_above(self, num_tokens: int, tracker: dict[ComponentType, int]) -> None:
         """Partitions above their share give way, in the tree's order, none to less than most of its share.
 
@@ -231,11 +221,11 @@ class VariantStore:
             num_tokens: for which room is needed; fewer go where their leaves are in use.
             tracker: counts what goes, as SGLang's walk does.
         """
-        num_wanted = self.num_above(num_tokens)
+        num_wanted = self.shares.num_to_give(num_tokens)
         if not num_wanted:
             return
         kind, core, before = ComponentType.FULL, self._tree.tree_core, self._num_tokens()
-        above, least = set(self.shares.above), int((1 - LOOK_SHARE) * self.shares.most)
+        above = set(self.shares.above)
         core.evict_device_start(kind, core.full_evictable_size())
         try:
             while above and self._num_tokens() > before - num_wanted:
@@ -245,7 +235,7 @@ class VariantStore:
                 owner = self._owner_of(node_id)
                 if owner in above:
                     self.evict_leaf(node_id, tracker)
-                    if self.shares.held(owner) <= least:
+                    if self.shares.held(owner) <= self.shares.least:
                         above.remove(owner)
         finally:
             core.evict_device_end(kind)

@@ -23,7 +23,7 @@ from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.index.variant import PathHome, PathTokens, Variant, usable_len, variant_name
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ChunkManager
+from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager
 from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.options.request_options import RequestOptions
@@ -353,6 +353,23 @@ def test_kv_that_is_of_no_use_or_wrong_is_not_kept() -> None:
 @pytest.mark.parametrize(("covered_len", "usable"), [(-1, 0), (0, 0), (3, 0), (4, 4), (7, 7)])
 def test_less_than_half_of_a_chunk_is_of_no_use(covered_len: int, usable: int) -> None:
     assert usable_len(covered_len, 7) == usable
+
+
+def test_a_request_leaves_reused_chunks_their_room_where_it_can() -> None:
+    """Reused are 4 tokens, so 16 of 100 are left to chunks."""
+    manager = Server(0, max_variants=100, max_variants_per_chunk=8, keep_share=0.5).manager
+    assert not manager.takes_kept_room(100, 100, 100), "nothing was reused"
+    prompt, tokens = prompt_of([2])
+    path = PathTokens(tokens, Partition())
+    variant = manager.complete(prompt, Keep(0, 0, in_path=True), PathHome(path, 0))
+    assert variant is not None
+    manager.index.touch(variant, 1.0)
+    num_kept = manager.num_kept_tokens(100)
+    assert 0 < num_kept == ROOM_PER_REUSED * variant.length < 50
+    free = 40 + num_kept
+    assert [manager.takes_kept_room(n, free, 100) for n in (40, 41, 100 - num_kept, 101 - num_kept)] == [
+        *(False, True, True, False)
+    ]
 
 
 # What a plan is made of.
