@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, load_share, preload_depth
+from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, layers_to_await, load_share
 from chunk_cache.tiers.placing import HOST, Moment
 from chunk_cache.tiers.prefetch import PrefetchQueue, State
 from chunk_cache.tiers.tier_ledger import EntryId
@@ -284,22 +284,28 @@ class TierLoader:
         self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_rows: int, num_keys: int
     ) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        load_s, to_load = 0.0, []
+        load_s, to_load, spared_lens = 0.0, [], []
         for key, search in searches.items():
             found, expected, chunk = waiting.decided.get(key), self._expected(search), search.chunk
             is_brought = expected is not None if found is None else found.stored is not None
             if is_brought and not chunk.held.is_of_use:
-                num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids))
+                spared_lens.append(len(chunk.token_ids))
             if found is None:
                 to_load.append(key)
                 load_s += 0.0 if expected is None else self._tier(expected.tier).reads.estimate(self._num_bytes(chunk))
-        depth = preload_depth(self._num_layers, load_s, self._prefill_cost.estimate(max(num_rows, 1), num_keys))
+        depth = layers_to_await(
+            self._num_layers,
+            load_s,
+            self._prefill_cost.record(),
+            num_rows=num_rows,
+            num_keys=num_keys,
+            spared_lens=spared_lens,
+            ratio=self._ratio,
+        )
         self._preload |= {key: depth for key in to_load if key not in self._searches}
 
     def _expected(self, search: OpenSearch) -> Expected | None:
-        """What is known to be there; another server may have written it where we share a tier."""
-        asked = (Expected(tier.name, 1.0) for tier in self._tiers if tier.is_asked)
-        return search.steps.expected or (None if search.chunk.held.is_of_use else next(asked, None))
+        return search.steps.likely(tier.name for tier in self._tiers if tier.is_asked)
 
     def _tier(self, name: str) -> Tier:
         return next(tier for tier in self._tiers if tier.name == name)
