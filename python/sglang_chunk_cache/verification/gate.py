@@ -160,7 +160,7 @@ class Gate:
         self._metrics.count_verification("verified")
         partition = self.ledger.partition_name(candidate.partition)
         kind = Kind(candidate.method, partition, band_of(candidate.ratio))
-        self._metrics.observe(kind, found)
+        self._metrics.observe_reply(kind, found)
         shown = (candidate.number, candidate.rid, candidate.method, candidate.ratio, partition)
         self._newest.append(Verified(*shown, **asdict(found)))
         drift = self.ledger.add(kind, found)
