@@ -117,9 +117,7 @@ class ChunkRuntime:
         if state.reported is None:
             return
         plan = state.reported.plan
-        num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
-        cost = self.clock.cost
-        saved_s = cost.record().marginal(max(num_saved, 0), plan.prompt_len) if cost.is_known else None
+        saved_s = self.clock.cost.saved_s(plan.num_saved, plan.prompt_len)
         self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
         if saved_s is not None:
             self.metrics.observe_saved(saved_s)

@@ -88,10 +88,7 @@ class Gate:
 
     def steer(self, state: ChunkRequest) -> None:
         """Decides how chunks are reused by a request that does not say it; once."""
-        opts = state.options
-        if self.controller is None or state.verification.decision is not None:
-            return
-        if opts.mode != "auto" or opts.names_method or not opts.has_marks or state.prompt.unsupported:
+        if self.controller is None or state.verification.decision is not None or not state.prompt.leaves_method_open:
             return
         partition = self.ledger.partition_name(state.prompt.partition)
         decision = state.verification.decision = self.controller.decide(partition)

@@ -1,4 +1,4 @@
-"""Whether a server can do what a method needs.
+"""Whether a server can do what a method needs, and lets a client do what its mode asks for.
 
 A method may name layers that the model does not have, statistics that the server does not take, work between layers
 where that is forbidden, or compute single tokens of a passage where layers keep states.
@@ -12,7 +12,7 @@ from dataclasses import replace
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.methods import METHODS, STATE_METHODS, Method, Options, OptionValue, Stage
 from chunk_cache.options.config import Config
-from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.options.request_options import PREPARING, RequestOptions
 from chunk_cache.plan.selection_plan import is_selecting
 
 
@@ -62,6 +62,19 @@ def check_rows(opts: RequestOptions, default_ratio: float, most: int | None, pat
         problem = f"{opts.method!r} begins with all {num_rows} tokens of the chunks, and a step has room for {most}"
         remedy = "choose near, or start the server with a larger --max-prefill-tokens where memory allows"
         raise request_error(f"{path}.method", problem, remedy)
+
+
+def check_preparing(opts: RequestOptions, config: Config, path: str) -> None:
+    """Checks that a client stores no chunk for others where the server trusts what is warmed, or one system.
+
+    Raises:
+        ChunkCacheRequestError: it would.
+    """
+    if opts.mode in PREPARING:
+        for key, value in (("trust", "warmed"), ("system_prompts", "same")):
+            if getattr(config, key) == value:
+                problem = f"{opts.mode!r} would store it for others, whatever stands in front, against {key} {value}"
+                raise request_error(f"{path}.mode", problem, "have the administrator warm it")
 
 
 def check_states(opts: RequestOptions, path: str) -> None:

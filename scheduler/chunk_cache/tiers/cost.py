@@ -142,6 +142,10 @@ class PrefillCost:
         """Whether so many passes were seen that a saving may be stated."""
         return self._fit.num >= MIN_OBSERVATIONS
 
+    def saved_s(self, num_rows: int, num_keys: int) -> float | None:
+        """Seconds that a pass was spared by so many rows less; None = too few passes were seen."""
+        return self.record().marginal(num_rows, num_keys) if self.is_known else None
+
     def record(self) -> PrefillRecord:
         s_per_pass, s_per_row, s_per_pair = self._fit.coefficients.tolist()
         return PrefillRecord(s_per_pass, s_per_row, s_per_pair)

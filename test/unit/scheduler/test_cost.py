@@ -253,6 +253,14 @@ def test_preload_depth_is_the_least_without_stall(num_layers: int, load: int, co
     assert depth == next(d for d in range(1, num_layers + 1) if not has_stall(num_layers, *exact, d))
 
 
+def test_what_is_spared_is_told_once_enough_passes_were_seen() -> None:
+    cost = PrefillCost()
+    for i in range(MIN_OBSERVATIONS):
+        assert cost.saved_s(10, 100) is None
+        cost.observe(i + 1, 100, 0.5 * (i + 1))
+    assert cost.saved_s(10, 100) == cost.record().marginal(10, 100) == pytest.approx(5.0, rel=0.1)
+
+
 def test_layers_to_await_are_those_of_the_rows_that_are_left() -> None:
     """Of 100 rows 60 are loaded, of which 15 are computed again: 55 s of forward hide 55 of 100 s of loading."""
     prefill = PrefillRecord(s_per_row=1.0)

@@ -372,6 +372,18 @@ def test_a_request_leaves_reused_chunks_their_room_where_it_can() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [({}, True), ({"mode": "exact"}, False), ({"method": "epic"}, False), ({"ratio": 0.5}, False)],
+)
+def test_who_names_neither_method_nor_ratio_leaves_them_open(given: dict[str, Any], is_open: bool) -> None:
+    prompt, _ = prompt_of([0, 1])
+    asked = replace(prompt, options=replace(prompt.options, **given))
+    assert asked.leaves_method_open == is_open
+    assert not replace(asked, unsupported=True).leaves_method_open
+    assert not replace(asked, options=replace(asked.options, spans=())).leaves_method_open
+
+
 # What a plan is made of.
 
 

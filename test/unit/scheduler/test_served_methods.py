@@ -7,8 +7,8 @@ import pytest
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, STATE_METHODS
 from chunk_cache.options.config import Config, parse_config
-from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.served_methods import check_method, check_rows, check_states, defaults_problem
+from chunk_cache.options.request_options import MODES, PREPARING, RequestOptions
+from chunk_cache.plan.served_methods import check_method, check_preparing, check_rows, check_states, defaults_problem
 
 NUM_LAYERS = 12
 
@@ -65,6 +65,20 @@ def test_a_method_that_begins_with_all_rows_needs_room_for_them(
     else:
         with pytest.raises(ChunkCacheRequestError, match=r"^p.method: .* all 30 tokens .* has room for 29; "):
             check_rows(opts, 0.15, most, "p")
+
+
+@pytest.mark.parametrize(("key", "value"), [("trust", "warmed"), ("system_prompts", "same")])
+def test_clients_store_nothing_for_others_where_these_are_not_trusted(key: str, value: str) -> None:
+    config = parse_config({key: value})
+    for mode in MODES:
+        check_preparing(RequestOptions(mode=mode), Config(), "p")
+        if mode not in PREPARING:
+            check_preparing(RequestOptions(mode=mode), config, "p")
+            continue
+        with pytest.raises(
+            ChunkCacheRequestError, match=rf"^p.mode: '{mode}' would store it .* against {key} {value}; "
+        ):
+            check_preparing(RequestOptions(mode=mode), config, "p")
 
 
 def test_models_with_states_are_served_by_methods_of_whole_pieces() -> None:
