@@ -1,4 +1,4 @@
-"""The selector's process: `python -m sglang_chunk_cache.selector SETTINGS`, started by `client`; never by hand.
+"""The process of the selector: `python -m sglang_chunk_cache.selector SETTINGS`, started by `selector_client` alone.
 
 It ends when its parent does, when a step takes longer than `STEP_LIMIT_S`, or with a sentence where its model or the
 main model's tokenizer cannot be used.
