@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "train-selector": (
         TRAINING,
-        "sglang_chunk_cache.selector_training:main",
+        "chunk_cache_tools.train_selector.train_selector_command:main",
         "fine-tune the small model of the method cacheclip (needs the server's packages)",
     ),
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chunk_cache.errors import request_error
+from chunk_cache.errors import one_line, request_error
 
 INSTALL = "or run `pip install transformers`"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -31,7 +31,7 @@ def load_tokenizer(path: str, flag: str = "--tokenizer") -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        problem = f"no tokenizer in {path!r} ({' '.join(str(error).split())[:120]})"
+        problem = f"no tokenizer in {path!r} ({one_line(error)[:120]})"
         raise request_error(flag, problem, "name a folder with the tokenizer of the server's model") from None
 
 
@@ -59,7 +59,7 @@ def load_shape(path: str, flag: str) -> Shape:
         num_layers = int(next(config[name] for name in _LAYERS if name in config))
         return Shape(num_layers, "linear_attention" in (config.get("layer_types") or ()))
     except (OSError, ValueError, StopIteration) as error:
-        problem = f"no model in {path!r} ({' '.join(str(error).split())[:120]})"
+        problem = f"no model in {path!r} ({one_line(error)[:120]})"
         remedy = "name a Hugging Face folder, or with --tokenizer where it lies"
         raise request_error(flag, problem, remedy if _has_transformers() else f"{remedy}, {INSTALL}") from None
 
@@ -81,7 +81,7 @@ class PlainTokenizer:
             text = (Path(path) / "tokenizer.json").read_text(encoding="utf-8")
             json.loads(text)["model"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            problem = f"no tokenizer.json in {path!r} ({' '.join(str(error).split())[:120]})"
+            problem = f"no tokenizer.json in {path!r} ({one_line(error)[:120]})"
             remedy = f"name a folder with the tokenizer of the server's model, {INSTALL}"
             raise request_error(flag, problem, remedy) from None
         self._core = Tokenizer.from_str(text)

@@ -54,6 +54,11 @@ def config_error(path: str, problem: str, remedy: str) -> ChunkCacheConfigError:
     return user_error(ChunkCacheConfigError, path, problem, remedy)
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks, to stand in a sentence."""
+    return " ".join(str(error).split())
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text from outside can be tokenized: JSON may hold half of a surrogate pair, which is no character."""
     try:

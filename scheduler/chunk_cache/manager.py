@@ -40,7 +40,7 @@ from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import question_of
 from chunk_cache.plan.selector_answer import NO_ANSWER
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from chunk_cache.retention import Retention
+from chunk_cache.retention import SOUND, Retention, Soundness
 from chunk_cache.tiers.variant_search import Held, is_better
 from chunk_cache.types import Span
 
@@ -350,15 +350,35 @@ class ChunkManager:
         """Tokens that running requests leave to stored chunks: by how much is reused, at most a share of `capacity`."""
         return min(int(self.config.keep_share * capacity), ROOM_PER_REUSED * self.index.num_reused_tokens)
 
+    def takes_kept_room(self, num_tokens: int, num_free: int, capacity: int) -> bool:
+        """Whether a request of so many tokens would have reused chunks evicted, with `num_free` left to it and others.
+
+        Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
+        longer: throughput falls where load is highest. A request that has no room beside the chunks even when it runs
+        alone would wait for a server that is empty, and is let in.
+        """
+        num_kept = self.num_kept_tokens(capacity)
+        return num_tokens <= capacity - num_kept and num_free - num_tokens < num_kept
+
     # What is kept of it (see `Retention`).
 
     def remember_exact(
-        self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
+        self,
+        prompt: ChunkPrompt,
+        plan: RecomputePlan | None,
+        *,
+        in_tree: int,
+        up_to: int,
+        soundness: Soundness = SOUND,
     ) -> Iterator[Keep | Forgo]:
-        return self._retention.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
+        actions = self._retention.remember_exact(prompt, plan, in_tree=in_tree, up_to=up_to)
+        return self._retention.without_unsound(prompt, plan, actions, soundness)
 
-    def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
-        return self._retention.remember_fused(prompt, plan, up_to=up_to)
+    def remember_fused(
+        self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int, soundness: Soundness = SOUND
+    ) -> Iterator[Keep | Forgo]:
+        actions = self._retention.remember_fused(prompt, plan, up_to=up_to)
+        return self._retention.without_unsound(prompt, plan, actions, soundness)
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None

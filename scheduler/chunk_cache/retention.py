@@ -8,7 +8,7 @@ Each chunk is decided on when it is asked for, so one is carried out and reporte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from chunk_cache.actions import Forgo, Keep
@@ -16,13 +16,29 @@ from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.lookup import Lookup, Resolve
 from chunk_cache.index.system_prompt import num_pieces
-from chunk_cache.index.variant import Home, Variant
+from chunk_cache.index.variant import Home, Variant, usable_len
 from chunk_cache.options.config import Config
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 
 MAX_DERIVED_SHARE = 0.25
 """Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
+
+
+@dataclass(frozen=True)
+class Soundness:
+    """What the store knows of the KV that a prompt has left.
+
+    Attributes:
+        lacks_states: whether what a chunk does to states, in a model that has some, is not known or has no room.
+        has_old_prefixes: whether an exact prefix that was found may be KV of other weights.
+    """
+
+    lacks_states: Callable[[int], bool] = lambda chunk: False
+    has_old_prefixes: bool = False
+
+
+SOUND = Soundness()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +85,7 @@ class Retention:
             is_whole = covered_len == end - start
             if exceeds_share:
                 yield Forgo(i, "partition_share")
-            elif is_whole or (2 * covered_len >= end - start and not self.has_states):
+            elif is_whole or (usable_len(covered_len, end - start) and not self.has_states):
                 # A path that holds a part of the chunk may hold no more of it than is stored already; with states one
                 # variant of it is enough, of whatever context.
                 if (is_whole and not self.has_states) or self.stored_len(prompt, i) < covered_len:
@@ -106,6 +122,25 @@ class Retention:
                     yield Forgo(i, "memory")
             elif not is_fixed and self._is_new(prompt, i, generation, plan):
                 yield Keep(i, generation, in_path=False)
+
+    def without_unsound(
+        self,
+        prompt: ChunkPrompt,
+        plan: RecomputePlan | None,
+        actions: Iterable[Keep | Forgo],
+        soundness: Soundness,
+    ) -> Iterator[Keep | Forgo]:
+        """The same, but that chunks whose KV would be of no use, or wrong, are not kept."""
+        for action in actions:
+            start, _ = prompt.options.spans[action.chunk]
+            if isinstance(action, Forgo):
+                yield action
+            elif soundness.lacks_states(action.chunk):
+                yield Forgo(action.chunk, "states")
+            elif soundness.has_old_prefixes and (plan is None or start < plan.prefix_len):
+                yield Forgo(action.chunk, "weights_changed")
+            else:
+                yield action
 
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None

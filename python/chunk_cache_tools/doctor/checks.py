@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from chunk_cache.advice import Level
+from chunk_cache.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Check:
 
 def refused_check(name: str, error: Exception) -> Check:
     """A failure; the message of `error` is `<problem>; <remedy>`, as all of ours are."""
-    message = " ".join(str(error).split())
+    message = one_line(error)
     problem, separator, remedy = message.rpartition("; ")
     return Check(name, Level.FAILURE, problem if separator else message, remedy if separator else "")
 

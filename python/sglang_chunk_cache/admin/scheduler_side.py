@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
+from chunk_cache.index.pins import MAX_PINNED_SHARE, Pins, variants_of
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 from chunk_cache.keys import chunks_among
 from sglang_chunk_cache.admin.journal import Journal
-from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 if TYPE_CHECKING:
     from chunk_cache.manager import ChunkManager
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from sglang_chunk_cache.verification.gate import Gate
 
 Result: TypeAlias = dict[str, Any]
-
-MAX_PINNED_SHARE = 0.5
-"""Share of the pool's tokens that may be pinned; the rest must do for the requests."""
 
 
 class ChunkCacheStatsReq(BaseReq, kw_only=True):

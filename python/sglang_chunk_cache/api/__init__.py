@@ -1,4 +1,5 @@
 """What a client sends and gets back: marks, options, bad input, replies, on every route.
 
-A body is read by `bodies` (what SGLang would drop), then `prepare` makes token ids and one string of options of it.
+`chunk_cache/prompt/marked_body` reads a body (what SGLang would drop); `prepare` makes token ids and one string of
+options of it.
 """

@@ -15,22 +15,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error, user_error
 from chunk_cache.options.request_options import (
     MAX_CHUNKS,
-    PREPARING,
     RequestOptions,
     check_fit,
     dumps,
     parse_request,
 )
+from chunk_cache.plan.served_methods import check_preparing, check_rows
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks
 from chunk_cache.types import Span
-from sglang_chunk_cache.api.capabilities import check_read_once, check_rows, check_served, keeps_all_error
+from sglang_chunk_cache.api.capabilities import check_read_once, check_served, keeps_all_error
 from sglang_chunk_cache.api.stock_checks import GENERATE_NAMES, Names, check_parameters, check_vocabulary, each
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
+from sglang_chunk_cache.flags.step_limits import most_unknown_rows
 
 _PREPARED = "_chunk_cache_prepared"
 _OWN = "_chunk_cache_own"
@@ -191,7 +192,8 @@ def prepare(
             check_vocabulary(item.ids, manager, item.path)
         elif item.text is not None and item.marked is None:
             _check_has_tokens(item.text, obj, manager, item.path)
-        _check_trust(item, obj, args)
+        if item.opts is not None and not getattr(obj, _OWN, False):
+            check_preparing(item.opts, args.parsed_config, item.opts_path)
     check_parameters(obj, manager, names)
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
@@ -201,15 +203,6 @@ def prepare(
 def note_own(obj: Any) -> None:
     """A `GenerateReqInput` is the administration's, not a client's."""
     setattr(obj, _OWN, True)
-
-
-def _check_trust(item: Item, obj: Any, args: ChunkCacheArgs) -> None:
-    mode, config = None if item.opts is None else item.opts.mode, args.parsed_config
-    if mode in PREPARING and not getattr(obj, _OWN, False):
-        for key, value in (("trust", "warmed"), ("system_prompts", "same")):
-            if getattr(config, key) == value:
-                problem = f"{show(mode)} would store it for others, whatever stands in front, against {key} {value}"
-                raise request_error(f"{item.opts_path}.mode", problem, "have the administrator warm it")
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
@@ -236,7 +229,7 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
     for item in items:
         _check_ids(item, manager)
         if item.opts is not None:
-            check_rows(item.opts, args, item.opts_path)
+            check_rows(item.opts, args.ratio, most_unknown_rows(), item.opts_path)
     obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items])
 
 

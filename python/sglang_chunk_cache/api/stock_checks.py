@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import one_line, request_error, show
 from chunk_cache.prompt.chunk_cache_fields import KEY
 
 
@@ -114,7 +114,7 @@ def _sampling_problem(params: Any, manager: Any) -> str | None:
         sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
         msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
     except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)
-        return " ".join(str(error).split()).rstrip(".")
+        return one_line(error).rstrip(".")
     return None
 
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from chunk_cache.errors import one_line
 from chunk_cache.options.defaults import DEFAULT_METHOD, DEFAULT_RATIO, DEFAULT_SEPARATOR
 
 if TYPE_CHECKING:
@@ -102,14 +103,18 @@ class ChunkCacheArgs:
     discover: bool = False
 
     def __post_init__(self) -> None:
-        _check_method(self.method)
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0.0 <= self.ratio <= 1.0:
-            refuse(f"--chunk-cache-ratio must be a number from 0 to 1, not {self.ratio!r}.")
-        if not isinstance(self.separator, str) or not self.separator.strip():
-            refuse("--chunk-cache-separator must be a string with at least one visible character.")
-        _check_config(self.config)
-        _check_selector(self)
-        _check_target(self)
+        from chunk_cache.server_options import server_problem
+
+        problem = server_problem(
+            method=self.method,
+            ratio=self.ratio,
+            separator=self.separator,
+            config=self.config,
+            selector=self.selector,
+            target=self.target,
+        )
+        if problem is not None:
+            refuse(problem)
 
     @functools.cached_property
     def parsed_config(self) -> Config:
@@ -133,70 +138,6 @@ class ChunkCacheArgs:
     def loads(cls, text: str) -> ChunkCacheArgs:
         """The inverse of `dumps`."""
         return cls(**json.loads(text))
-
-
-def _check_method(method: object) -> None:
-    from chunk_cache.methods import METHODS
-
-    if method not in METHODS:
-        refuse(f"--chunk-cache-method {method!r} is not known; choose one of {', '.join(METHODS)}.")
-
-
-def _check_selector(args: ChunkCacheArgs) -> None:
-    from chunk_cache.methods import METHODS
-
-    if args.selector is None:
-        if METHODS[args.method].asks_selector:
-            refuse(f"--chunk-cache-method {args.method} needs a small model that selects; add --chunk-cache-selector.")
-        if "selector" in args.config:
-            refuse("--chunk-cache-config: selector is given without a model; add --chunk-cache-selector.")
-    elif not isinstance(args.selector, str) or not args.selector.strip():
-        refuse(f"--chunk-cache-selector must be a Hugging Face folder or name, not {args.selector!r}.")
-
-
-def _check_config(config: object) -> None:
-    from chunk_cache.options.config import parse_config
-
-    if not isinstance(config, Mapping):
-        refuse("--chunk-cache-config must be a JSON object.")
-    try:
-        parse_config(dict(config))
-    except ValueError as error:
-        refuse(f"{_one_line(error)}.")  # the message begins with the name of the flag
-
-
-def _check_target(args: ChunkCacheArgs) -> None:
-    try:
-        target, config = args.parsed_target, args.parsed_config
-    except ValueError as error:
-        refuse(f"{_one_line(error)}.")
-    if target is None:
-        return
-    if not config.verify_share:
-        refuse(
-            '--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: it goes by that share of the '
-            """replies; add it, such as --chunk-cache-config '{"verify_share": 0.05}'."""
-        )
-    _check_steps(target, args)
-    budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
-    for name in (name for name, value in budgets.items() if value):
-        refuse(f'--chunk-cache-target moves ratios, and "{name}" in --chunk-cache-config replaces them; drop one.')
-
-
-def _check_steps(target: Target, args: ChunkCacheArgs) -> None:
-    """Whether to ask the selector is decided where prompts are tokenized, by the server's own method."""
-    from chunk_cache.methods import METHODS
-    from chunk_cache.options.request_options import RequestOptions
-    from chunk_cache.plan.selector_answer import asks_selector
-
-    if asks_selector(RequestOptions(spans=((0, 1),)), args.method, args.ratio):
-        return
-    for i, step in enumerate(target.steps):
-        if METHODS[step.method].asks_selector and step.ratio < 1.0:
-            refuse(
-                f"--chunk-cache-target: steps[{i}][0]: nobody would ask the selector for {step.method!r}, which is not "
-                f"the server's method below ratio 1; add --chunk-cache-method {step.method}, or choose another step."
-            )
 
 
 # The command line.
@@ -309,17 +250,13 @@ def _parse_object(name: str, value: object) -> object:
         return json.loads(text)
     except ValueError as error:
         hint = "; remove the trailing comma" if _ends_in_comma(text, error) else ""
-        refuse(f"--chunk-cache-{name} is not valid JSON: {_one_line(error)}{hint}.")
+        refuse(f"--chunk-cache-{name} is not valid JSON: {one_line(error)}{hint}.")
 
 
 def _ends_in_comma(text: str, error: ValueError) -> bool:
     """Whether text stops being JSON at a comma in front of the end of an object or a list."""
     before = text[: getattr(error, "pos", 0)].rstrip()  # Python 3.13 counts to the comma, others to what follows it
     return re.match(r"\s*,\s*[\]}]", text[len(before.removesuffix(",")) :]) is not None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 # From process to process.

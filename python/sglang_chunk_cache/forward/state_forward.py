@@ -26,11 +26,13 @@ import torch.nn.functional as F
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.runs import Runs, run_fields, view_of
 from sglang_chunk_cache.kv.state_layers import StateLayers
-from sglang_chunk_cache.kv.transition import ChunkTransitions, LayerTransition, Rule, Transition, on_host
+from sglang_chunk_cache.kv.transition import LayerTransition, Rule, Transition, on_host
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from chunk_cache.index.transition_store import ChunkTransitions
 
 MOST_TAKEN = 16
 """Chunks whose transitions are taken at once, by what memory their states need meanwhile."""
@@ -67,7 +69,7 @@ class Wanted:
     begin: int
     end: int
     seam_end: int
-    known: ChunkTransitions
+    known: ChunkTransitions[Transition]
 
 
 @dataclass(frozen=True)

@@ -152,21 +152,13 @@ class ChunkPrefillAdder(PrefillAdder):
         return stock
 
     def _takes_kept_room(self, num_tokens: int) -> bool:
-        """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back.
-
-        Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
-        longer: throughput falls where load is highest. A request that has no room beside them even when it runs alone
-        would wait for a server that is empty, and is left to SGLang's own rule.
-        """
+        """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back."""
         running = bool(self.running_batch and self.running_batch.reqs) or self._num_in_transfer > 0
         if self.preempt_list or not (self.can_run_list or running):
             return False
         chunks = known_runtime_of(self.tree_cache)
         capacity = self.tree_cache.token_to_kv_pool_allocator.size
-        num_kept = chunks.manager.num_kept_tokens(capacity)
-        if num_tokens > capacity - num_kept:
-            return False
-        return self.rem_total_tokens - num_tokens < num_kept
+        return chunks.manager.takes_kept_room(num_tokens, self.rem_total_tokens, capacity)
 
     def _commit_prefill_admission(self, req: Req, admission: Any, mamba_gap_reserve: int) -> None:
         super()._commit_prefill_admission(req, admission, mamba_gap_reserve)

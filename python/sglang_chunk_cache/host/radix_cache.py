@@ -218,7 +218,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         chunks.pool.flush()
         chunks.admin.before_eviction()
         if chunks.tiers is not None:
-            num_tokens = chunks.store.num_above(params.num_tokens) or params.num_tokens
+            num_tokens = chunks.store.shares.num_to_give(params.num_tokens) or params.num_tokens
             chunks.tiers.save_victims(chunks.manager.index.victims(chunks.store.shares.above), num_tokens)
         result = evict(params)
         num_missing = params.num_tokens - result.num_tokens_evicted

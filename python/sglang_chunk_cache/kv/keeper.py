@@ -28,17 +28,19 @@ from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Vari
 from chunk_cache.manager import ChunkManager
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.retention import Soundness
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import Votes
+from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_chunk_cache.kv.transition import ChunkTransitions, Transition
+    from chunk_cache.index.transition_store import ChunkTransitions
+    from sglang_chunk_cache.kv.transition import Transition
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Computed(Protocol):
     def sums(self) -> ChunkSums | None: ...
 
     @property
-    def transitions(self) -> ChunkTransitions | None: ...
+    def transitions(self) -> ChunkTransitions[Transition] | None: ...
 
 
 class _Awaited(NamedTuple):
@@ -87,7 +89,6 @@ class ChunkKeeper:
         cache: SGLang's radix cache, whose request rows are read.
         refresh: learns how derived variants can be computed exactly.
         note_stored: told of each variant that is stored, with its statistics; for the tiers below.
-        reduce_max: the element-wise maximum of votes over the tensor-parallel ranks; None = there is one rank.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ChunkKeeper:
         refresh: RefreshQueue,
         metrics: ChunkMetrics,
         note_stored: Callable[[Variant], None] | None,
-        reduce_max: Callable[[Votes], Votes] | None,
+        reduce_max: ReduceMax,
     ) -> None:
         self._cache = cache
         self._manager = manager
@@ -130,8 +131,8 @@ class ChunkKeeper:
         if plan is None:
             self._remember_exact(req, state, up_to, is_last)
         elif is_last:
-            actions = self._manager.remember_fused(state.prompt, plan, up_to=up_to)
-            for keep in self._kept(state, actions):
+            soundness = self._soundness(state)
+            for keep in self._kept(self._manager.remember_fused(state.prompt, plan, up_to=up_to, soundness=soundness)):
                 self._keep(req, state, keep, self._own_home(req, state, keep))
             for promotion in self._manager.promote(plan):
                 self._promote(promotion)
@@ -150,9 +151,7 @@ class ChunkKeeper:
         if not self._awaited:
             return  # on all ranks: they store and await the same
         num_there = sum(1 for _ in itertools.takewhile(lambda one: one.sums.is_there(one.chunk), self._awaited))
-        if self._reduce_max is not None:
-            num_there = -int(self._reduce_max(np.array([-num_there], dtype=np.int64))[0])
-        for _ in range(num_there):
+        for _ in range(-int(self._reduce_max(np.array([-num_there], dtype=np.int64))[0])):
             one = self._awaited.popleft()
             variant = self._manager.index.describe(one.variant_id, one.sums.statistics(one.chunk))
             if variant is not None and self._note_stored is not None:
@@ -183,19 +182,19 @@ class ChunkKeeper:
         self._old_rows.clear()
         self._has_old_prefixes = False
 
-    def _kept(self, state: Computed, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
+    def _soundness(self, state: Computed) -> Soundness:
+        def lacks_states(chunk: int) -> bool:
+            return self._store.transitions is not None and self._transition(state, chunk) is None
+
+        return Soundness(lacks_states, self._has_old_prefixes)
+
+    def _kept(self, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
         """Chunks to keep; those that are not are counted."""
-        plan = state.admission.plan
         for action in actions:
-            start, _ = state.prompt.options.spans[action.chunk]
-            if isinstance(action, Forgo):
-                self._metrics.count_not_remembered(action.reason)
-            elif self._store.transitions is not None and self._transition(state, action.chunk) is None:
-                self._metrics.count_not_remembered("states")
-            elif self._has_old_prefixes and (plan is None or start < plan.prefix_len):
-                self._metrics.count_not_remembered("weights_changed")
-            else:
+            if isinstance(action, Keep):
                 yield action
+            else:
+                self._metrics.count_not_remembered(action.reason)
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
@@ -210,8 +209,10 @@ class ChunkKeeper:
         # What is prepared stays out of the tree, so its slots are the request's own.
         home_of = self._copied_home if prompt.to_prepare is None else self._own_home
         path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
-        actions = self._manager.remember_exact(prompt, state.admission.plan, in_tree=in_tree, up_to=up_to)
-        for keep in self._kept(state, actions):
+        actions = self._manager.remember_exact(
+            prompt, state.admission.plan, in_tree=in_tree, up_to=up_to, soundness=self._soundness(state)
+        )
+        for keep in self._kept(actions):
             in_path = PathHome(path, prompt.options.spans[keep.chunk][0]) if keep.in_path else None
             self._keep(req, state, keep, in_path or home_of(req, state, keep))
 

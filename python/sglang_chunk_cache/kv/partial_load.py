@@ -11,7 +11,7 @@ stopped on all ranks alike and nothing of the node is ever read again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ from sgl_kernel_ext.transfer import upload
 if TYPE_CHECKING:
     from chunk_cache.index.chunk_index import ChunkIndex
     from chunk_cache.index.variant import Variant
-    from chunk_cache.tiers.prefetch import Votes
     from sglang_chunk_cache.kv.assembler import KVAssembler
     from sglang_chunk_cache.kv.layer_stream import LayerStream
+    from sglang_chunk_cache.kv.ranks import ReduceMax
     from sglang_chunk_cache.kv.store import VariantStore
 
 
@@ -80,7 +80,6 @@ class PartialLoads:
 
     Args:
         timeout_s: how long a forward waits for layers, all in all.
-        reduce_max: over the tensor-parallel ranks, as for `TierLoader`.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class PartialLoads:
         assembler: KVAssembler,
         *,
         timeout_s: float,
-        reduce_max: Callable[[Votes], Votes] | None,
+        reduce_max: ReduceMax,
     ) -> None:
         self._index = index
         self._store = store
@@ -113,9 +112,7 @@ class PartialLoads:
             return
         landings = list(self._open.values())
         votes = np.array([_vote(landing.stream) for landing in landings], dtype=np.int64)
-        if self._reduce_max is not None:
-            votes = self._reduce_max(votes)
-        for landing, vote in zip(landings, votes.tolist(), strict=True):
+        for landing, vote in zip(landings, self._reduce_max(votes).tolist(), strict=True):
             if vote == _COMPLETE:
                 self.fill(landing, landing.stream.num_layers)
                 self._close(landing)
@@ -160,10 +157,7 @@ class PartialLoads:
         failed = [
             one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
         ]
-        any_failed = bool(failed)
-        if self._reduce_max is not None:
-            any_failed = bool(self._reduce_max(np.array([any_failed], dtype=np.int64))[0])
-        if any_failed:
+        if self._reduce_max(np.array([bool(failed)], dtype=np.int64))[0]:
             raise LayerFailed(failed[0].reason if failed else "tier_ranks")
 
     def clear(self) -> None:

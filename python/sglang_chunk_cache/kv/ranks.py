@@ -11,9 +11,16 @@ import torch
 from sglang.srt.distributed import tensor_model_parallel_all_gather
 
 Votes: TypeAlias = npt.NDArray[np.int64]
+ReduceMax: TypeAlias = Callable[[Votes], Votes]
+"""The element-wise maximum of votes over the tensor-parallel ranks."""
 
 
-def max_over_ranks(group: torch.distributed.ProcessGroup) -> Callable[[Votes], Votes]:
+def of_one_rank(votes: Votes) -> Votes:
+    """The `ReduceMax` of a server with one rank."""
+    return votes
+
+
+def max_over_ranks(group: torch.distributed.ProcessGroup) -> ReduceMax:
     """The element-wise maximum of votes over the ranks of a group on the CPU."""
 
     def reduce(votes: Votes) -> Votes:

@@ -26,19 +26,16 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.index.quota import Shares
-from chunk_cache.index.variant import NodeHome, PathTokens, Variant
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant, usable_len
 from chunk_cache.keys import Partition, partition_key
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_chunk_cache.kv.transition_store import TransitionStore
+    from chunk_cache.index.transition_store import TransitionStore
+    from sglang_chunk_cache.kv.transition import Transition
 
 _PADDING_TOKEN = 0
-
-LOOK_SHARE = 1 / 16
-"""Part of its share that a partition above it gives up at least, since each look may go through all leaves of the tree:
-45 ms for 8,000 of others (SGLang's core in Rust, one core of an AMD EPYC)."""
 
 
 @dataclass(slots=True)
@@ -71,7 +68,7 @@ class VariantStore:
         self.num_evicted_above = 0
         """Tokens that went because their partition was above its share."""
         self._num_behind = int(tree.tree_core.is_eagle)
-        self.transitions: TransitionStore | None = None
+        self.transitions: TransitionStore[Transition] | None = None
         """What variants do to states, without which they are gone; None = the model has no states."""
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
@@ -86,17 +83,12 @@ class VariantStore:
         self._lens.clear()
 
     def resolve(self, variant: Variant) -> int:
-        """Leading tokens of the chunk whose KV is still in the tree; 0 when less than half of it is left.
-
-        What two chunks have in common, a title say, outlives the one of them that is evicted. Such a remnant is not
-        worth a hit, and it would keep the chunk from being remembered again.
-        """
+        """Leading tokens of the chunk whose KV is still in the tree and of use (`usable_len`)."""
         if self.transitions is not None and variant.variant_id not in self.transitions:
             return 0
         start = _start_in_path(variant)
         available = self._available_len(variant, start + variant.length)
-        covered_len = max(0, min(available - start, variant.length))
-        return covered_len if 2 * covered_len >= variant.length else 0
+        return usable_len(max(0, min(available - start, variant.length)), variant.length)
 
     def node_id(self, variant: Variant) -> int:
         """The node where a variant was last seen."""
@@ -222,12 +214,6 @@ class VariantStore:
         self.shares.remove(owner, before - self._num_tokens())
         return backup
 
-    def num_above(self, num_tokens: int) -> int:
-        """Tokens that partitions above their share shall give up where room for so many is needed."""
-        if not num_tokens or not self.shares.above:
-            return 0
-        return max(num_tokens, int(LOOK_SHARE * self.shares.most))
-
     def evict_above(self, num_tokens: int, tracker: dict[ComponentType, int]) -> None:
         """Partitions above their share give way, in the tree's order, none to less than most of its share.
 
@@ -235,11 +221,11 @@ class VariantStore:
             num_tokens: for which room is needed; fewer go where their leaves are in use.
             tracker: counts what goes, as SGLang's walk does.
         """
-        num_wanted = self.num_above(num_tokens)
+        num_wanted = self.shares.num_to_give(num_tokens)
         if not num_wanted:
             return
         kind, core, before = ComponentType.FULL, self._tree.tree_core, self._num_tokens()
-        above, least = set(self.shares.above), int((1 - LOOK_SHARE) * self.shares.most)
+        above = set(self.shares.above)
         core.evict_device_start(kind, core.full_evictable_size())
         try:
             while above and self._num_tokens() > before - num_wanted:
@@ -249,7 +235,7 @@ class VariantStore:
                 owner = self._owner_of(node_id)
                 if owner in above:
                     self.evict_leaf(node_id, tracker)
-                    if self.shares.held(owner) <= least:
+                    if self.shares.held(owner) <= self.shares.least:
                         above.remove(owner)
         finally:
             core.evict_device_end(kind)

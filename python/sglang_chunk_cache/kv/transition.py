@@ -94,37 +94,6 @@ class Transition:
         return sum(layer.num_bytes for layer in self.layers)
 
 
-class ChunkTransitions:
-    """Transitions of the chunks of one request, as far as they were computed."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, Transition]] = {}  # by chunk: up to which position
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(transition.num_bytes for _, transition in self._known.values())
-
-    def drop(self, chunk: int) -> None:
-        """A chunk was stored, or will not be."""
-        self._known.pop(chunk, None)
-
-    def reaches(self, chunk: int) -> int | None:
-        """Position up to which a chunk is known; None = not at all."""
-        known = self._known.get(chunk)
-        return None if known is None else known[0]
-
-    def note(self, chunk: int, begin: int, end: int, transition: Transition) -> None:
-        """Tokens [begin, end) of a chunk were computed: its first ones, or those behind what is known."""
-        if self.reaches(chunk) == begin:
-            transition = self._known[chunk][1].then(transition)
-        self._known[chunk] = end, transition
-
-    def of(self, chunk: int, end: int) -> Transition | None:
-        """The transition of a chunk that ends there; None where it was not computed up to there."""
-        known = self._known.get(chunk)
-        return None if known is None or known[0] != end else known[1]
-
-
 def on_host(value: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, behind what the stream was given; later copies from it follow on the same stream."""
     return host_buffer(value.shape, value.dtype).copy_(value, non_blocking=True)

@@ -16,26 +16,25 @@ loaded range; `RecomputePlan.row_positions` lists them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition
-from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, loads
+from chunk_cache.options.request_options import RequestOptions, loads, with_earlier_turns
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from chunk_cache.types import Span
 from sglang_chunk_cache.kv.packing import Packing
 
 if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
     from chunk_cache.gate.verification_queue import Candidate
+    from chunk_cache.index.transition_store import ChunkTransitions
     from chunk_cache.prompt.discover import Discoverer
     from sglang_chunk_cache.kv.chunk_sums import ChunkSums
     from sglang_chunk_cache.kv.pool import Load
-    from sglang_chunk_cache.kv.transition import ChunkTransitions
+    from sglang_chunk_cache.kv.transition import Transition
     from sglang_chunk_cache.request.selection_report import SelectionReport
     from sglang_chunk_cache.tiers.search import Outcome
 
@@ -153,7 +152,7 @@ class ChunkRequest:
     is_replied: bool = False
     admission: Admission = field(default_factory=Admission)
     sums: ChunkSums | None = None
-    transitions: ChunkTransitions | None = None
+    transitions: ChunkTransitions[Transition] | None = None
     packing: Packing = field(default_factory=Packing)
 
     @property
@@ -229,7 +228,7 @@ def _create(req: Any) -> ChunkRequest | None:
     text = params.get(PARAM_NAME) if isinstance(params, dict) else None
     options = None if text is None else loads(text)
     if req.session is not None:
-        options = _with_earlier_turns(req, options)
+        options = _as_turn(req, options)
     if options is None:
         return None
     prompt = _prompt_of(req, options)
@@ -248,31 +247,18 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     return ChunkPrompt.of(options, ids, partition, unsupported=not (fits and _is_supported(req)))
 
 
-def _with_earlier_turns(req: Any, options: RequestOptions | None) -> RequestOptions | None:
-    """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
-
-    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
-    where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
-    """
-    ids, own = req.origin_input_ids, [] if options is None else options.named_spans
-    if options is not None and options.turn_tokens is not None:
-        begin = len(req.origin_input_ids_unpadded) - options.turn_tokens  # of the prompt before it was cut
-        own = [((begin + start, begin + end), name) for (start, end), name in own]
+def _as_turn(req: Any, options: RequestOptions | None) -> RequestOptions | None:
+    """The options of a turn of a session, with the chunks of earlier turns."""
     node = req.session.req_nodes.get(req.rid)
     parent: Any = None if node is None or node.parent is None else node.parent.req
     before = None if parent is None else state_of(parent)
-    earlier = [] if before is None else before.options.named_spans
-    own_start = own[0][0][0] if own else len(ids)
-
-    def still_stands(named: tuple[Span, str | None]) -> bool:
-        (start, end), _ = named
-        return end <= own_start and ids[start:end] == parent.origin_input_ids[start:end]
-
-    options = options or (None if before is None else before.options)
-    if options is None:
-        return None
-    chunks = [*itertools.takewhile(still_stands, earlier), *own][-MAX_CHUNKS:]
-    return replace(options, turn_tokens=None).with_spans([span for span, _ in chunks], [name for _, name in chunks])
+    return with_earlier_turns(
+        options,
+        None if before is None else before.options,
+        req.origin_input_ids,
+        None if parent is None else parent.origin_input_ids,
+        num_uncut=len(req.origin_input_ids_unpadded),
+    )
 
 
 def _is_supported(req: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The selector's process: `python -m sglang_chunk_cache.selector SETTINGS`, started by `client`; never by hand.
+"""The process of the selector: `python -m sglang_chunk_cache.selector SETTINGS`, started by `selector_client` alone.
 
 It ends when its parent does, when a step takes longer than `STEP_LIMIT_S`, or with a sentence where its model or the
 main model's tokenizer cannot be used.
@@ -20,6 +20,7 @@ import zmq
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from chunk_cache.errors import one_line
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
 from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer
 from sglang_chunk_cache.selector.desk import QuestionDesk
@@ -104,7 +105,7 @@ def main() -> None:
     try:
         serve(msgspec.json.decode(sys.argv[1], type=Settings))
     except SelectorModelError as error:
-        sys.exit(f"Chunk cache: selector: {' '.join(str(error).split())}")
+        sys.exit(f"Chunk cache: selector: {one_line(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 

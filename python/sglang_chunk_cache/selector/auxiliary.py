@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoTokenizer
 
+from chunk_cache.errors import one_line
+
 ATTENTION = "chunk_cache_selector"
 STORED = torch.bfloat16
 """Number format of the keys and values that are kept: half the memory, and the ranking hardly changes."""
@@ -155,7 +157,7 @@ class AuxiliaryModel:
         try:
             model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise SelectorModelError(f"its weights cannot be loaded ({_one_line(error)})") from error
+            raise SelectorModelError(f"its weights cannot be loaded ({one_line(error)[:300]})") from error
         auxiliary = cls(model.eval().to(device), AutoTokenizer.from_pretrained(path))
         with torch.no_grad():  # a class that does not work like a decoder shows it here
             text = auxiliary.read([0, 0], ())
@@ -229,7 +231,7 @@ def check_selector_model(path: str) -> None:
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise SelectorModelError(
-            f"{path!r} is neither a Hugging Face folder nor a name with model and tokenizer ({_one_line(error)})"
+            f"{path!r} is neither a Hugging Face folder nor a name with model and tokenizer ({one_line(error)[:300]})"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise SelectorModelError(f"the tokenizer of {path!r} does not say where its tokens lie (it is not a fast one)")
@@ -239,7 +241,3 @@ def check_selector_model(path: str) -> None:
     if len(tokenizer) > vocab_size:
         problem = f"the tokenizer of {path!r} has {len(tokenizer)} tokens and its model {vocab_size}"
         raise SelectorModelError(f"{problem}: they do not belong together")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -137,16 +137,6 @@ class SelectorClient:
         self._start_at = 0.0
         self._swept_at = time.monotonic()
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process, while there is one."""
-        return None if self._process is None else self._process.popen.pid
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it would look at a question now."""
-        return self._process is not None and self._process.is_ready
-
     def start(self) -> None:
         """Starts the process and waits until it can answer.
 

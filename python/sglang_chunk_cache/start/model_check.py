@@ -34,6 +34,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from chunk_cache.index.transition_store import ChunkTransitions
 from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
@@ -45,7 +46,7 @@ from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
-from sglang_chunk_cache.kv.transition import ChunkTransitions
+from sglang_chunk_cache.kv.transition import Transition
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -179,7 +180,7 @@ class _Check:
         self._shift = scheduler.model_config.context_len - num_tokens
         self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
-        self._known: ChunkTransitions | None = None
+        self._known: ChunkTransitions[Transition] | None = None
         self._own: list[float] = []  # by layer, and of the logits: what rounding does to the model's own forward
 
     def close(self) -> None:
@@ -239,7 +240,7 @@ class _Check:
         self,
         positions: npt.NDArray[np.int64],
         gaps: Sequence[Gap] = (),
-        wanted: Callable[[ChunkTransitions], Sequence[Wanted]] = lambda _: (),
+        wanted: Callable[[ChunkTransitions[Transition]], Sequence[Wanted]] = lambda _: (),
     ) -> StateForward | None:
         layers = self._chunks.states
         if layers is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.refresh import RefreshQueue
+from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.index.variant import NodeHome
 from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
@@ -38,11 +39,10 @@ from sglang_chunk_cache.kv.model_layers import ModelLayers, describe_model
 from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import Votes, max_over_ranks
+from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
-from sglang_chunk_cache.kv.transition_store import TransitionStore
 from sglang_chunk_cache.request.reply import whole_reason
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.start.window_check import check_windows
@@ -117,9 +117,7 @@ class ChunkRuntime:
         if state.reported is None:
             return
         plan = state.reported.plan
-        num_saved = plan.num_reused - plan.num_recomputed - plan.num_asking
-        cost = self.clock.cost
-        saved_s = cost.record().marginal(max(num_saved, 0), plan.prompt_len) if cost.is_known else None
+        saved_s = self.clock.cost.saved_s(plan.num_saved, plan.prompt_len)
         self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
         if saved_s is not None:
             self.metrics.observe_saved(saved_s)
@@ -213,7 +211,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
-    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else None
+    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else of_one_rank
     landings = None
     if config.tiers is not None:
         timeout_s = config.tiers.timeout_s
@@ -346,7 +344,7 @@ def _create_gate(
     assembler: KVAssembler,
     *,
     is_counting: bool,
-    reduce_max: Callable[[Votes], Votes] | None,
+    reduce_max: ReduceMax,
 ) -> Gate | None:
     config = args.parsed_config
     if not config.verify_share:

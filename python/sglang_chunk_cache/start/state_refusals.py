@@ -10,8 +10,8 @@ from typing import Any
 from chunk_cache.methods import STATE_METHODS
 from chunk_cache.options.config import Config
 from chunk_cache.options.defaults import DEFAULT_METHOD
+from chunk_cache.plan.served_methods import state_problem
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
-from sglang_chunk_cache.kv.state_models import method_problem
 from sglang_chunk_cache.start.flag_rules import FlagRule, not_null, refuse_any, resolved
 
 _RULES = (
@@ -53,5 +53,5 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     core.set("python")  # the other has no nodes without a state
     method = STATE_METHODS[0] if args.method == DEFAULT_METHOD else args.method
     if method not in STATE_METHODS:
-        refuse(f"--chunk-cache-method {method}: {method_problem(method)}; choose {' or '.join(STATE_METHODS)}.")
+        refuse(f"--chunk-cache-method {method}: {state_problem(method)}; choose {' or '.join(STATE_METHODS)}.")
     return method

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, load_share, preload_depth
+from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, layers_to_await, load_share
 from chunk_cache.tiers.placing import HOST, Moment
-from chunk_cache.tiers.prefetch import PrefetchQueue, State, Votes
+from chunk_cache.tiers.prefetch import PrefetchQueue, State
 from chunk_cache.tiers.tier_ledger import EntryId
 from chunk_cache.tiers.variant_search import Expected
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
@@ -35,6 +35,7 @@ from sglang_chunk_cache.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from chunk_cache.options.tier_config import TierConfig
+    from sglang_chunk_cache.kv.ranks import ReduceMax
     from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
     from sglang_chunk_cache.tiers.workers import Workers
     from sglang_chunk_cache.tiers.writer import TierWriter
@@ -67,7 +68,6 @@ class TierLoader:
         tiers: in the order in which they are asked.
         prefill_cost: how long computing takes.
         ratio: of the tokens that are brought in, how many a request usually computes again while layers arrive.
-        reduce_max: `int64 -> int64`, the element-wise maximum over the ranks; None where there is one.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TierLoader:
         fingerprint: Fingerprint,
         prefill_cost: PrefillCost,
         ratio: float,
-        reduce_max: Callable[[Votes], Votes] | None,
+        reduce_max: ReduceMax,
     ) -> None:
         self._config = config
         self._tiers = tuple(tiers)
@@ -184,7 +184,7 @@ class TierLoader:
     def _agreed(self, values: np.ndarray) -> np.ndarray:
         """The largest of any rank, which all then decide by."""
         votes = np.minimum(np.ceil(values), 1 << 40).astype(np.int64)
-        return votes if self._reduce_max is None else self._reduce_max(votes.reshape(-1)).reshape(votes.shape)
+        return self._reduce_max(votes.reshape(-1)).reshape(votes.shape)
 
     def poll(self, queued: Sequence[str]) -> None:
         """Settles what has become of the requests that wait.
@@ -197,9 +197,7 @@ class TierLoader:
         undecided = [rid for rid in queued if rid in self._queue]
         if undecided:
             self._queue.poll(time.monotonic())
-            votes = self._queue.votes(undecided)
-            if self._reduce_max is not None:
-                votes = self._reduce_max(votes)
+            votes = self._reduce_max(self._queue.votes(undecided))
             self._settle(self._queue.apply(undecided, votes))
         self._drop_unwanted()
         self._begin_loads()
@@ -286,22 +284,28 @@ class TierLoader:
         self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_rows: int, num_keys: int
     ) -> None:
         """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
-        load_s, to_load = 0.0, []
+        load_s, to_load, spared_lens = 0.0, [], []
         for key, search in searches.items():
             found, expected, chunk = waiting.decided.get(key), self._expected(search), search.chunk
             is_brought = expected is not None if found is None else found.stored is not None
             if is_brought and not chunk.held.is_of_use:
-                num_rows -= round((1.0 - self._ratio) * len(chunk.token_ids))
+                spared_lens.append(len(chunk.token_ids))
             if found is None:
                 to_load.append(key)
                 load_s += 0.0 if expected is None else self._tier(expected.tier).reads.estimate(self._num_bytes(chunk))
-        depth = preload_depth(self._num_layers, load_s, self._prefill_cost.estimate(max(num_rows, 1), num_keys))
+        depth = layers_to_await(
+            self._num_layers,
+            load_s,
+            self._prefill_cost.record(),
+            num_rows=num_rows,
+            num_keys=num_keys,
+            spared_lens=spared_lens,
+            ratio=self._ratio,
+        )
         self._preload |= {key: depth for key in to_load if key not in self._searches}
 
     def _expected(self, search: OpenSearch) -> Expected | None:
-        """What is known to be there; another server may have written it where we share a tier."""
-        asked = (Expected(tier.name, 1.0) for tier in self._tiers if tier.is_asked)
-        return search.steps.expected or (None if search.chunk.held.is_of_use else next(asked, None))
+        return search.steps.likely(tier.name for tier in self._tiers if tier.is_asked)
 
     def _tier(self, name: str) -> Tier:
         return next(tier for tier in self._tiers if tier.name == name)
@@ -400,8 +404,8 @@ class TierLoader:
         """The loads of these requests have ended, or are late, on all ranks."""
         pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
         outcomes = [self._outcome(self._waiting[rid], chunk) for rid in rids for chunk in self._waiting[rid].chunks]
-        if self._reduce_max is not None and outcomes:
-            outcomes = self._agree(outcomes, self._reduce_max)
+        if outcomes:
+            outcomes = self._agree(outcomes)
         for rid in rids:
             self._waiting[rid].outcome = {}
         for (waiting, key), found in zip(pairs, outcomes, strict=True):
@@ -424,10 +428,10 @@ class TierLoader:
         self._note_reads(chunk.key, in_memory)
         return in_memory
 
-    def _agree(self, outcomes: Sequence[Found], reduce_max: Callable[[Votes], Votes]) -> list[Found]:
+    def _agree(self, outcomes: Sequence[Found]) -> list[Found]:
         """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""
         votes = np.array([found.vote for found in outcomes], dtype=np.int64)
-        reduced = reduce_max(np.concatenate([votes, -votes]))
+        reduced = self._reduce_max(np.concatenate([votes, -votes]))
         largest, least = reduced[: len(votes)], -reduced[len(votes) :]
         is_agreed = largest == least
         is_of_no_use = (least > 0) & (largest // 2 != least // 2)

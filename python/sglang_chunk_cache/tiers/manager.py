@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from chunk_cache.options.config import Config
     from chunk_cache.options.tier_config import TierConfig
     from chunk_cache.tiers.tier_ledger import EntryId
+    from sglang_chunk_cache.kv.ranks import ReduceMax
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ChunkTiers:
         metrics: TierMetrics,
         fingerprint: Fingerprint,
         ratio: float,
-        reduce_max: Callable[[np.ndarray], np.ndarray] | None,
+        reduce_max: ReduceMax,
         prefill_cost: PrefillCost,
     ) -> None:
         self._config = config
@@ -152,8 +153,7 @@ class ChunkTiers:
         if self._disabled_reason is not None or not names:
             return {}
         lens = np.array([self._known_len(key, name) for key, name in names.items()], dtype=np.int64)
-        if self.reduce_max is not None:  # the ledgers of the ranks learn of it at different times
-            lens = -self.reduce_max(-lens)
+        lens = -self.reduce_max(-lens)  # the ledgers of the ranks learn of it at different times
         return {key: length for key, length in zip(names, lens.tolist(), strict=True) if length}
 
     def ask(self, keys: Sequence[bytes], *, is_first: bool) -> bool:
@@ -169,7 +169,7 @@ class ChunkTiers:
             find = partial(_listed, tier, partial(_found, tier, keys), f"tier {tier.name} was not asked")
             self._workers.submit(find, self._adopt_found, _asking(tier))
         is_asked = np.array([any(self._workers.is_under_way(_asking(tier)) for tier in tiers)], dtype=np.int64)
-        return bool((is_asked if self.reduce_max is None else self.reduce_max(is_asked))[0])
+        return bool(self.reduce_max(is_asked)[0])
 
     def _adopt_found(self, found: tuple[Tier, list[EntrySummary]]) -> None:
         tier, entries = found
@@ -218,7 +218,7 @@ class ChunkTiers:
 
     def _by_tier(self, nums: np.ndarray) -> list[dict[str, int]]:
         """Rows of numbers by tier, without zeros; the most of any rank, whose ledgers learn at different times."""
-        if self.reduce_max is not None and nums.size:
+        if nums.size:
             nums = self.reduce_max(nums.reshape(-1)).reshape(nums.shape)
         return [{tier.name: n for tier, n in zip(self._tiers, row, strict=True) if n} for row in nums.tolist()]
 
@@ -307,7 +307,7 @@ def create_tiers(
     *,
     pool: Pool,
     ratio: float,
-    reduce_max: Callable[[np.ndarray], np.ndarray] | None,
+    reduce_max: ReduceMax,
     prefill_cost: PrefillCost,
     is_counting: bool,
 ) -> ChunkTiers | None:

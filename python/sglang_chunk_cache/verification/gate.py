@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from sglang_chunk_cache.verification.measure import ExactAnswer, measure
 
 if TYPE_CHECKING:
     from chunk_cache.plan.recompute_plan import RecomputePlan
-    from sglang_chunk_cache.kv.ranks import Votes
+    from sglang_chunk_cache.kv.ranks import ReduceMax
     from sglang_chunk_cache.request.chunk_request import ChunkRequest
     from sglang_chunk_cache.verification.state_file import StateFile
 
@@ -60,7 +59,6 @@ class Gate:
     Args:
         share: of the fused requests that are verified.
         target: what moves requests that name neither method nor ratio; None = they are the server's.
-        reduce_max: element-wise maximum over the ranks; None = there is one.
         state_file: where what is learned is kept; None = nowhere.
 
     Raises:
@@ -73,7 +71,7 @@ class Gate:
         target: Target | None,
         metrics: GateMetrics,
         *,
-        reduce_max: Callable[[Votes], Votes] | None,
+        reduce_max: ReduceMax,
         state_file: StateFile | None,
     ) -> None:
         self.queue = VerificationQueue(share)
@@ -90,10 +88,7 @@ class Gate:
 
     def steer(self, state: ChunkRequest) -> None:
         """Decides how chunks are reused by a request that does not say it; once."""
-        opts = state.options
-        if self.controller is None or state.verification.decision is not None:
-            return
-        if opts.mode != "auto" or opts.names_method or not opts.has_marks or state.prompt.unsupported:
+        if self.controller is None or state.verification.decision is not None or not state.prompt.leaves_method_open:
             return
         partition = self.ledger.partition_name(state.prompt.partition)
         decision = state.verification.decision = self.controller.decide(partition)
@@ -162,7 +157,7 @@ class Gate:
         self._metrics.count_verification("verified")
         partition = self.ledger.partition_name(candidate.partition)
         kind = Kind(candidate.method, partition, band_of(candidate.ratio))
-        self._metrics.observe(kind, found)
+        self._metrics.observe_reply(kind, found)
         shown = (candidate.number, candidate.rid, candidate.method, candidate.ratio, partition)
         self._newest.append(Verified(*shown, **asdict(found)))
         drift = self.ledger.add(kind, found)
@@ -180,8 +175,7 @@ class Gate:
         """The same on all ranks: rounding may differ, and what follows must not. And finite."""
         values = (found.kl, found.agreement, found.nats_lost)
         votes = np.array([round(min(value or 0.0, MAX_NATS) * _SCALE) for value in values], dtype=np.int64)
-        agreed = (votes if self._reduce_max is None else self._reduce_max(votes)) / _SCALE
-        kl, agreement, nats_lost = agreed.tolist()
+        kl, agreement, nats_lost = (self._reduce_max(votes) / _SCALE).tolist()
         return Measure(
             kl, None if found.agreement is None else agreement, None if found.nats_lost is None else nats_lost
         )

@@ -84,6 +84,15 @@ def check_home(home: Home, length: int, start: int, generation: int) -> None:
         assert len(home.node_key) >= length, f"{home} is shorter than the chunk's {length} tokens"
 
 
+def usable_len(covered_len: int, length: int) -> int:
+    """What of a chunk's leading tokens that are left is worth a hit: all, or none where they are less than half of it.
+
+    What two chunks have in common, a title say, outlives the one of them that is evicted; such a remnant would keep the
+    chunk from being remembered again.
+    """
+    return covered_len if 2 * covered_len >= length else 0
+
+
 Rank: TypeAlias = tuple[int, bool]
 """Smaller is better: a variant takes the place of none of a smaller rank."""
 

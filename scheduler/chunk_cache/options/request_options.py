@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from chunk_cache.errors import given, known_names, request_error, show
 from chunk_cache.methods import Options, OptionValue, find_method
@@ -148,6 +148,42 @@ def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -
         problem = f"{opts.answer_tokens}, and {room} tokens stand behind the last chunk"
         raise request_error(f"{path}.answer_tokens", problem, "count only the tokens that begin the answer")
     check_room(opts.spans, opts.keep_tokens, num_tokens, f"{path}.keep_tokens")
+
+
+def with_earlier_turns(
+    options: RequestOptions | None,
+    before: RequestOptions | None,
+    token_ids: Sequence[int],
+    earlier_ids: Sequence[int] | None,
+    *,
+    num_uncut: int,
+) -> RequestOptions | None:
+    """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
+
+    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
+    where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
+
+    Args:
+        options, before: of this turn, and of the one in front of it; None = it has none.
+        token_ids, earlier_ids: the whole prompts of the two.
+        num_uncut: tokens of this prompt before it was cut.
+    """
+    own = [] if options is None else options.named_spans
+    if options is not None and options.turn_tokens is not None:
+        begin = num_uncut - options.turn_tokens
+        own = [((begin + start, begin + end), name) for (start, end), name in own]
+    own_start = own[0][0][0] if own else len(token_ids)
+
+    def still_stands(named: tuple[Span, str | None]) -> bool:
+        (start, end), _ = named
+        return earlier_ids is not None and end <= own_start and token_ids[start:end] == earlier_ids[start:end]
+
+    options = options or before
+    if options is None:
+        return None
+    earlier = [] if before is None else before.named_spans
+    chunks = [*takewhile(still_stands, earlier), *own][-MAX_CHUNKS:]
+    return replace(options, turn_tokens=None).with_spans([span for span, _ in chunks], [name for _, name in chunks])
 
 
 def dumps(opts: RequestOptions) -> str:

@@ -75,6 +75,11 @@ class RecomputePlan:
         return self.num_computed if self.num_late_rows else 0
 
     @property
+    def num_saved(self) -> int:
+        """Rows that reuse has spared the prefill."""
+        return max(0, self.num_reused - self.num_recomputed - self.num_asking)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the whole prefill, at the layer that computes most: what it must have room for."""
         return self.num_load_rows + self.prompt_len - self.load_end

@@ -131,6 +131,12 @@ class ChunkPrompt:
         """The chunk that is computed behind the others, its neighbours, and kept as prepared; None = there is none."""
         return len(self.keys) - 1 if self.options.mode in PREPARING and len(self.keys) > 1 else None
 
+    @property
+    def leaves_method_open(self) -> bool:
+        """Whether the client leaves it to the server how its chunks are reused."""
+        opts = self.options
+        return opts.mode == "auto" and opts.has_marks and not opts.names_method and not self.unsupported
+
     def length(self, chunk: int) -> int:
         """Tokens of a chunk."""
         start, end = self.options.spans[chunk]

@@ -4,7 +4,8 @@
     PrefillCost        seconds of computing rows, learnt from forward passes: a + b rows + c rows keys
     Estimates          whether such estimates came true
     LoadingController  load or compute, chunk by chunk (extends CacheBlend section 5.1 to whole chunks)
-    preload_depth      L_p: layers to have loaded before the forward pass starts (Cache-Craft eq. 16)
+    preload_depth      L_p: layers to have loaded before the forward pass starts (Cache-Craft eq. 16); `layers_to_await`
+                       of the forward of one request
 
 Ranks measure different times, so they would decide differently: decide by the frozen records of one rank, sent to all.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -140,6 +141,10 @@ class PrefillCost:
     def is_known(self) -> bool:
         """Whether so many passes were seen that a saving may be stated."""
         return self._fit.num >= MIN_OBSERVATIONS
+
+    def saved_s(self, num_rows: int, num_keys: int) -> float | None:
+        """Seconds that a pass was spared by so many rows less; None = too few passes were seen."""
+        return self.record().marginal(num_rows, num_keys) if self.is_known else None
 
     def record(self) -> PrefillRecord:
         s_per_pass, s_per_row, s_per_pair = self._fit.coefficients.tolist()
@@ -305,6 +310,28 @@ class LoadingController:
 def load_share(load_s: float, compute_s: float, hidden_s: float) -> float:
     """What loading a chunk costs, as a share of what computing it costs; what `hidden_s` hides costs nothing."""
     return max(0.0, load_s - hidden_s) / max(compute_s, 1e-12)
+
+
+def layers_to_await(
+    num_layers: int,
+    load_s: float,
+    prefill: PrefillRecord,
+    *,
+    num_rows: int,
+    num_keys: int,
+    spared_lens: Iterable[int],
+    ratio: float,
+) -> int:
+    """Layers that must be there before the forward of a request begins, so that it never waits for one.
+
+    Args:
+        load_s: that loading its chunks takes, one after another.
+        num_rows: that it computes where no chunk is brought in.
+        spared_lens: tokens of each chunk that is brought in, and would have been computed.
+        ratio: of these tokens, how many are computed again.
+    """
+    num_left = num_rows - sum(round((1.0 - ratio) * length) for length in spared_lens)
+    return preload_depth(num_layers, load_s, prefill.estimate(max(num_left, 1), num_keys))
 
 
 def preload_depth(num_layers: int, load_s: float, compute_s: float) -> int:

@@ -13,7 +13,7 @@ entry (`Traits`) says what its CFO is at least; the tier itself says all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -194,6 +194,14 @@ class VariantSearch(Generic[V]):
         (cost, _), tier = min(bounds, key=lambda bound: bound[0])
         share = self._held.share - cost + self._load_shares[tier]
         return Expected(tier, max(0.0, min(1.0, share)))
+
+    def likely(self, asked: Iterable[str]) -> Expected | None:
+        """The same, but that the first of the tiers `asked`, which others write to, may have all of the chunk.
+
+        Where the pool has a variant that is of use, nothing is expected that nobody knows of.
+        """
+        first = next(iter(asked), None)
+        return self.expected or (None if first is None or self._held.is_of_use else Expected(first, 1.0))
 
     def _ranked(self) -> list[Found[V]]:
         return rank(self._found, self._need, self._load_shares, self._held)

@@ -341,7 +341,8 @@ def test_every_route_is_guarded_and_in_the_docs_and_added_once(path):
 
 
 def test_client_module_knows_no_clock_of_the_schedulers():
-    from sglang_chunk_cache.admin import pins, scheduler_side
+    from chunk_cache.index import pins
+    from sglang_chunk_cache.admin import scheduler_side
 
     for module in (pins, scheduler_side):
         assert not hasattr(module, "time")

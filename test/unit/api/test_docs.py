@@ -23,10 +23,10 @@ from chunk_cache.types import REASONS, Status
 from chunk_cache_tools.doctor.comparison import Cause
 from chunk_cache_tools.doctor.doctor_command import main as doctor
 from chunk_cache_tools.explain.explain_command import main as explain
+from chunk_cache_tools.train_selector.train_selector_command import main as train
 from chunk_cache_tools.verify.verify_command import main as verify
 from chunk_cache_tools.warm.warm_command import main as warm
 from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
-from sglang_chunk_cache.selector_training import main as train
 from sglang_chunk_cache.start import model_refusals, refusals
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics

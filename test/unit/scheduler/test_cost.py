@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import asdict
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from chunk_cache.tiers.cost import (
     PrefillRecord,
     Throughput,
     ThroughputRecord,
+    layers_to_await,
     preload_depth,
 )
 
@@ -249,6 +251,23 @@ def test_preload_depth_is_the_least_without_stall(num_layers: int, load: int, co
     depth = preload_depth(num_layers, load / 10**shift, compute / 10**shift)
     exact = Fraction(load, 10**shift), Fraction(compute, 10**shift)
     assert depth == next(d for d in range(1, num_layers + 1) if not has_stall(num_layers, *exact, d))
+
+
+def test_what_is_spared_is_told_once_enough_passes_were_seen() -> None:
+    cost = PrefillCost()
+    for i in range(MIN_OBSERVATIONS):
+        assert cost.saved_s(10, 100) is None
+        cost.observe(i + 1, 100, 0.5 * (i + 1))
+    assert cost.saved_s(10, 100) == cost.record().marginal(10, 100) == pytest.approx(5.0, rel=0.1)
+
+
+def test_layers_to_await_are_those_of_the_rows_that_are_left() -> None:
+    """Of 100 rows 60 are loaded, of which 15 are computed again: 55 s of forward hide 55 of 100 s of loading."""
+    prefill = PrefillRecord(s_per_row=1.0)
+    case: dict[str, Any] = {"num_rows": 100, "num_keys": 9, "ratio": 0.25}
+    assert layers_to_await(21, 100.0, prefill, spared_lens=(20, 40), **case) == preload_depth(21, 100.0, 55.0) == 10
+    assert layers_to_await(21, 100.0, prefill, spared_lens=(), **case) == 1
+    assert layers_to_await(21, 100.0, prefill, spared_lens=(500,), **case) == preload_depth(21, 100.0, 1.0)
 
 
 def test_preload_depth_of_the_paper() -> None:

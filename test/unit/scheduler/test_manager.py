@@ -20,10 +20,10 @@ from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
 from chunk_cache.index.system_prompt import share_elsewhere
-from chunk_cache.index.variant import PathHome, PathTokens, Variant, variant_name
+from chunk_cache.index.variant import PathHome, PathTokens, Variant, usable_len, variant_name
 from chunk_cache.index.victims import EVICTIONS
 from chunk_cache.keys import Partition
-from chunk_cache.manager import ChunkManager
+from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager
 from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.options.request_options import RequestOptions
@@ -31,6 +31,7 @@ from chunk_cache.plan.planning import make_plan
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
+from chunk_cache.retention import Soundness
 from chunk_cache.tiers.tier_ledger import Traits, context_digest
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch
 from chunk_cache.types import Status
@@ -329,6 +330,58 @@ def test_a_path_that_holds_no_more_of_a_chunk_than_is_stored_is_not_another_home
             server.complete(prompt, keep, path)
         kept.append(keeps)
     assert kept == [[Keep(0, 0, in_path=True)], [], [Keep(0, 0, in_path=True)]]
+
+
+def test_kv_that_is_of_no_use_or_wrong_is_not_kept() -> None:
+    """Chunk 2 has no states; what was found in front of chunk 4, or all without a plan, is of other weights."""
+    server = Server(0, max_variants=100, max_variants_per_chunk=8)
+    prompt, tokens = prompt_of([1, 2, 4])
+    plan = server.plan(prompt, tokens, prefix_len=prompt.options.spans[1][1])
+
+    def decided(plan: RecomputePlan | None, **facts: Any) -> list[str | None]:
+        soundness = Soundness(**facts)
+        length = len(tokens)
+        actions = server.manager.remember_exact(prompt, plan, in_tree=length, up_to=length, soundness=soundness)
+        return [one.reason if isinstance(one, Forgo) else None for one in actions]
+
+    assert decided(plan) == [None, None, None]
+    assert decided(plan, lacks_states={1}.__contains__) == [None, "states", None]
+    assert decided(plan, has_old_prefixes=True) == ["weights_changed", "weights_changed", None]
+    assert decided(None, has_old_prefixes=True) == ["weights_changed"] * 3
+
+
+@pytest.mark.parametrize(("covered_len", "usable"), [(-1, 0), (0, 0), (3, 0), (4, 4), (7, 7)])
+def test_less_than_half_of_a_chunk_is_of_no_use(covered_len: int, usable: int) -> None:
+    assert usable_len(covered_len, 7) == usable
+
+
+def test_a_request_leaves_reused_chunks_their_room_where_it_can() -> None:
+    """Reused are 4 tokens, so 16 of 100 are left to chunks."""
+    manager = Server(0, max_variants=100, max_variants_per_chunk=8, keep_share=0.5).manager
+    assert not manager.takes_kept_room(100, 100, 100), "nothing was reused"
+    prompt, tokens = prompt_of([2])
+    path = PathTokens(tokens, Partition())
+    variant = manager.complete(prompt, Keep(0, 0, in_path=True), PathHome(path, 0))
+    assert variant is not None
+    manager.index.touch(variant, 1.0)
+    num_kept = manager.num_kept_tokens(100)
+    assert 0 < num_kept == ROOM_PER_REUSED * variant.length < 50
+    free = 40 + num_kept
+    assert [manager.takes_kept_room(n, free, 100) for n in (40, 41, 100 - num_kept, 101 - num_kept)] == [
+        *(False, True, True, False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [({}, True), ({"mode": "exact"}, False), ({"method": "epic"}, False), ({"ratio": 0.5}, False)],
+)
+def test_who_names_neither_method_nor_ratio_leaves_them_open(given: dict[str, Any], is_open: bool) -> None:
+    prompt, _ = prompt_of([0, 1])
+    asked = replace(prompt, options=replace(prompt.options, **given))
+    assert asked.leaves_method_open == is_open
+    assert not replace(asked, unsupported=True).leaves_method_open
+    assert not replace(asked, options=replace(asked.options, spans=())).leaves_method_open
 
 
 # What a plan is made of.

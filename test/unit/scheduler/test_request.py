@@ -21,6 +21,7 @@ from chunk_cache.options.request_options import (
     dumps,
     loads,
     parse_request,
+    with_earlier_turns,
 )
 from unit.scheduler.method_suite import given_options
 
@@ -276,3 +277,25 @@ def test_the_number_of_chunks_is_bounded() -> None:
     assert len(parse_request({"spans": spans[1:]}).spans) == MAX_CHUNKS
     with pytest.raises(ChunkCacheRequestError, match=r"\.spans\[1024\]: one of 1025 chunks, and 1024 is the limit;"):
         parse_request({"spans": spans})
+
+
+def test_a_turn_has_the_chunks_of_earlier_turns_that_still_stand() -> None:
+    before = RequestOptions(spans=((1, 3), (3, 5)), chunk_ids=("a", None), ratio=0.5)
+    ids, earlier_ids = [*range(14)], [*range(9)]
+    assert with_earlier_turns(None, None, ids, None, num_uncut=14) is None
+    assert with_earlier_turns(None, before, ids, earlier_ids, num_uncut=14) == before
+    own = RequestOptions(spans=((1, 4),), chunk_ids=("c",), turn_tokens=6)
+    told = with_earlier_turns(own, before, ids, earlier_ids, num_uncut=14)
+    assert told == RequestOptions(spans=((1, 3), (3, 5), (9, 12)), chunk_ids=("a", None, "c"))
+    assert with_earlier_turns(own, before, ids, [0, 1, 2, 9, 9], num_uncut=14) == RequestOptions(
+        spans=((1, 3), (9, 12)), chunk_ids=("a", "c")
+    ), "the second was dropped from the history"
+
+
+def test_of_more_chunks_than_a_prompt_may_have_the_newest_count() -> None:
+    before = RequestOptions(spans=tuple((i, i + 1) for i in range(MAX_CHUNKS)))
+    ids = [*range(MAX_CHUNKS + 2)]
+    own = RequestOptions(spans=((0, 2),), turn_tokens=2)
+    told = with_earlier_turns(own, before, ids, ids, num_uncut=len(ids))
+    assert told is not None
+    assert (len(told.spans), told.spans[0], told.spans[-1]) == (MAX_CHUNKS, (1, 2), (MAX_CHUNKS, MAX_CHUNKS + 2))

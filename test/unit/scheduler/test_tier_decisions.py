@@ -27,6 +27,7 @@ from chunk_cache.tiers.tier_ledger import EntryId, TierLedger, Traits, context_d
 from chunk_cache.tiers.variant_search import (
     NOTHING_HELD,
     Ask,
+    Expected,
     Held,
     Read,
     TierView,
@@ -211,6 +212,15 @@ def test_what_is_expected_is_at_least_as_good_as_what_is_read() -> None:
         assert expected is not None
         if case.held.is_of_use:
             assert expected.share >= min(1.0, case.held.share - case.need.unit_cfo(best[1])) - 1e-9, f"seed {seed}"
+
+
+def test_a_tier_that_others_write_to_may_have_what_nobody_knows_of() -> None:
+    for seed in SEEDS:
+        case = Case.drawn(seed)
+        search: VariantSearch[One] = VariantSearch(case.need, case.views(), held=case.held)
+        assert search.likely([]) == search.expected
+        unknown = None if case.held.is_of_use else Expected("remote", 1.0)
+        assert search.likely(["remote", "other"]) == (search.expected or unknown)
 
 
 def test_what_a_ledger_knows_is_a_bound() -> None:

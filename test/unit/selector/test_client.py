@@ -67,6 +67,18 @@ class Asked:
             str(model), SelectorConfig(num_threads=1, **config), tokenizer=str(main_dir), answer=self.note
         )
 
+    @property
+    def pid(self) -> int | None:
+        """Id of the selector's process, while there is one."""
+        process = self.client._process
+        return None if process is None else process.popen.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it would look at a question now."""
+        process = self.client._process
+        return process is not None and process.is_ready
+
     def note(self, rid: str, answer: SelectorAnswer) -> None:
         self.answers.setdefault(rid, []).append(answer)
 
@@ -142,7 +154,7 @@ def test_answers_are_the_scores(asked: Asked, auxiliary_dir: Path, main_dir: Pat
 def test_a_process_that_is_killed_under_load_is_started_again(asked: Asked) -> None:
     async def test() -> None:
         await asked.scored("before")
-        pid = asked.client.pid
+        pid = asked.pid
         assert pid is not None
         for i in range(30):
             asked.ask(f"r{i}")
@@ -152,8 +164,8 @@ def test_a_process_that_is_killed_under_load_is_started_again(asked: Asked) -> N
         await asked.until(lambda: all(f"r{i}" in asked.answers for i in range(30)))
         reasons = {answers[0].reason for rid, answers in asked.answers.items() if rid.startswith("r")}
         assert "selector_unavailable" in reasons <= {None, "selector_unavailable"}
-        await asked.until(lambda: asked.client.is_ready)
-        assert asked.client.pid != pid
+        await asked.until(lambda: asked.is_ready)
+        assert asked.pid != pid
         assert (await asked.scored("after")).reason is None
 
     asked.run(test)
@@ -164,15 +176,15 @@ def test_a_process_that_is_stopped_is_found_out_and_started_again(auxiliary_dir:
 
     async def test() -> None:
         await asked.scored("before")
-        pid = asked.client.pid
+        pid = asked.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         late = await asked.answer("late")
         assert late.reason == "selector_timeout"
-        await asked.until(lambda: not asked.client.is_ready)
+        await asked.until(lambda: not asked.is_ready)
         assert (await asked.answer("meanwhile")).reason == "selector_unavailable"
-        await asked.until(lambda: asked.client.is_ready)
-        assert asked.client.pid != pid
+        await asked.until(lambda: asked.is_ready)
+        assert asked.pid != pid
         await asked.scored("after")
 
     asked.run(test)
@@ -188,15 +200,15 @@ def test_a_passage_that_is_evicted_everywhere_ends_the_process_and_nothing_else(
 
     async def test() -> None:
         await asked.scored("before")
-        pid = asked.client.pid
+        pid = asked.pid
         assert pid is not None
         await asyncio.sleep(0.05)  # the watching task waits for the process
         asked.ask("during")
         await admin.evict(parse_evict({"keys": ["00" * 16], "everywhere": True}))
         assert not psutil.pid_exists(pid), "what it has read is gone when the call answers"
         assert (await asked.answer("behind")).reason == "selector_unavailable"
-        await asked.until(lambda: asked.client.is_ready)
-        assert asked.client.pid != pid
+        await asked.until(lambda: asked.is_ready)
+        assert asked.pid != pid
         await asked.scored("after")
 
     asked.run(test)
@@ -211,13 +223,13 @@ def test_a_process_that_cannot_be_started_again_is_tried_again(
 
     async def test() -> None:
         await asked.scored("before")
-        assert asked.client.pid is not None
+        assert asked.pid is not None
         with monkeypatch.context() as patch:
             patch.setattr(module, name, no_room)
-            os.kill(asked.client.pid, signal.SIGKILL)
+            os.kill(asked.pid, signal.SIGKILL)
             await asked.until(lambda: caplog.text.count("could not be started: [Errno 28] No space left on device") > 1)
             assert (await asked.answer("meanwhile")).reason == "selector_unavailable"
-        await asked.until(lambda: asked.client.is_ready)
+        await asked.until(lambda: asked.is_ready)
         await asked.scored("after")
 
     asked.run(test)
@@ -234,16 +246,16 @@ def test_a_process_that_cannot_come_back_leaves_requests_alone(
     async def test() -> None:
         await asked.scored("before")
         (folder / "tokenizer.json").write_text((main_dir / "tokenizer.json").read_text())
-        pid = asked.client.pid
+        pid = asked.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await asked.until(lambda: asked.client.pid not in (None, pid))
-        second = asked.client.pid
-        await asked.until(lambda: asked.client.pid != second)  # it has ended
+        await asked.until(lambda: asked.pid not in (None, pid))
+        second = asked.pid
+        await asked.until(lambda: asked.pid != second)  # it has ended
         for i in range(5):
             assert (await asked.answer(f"r{i}")).reason == "selector_unavailable"
         (folder / "tokenizer.json").write_text(right)
-        await asked.until(lambda: asked.client.is_ready)
+        await asked.until(lambda: asked.is_ready)
         await asked.scored("after")
 
     asked.run(test)
@@ -264,4 +276,4 @@ def test_a_start_that_fails_is_a_sentence(main_dir: Path, auxiliary_dir: Path, t
     asked = Asked(folder, main_dir)
     with pytest.raises(SelectorStartError, match="its process ended with code 1; see the log above"):
         asked.client.start()
-    assert asked.client.pid is None
+    assert asked.pid is None

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
-from sglang_chunk_cache.selector_training import (
+from chunk_cache_tools.train_selector.train_selector_command import (
     PROG,
     kl_divergence,
     load,
@@ -23,6 +22,7 @@ from sglang_chunk_cache.selector_training import (
     read_prompts,
     train,
 )
+from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
 
 NAMES = ("anna", "tom", "mary", "paul", "lisa", "john")
 THINGS = ("tower", "cat", "letter", "river", "house")

@@ -20,12 +20,12 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope
 
 from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, Variant
-from chunk_cache.tiers.prefetch import Votes
 from chunk_cache.tiers.tier_ledger import TierLedger
 from sgl_kernel_ext.rotary import spec_from_sglang_rope
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
 from sglang_chunk_cache.kv.partial_load import LayerCopy, LayerFailed, LayerLoads, PartialLoad, PartialLoads
+from sglang_chunk_cache.kv.ranks import ReduceMax, of_one_rank
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import Tier
@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 class Server:
     """A KV pool of `NUM_SLOTS` slots, an index, and the landings in it."""
 
-    def __init__(self, *, timeout_s: float = 20.0, reduce_max: Callable[[Votes], Votes] | None = None) -> None:
+    def __init__(self, *, timeout_s: float = 20.0, reduce_max: ReduceMax = of_one_rank) -> None:
         heads, dtype = FINGERPRINT.kv_heads, FINGERPRINT.torch_dtype
         self.k, self.v = (
             [torch.zeros(NUM_SLOTS, heads, dim, dtype=dtype) for _ in range(LAYERS)]

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from chunk_cache.options.config import parse_config
 from chunk_cache.tiers.cost import PrefillCost
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
-from sglang_chunk_cache.kv.ranks import max_over_ranks
+from sglang_chunk_cache.kv.ranks import max_over_ranks, of_one_rank
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
 from sglang_signatures import overrides
@@ -33,7 +33,7 @@ def open_chunk_tiers(tmp_path: Path) -> Iterator[Callable[..., ChunkTiers]]:
     """With a disk tier; other keys of its configuration by name."""
     with ExitStack() as stack:
 
-        def opened(folder: str = "disk", *, reduce_max: Any = None, **tiers: Any) -> ChunkTiers:
+        def opened(folder: str = "disk", *, reduce_max: Any = of_one_rank, **tiers: Any) -> ChunkTiers:
             config = parse_config({"tiers": {"disk": {"path": str(tmp_path / folder)}, "controller": False, **tiers}})
             chunk_tiers = create_tiers(
                 config,

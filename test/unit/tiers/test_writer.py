@@ -20,6 +20,7 @@ from chunk_cache.keys import Partition, partition_key
 from chunk_cache.tiers.cost import PrefillCost
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.assembler import HostKV
+from sglang_chunk_cache.kv.ranks import of_one_rank
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.kv.transition import Transition
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
@@ -277,7 +278,7 @@ def test_a_new_server_has_what_is_in_the_folder(tmp_path: Path) -> None:
             metrics=TierMetrics(enabled=False),
             fingerprint=FINGERPRINT,
             ratio=0.15,
-            reduce_max=None,
+            reduce_max=of_one_rank,
             prefill_cost=PrefillCost(),
         )
         for _ in range(200):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.tiers.cost import PrefillCost
-from chunk_cache.tiers.prefetch import Votes
 from chunk_cache.tiers.tier_ledger import TierLedger
 from sglang_chunk_cache.kv.assembler import HostKV
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.ranks import ReduceMax, Votes, of_one_rank
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, VariantInfo
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.disk import DiskMedium
@@ -151,7 +151,7 @@ class Tiers:
         limits: Mapping[str, int] | None = None,
         slow: Mapping[str, tuple[float, float]] | None = None,
         asked: Sequence[str] = (),
-        reduce_max: Callable[[Any], Any] | None = None,
+        reduce_max: ReduceMax = of_one_rank,
         fingerprint: Fingerprint = FINGERPRINT,
         eviction: str = "lru",
         **config: Any,
@@ -277,7 +277,7 @@ class Ranks:
         self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
         self._votes: list[Any] = [None, None]
 
-    def reduce_of(self, rank: int) -> Callable[[Votes], Votes]:
+    def reduce_of(self, rank: int) -> ReduceMax:
         def reduce_max(votes: Votes) -> Votes:
             assert votes.dtype == np.int64
             self._votes[rank] = votes.copy()

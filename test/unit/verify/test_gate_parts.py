@@ -19,6 +19,7 @@ from chunk_cache.gate.verification_ledger import QualityLedger
 from chunk_cache.gate.verification_queue import Candidate
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from sglang_chunk_cache.kv.ranks import of_one_rank
 from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.verification.gate import MAX_NATS, Gate
@@ -35,7 +36,7 @@ def logits(seed: int) -> torch.Tensor:
 
 
 def open_gate(**fields: object) -> Gate:
-    values = {"target": TARGET, "reduce_max": None, "state_file": None, **fields}
+    values = {"target": TARGET, "reduce_max": of_one_rank, "state_file": None, **fields}
     return Gate(1.0, metrics=GateMetrics(enabled=False, model=""), **values)  # type: ignore[arg-type]
 
 
@@ -186,6 +187,6 @@ def test_metrics_name_the_model_that_sglang_chose(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "GateMetrics", lambda *, enabled, model: named.append(model))
     context: Any = SimpleNamespace(server_args=SimpleNamespace(served_model_name=None))
     args, assembler = ChunkCacheArgs(config={"verify_share": 0.5}), SimpleNamespace()
-    gate = runtime._create_gate(args, context, assembler, is_counting=True, reduce_max=None)  # type: ignore[arg-type]
+    gate = runtime._create_gate(args, context, assembler, is_counting=True, reduce_max=of_one_rank)  # type: ignore[arg-type]
     assert gate is not None
     assert named == ["models/llama"]

@@ -15,6 +15,7 @@ from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, Variant
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.keeper import ChunkKeeper
+from sglang_chunk_cache.kv.ranks import of_one_rank
 from unit.tiers.tier_harness import Ranks
 
 LENGTH = 4
@@ -35,7 +36,7 @@ class Arriving:
 class Rank:
     """A keeper over an index; `note` is what the tiers below would be told."""
 
-    def __init__(self, reduce_max: Any = None) -> None:
+    def __init__(self, reduce_max: Any = of_one_rank) -> None:
         self.index = ChunkIndex(16, 8, 1000)
         self.noted: list[int] = []
         self.keeper = ChunkKeeper(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
 from sglang_chunk_cache.forward.statistics_taker import computed_ranges
 from sglang_chunk_cache.kv.state_layers import StateLayers
-from sglang_chunk_cache.kv.transition_store import TransitionStore
+from sglang_chunk_cache.kv.transition import Transition
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ IsStored = Callable[[ChunkPrompt, int], bool]
 
 def state_forward(
     layers: StateLayers,
-    store: TransitionStore,
+    store: TransitionStore[Transition],
     is_stored: IsStored,
     batch: ScheduleBatch,
     added: Sequence[AddedRows],
@@ -61,7 +62,13 @@ def _gaps(one: AddedRows) -> list[Gap]:
 
 
 def _wanted(
-    layers: StateLayers, store: TransitionStore, is_stored: IsStored, req: Any, begin: int, end: int, num_wanted: int
+    layers: StateLayers,
+    store: TransitionStore[Transition],
+    is_stored: IsStored,
+    req: Any,
+    begin: int,
+    end: int,
+    num_wanted: int,
 ) -> list[Wanted]:
     """Chunks that this forward computes, of which all that stands in front within them is known.
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.pins import Pins, variants_of
 from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition
-from sglang_chunk_cache.admin.pins import Pins, variants_of
 
 
 class Store:

@@ -3,22 +3,40 @@
 Verbs: `pin` (all of the chunks or none), `unpin`, `expire` (those whose time is over, by the number that names the
 time), `renew` (follow a variant that moved or was replaced; before every eviction), `forget_all` (the tree is gone).
 
-Promises: a pin is a lock of SGLang's radix tree, which its own books count as protected; no more than `max_tokens` are
-locked, counting what lies in front of a chunk in its path; a lock is released exactly once, or dies with the tree. No
-clock is read here, and nothing depends on the order of a set, so all tensor-parallel ranks keep the same pins.
+Promises: a pin is a lock of the store, which counts it as protected; no more than `max_tokens` are locked, counting
+what lies in front of a chunk in its path; a lock is released exactly once, or dies with the tree. No clock is read
+here, and nothing depends on the order of a set, so all tensor-parallel ranks keep the same pins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 
-if TYPE_CHECKING:
-    from chunk_cache.index.chunk_index import ChunkIndex
-    from sglang_chunk_cache.kv.store import VariantStore
+MAX_PINNED_SHARE = 0.5
+"""Share of the store's tokens that may be pinned; the rest must do for the requests."""
+
+
+class LockingStore(Protocol):
+    """Where KV lies, and can be kept from eviction."""
+
+    def resolve(self, variant: Variant) -> int:
+        """Leading tokens of the variant that are still stored; 0 = gone."""
+
+    def lock_chunk(self, variant: Variant) -> Any:
+        """Keeps what is stored of a chunk; the lock is the store's own, and names the `node` that it keeps."""
+
+    def unlock(self, lock: Any) -> None: ...
+
+    def locked_len(self, locks: Iterable[Any]) -> int:
+        """Tokens that these locks keep, each counted once."""
+
+    def is_locked(self, node_id: Any) -> bool:
+        """Whether anybody keeps this node."""
 
 
 @dataclass(slots=True)
@@ -51,7 +69,7 @@ class Pins:
         max_tokens: tokens of the pool that may be pinned.
     """
 
-    def __init__(self, index: ChunkIndex, store: VariantStore, max_tokens: int) -> None:
+    def __init__(self, index: ChunkIndex, store: LockingStore, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_lost = 0
         self._index = index

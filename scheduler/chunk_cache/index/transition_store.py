@@ -9,12 +9,55 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakSet
 
-from sglang_chunk_cache.kv.transition import ChunkTransitions, Transition
+
+class Transition(Protocol):
+    """What a stretch of tokens does to states."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def then(self, later: Self) -> Self:
+        """Both stretches in a row."""
 
 
-class TransitionStore:
+T = TypeVar("T", bound=Transition)
+
+
+class ChunkTransitions(Generic[T]):
+    """Transitions of the chunks of one request, as far as they were computed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, T]] = {}  # by chunk: up to which position
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transition.num_bytes for _, transition in self._known.values())
+
+    def drop(self, chunk: int) -> None:
+        """A chunk was stored, or will not be."""
+        self._known.pop(chunk, None)
+
+    def reaches(self, chunk: int) -> int | None:
+        """Position up to which a chunk is known; None = not at all."""
+        known = self._known.get(chunk)
+        return None if known is None else known[0]
+
+    def note(self, chunk: int, begin: int, end: int, transition: T) -> None:
+        """Tokens [begin, end) of a chunk were computed: its first ones, or those behind what is known."""
+        if self.reaches(chunk) == begin:
+            transition = self._known[chunk][1].then(transition)
+        self._known[chunk] = end, transition
+
+    def of(self, chunk: int, end: int) -> T | None:
+        """The transition of a chunk that ends there; None where it was not computed up to there."""
+        known = self._known.get(chunk)
+        return None if known is None or known[0] != end else known[1]
+
+
+class TransitionStore(Generic[T]):
     """See the head of this file.
 
     Args:
@@ -31,8 +74,8 @@ class TransitionStore:
         """Whether a variant is pinned."""
         self.note_leaving: Callable[[int], None] = lambda variant_id: None
         """Told of a variant that is about to lose its transition, for the tiers below."""
-        self._stored: OrderedDict[int, Transition] = OrderedDict()  # the last one used last
-        self._of_requests: WeakSet[ChunkTransitions] = WeakSet()
+        self._stored: OrderedDict[int, T] = OrderedDict()  # the last one used last
+        self._of_requests: WeakSet[ChunkTransitions[T]] = WeakSet()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -40,9 +83,9 @@ class TransitionStore:
     def __contains__(self, variant_id: int) -> bool:
         return variant_id in self._stored
 
-    def of_request(self) -> ChunkTransitions:
+    def of_request(self) -> ChunkTransitions[T]:
         """Transitions of a new request."""
-        made = ChunkTransitions()
+        made: ChunkTransitions[T] = ChunkTransitions()
         self._of_requests.add(made)
         return made
 
@@ -50,12 +93,12 @@ class TransitionStore:
         """Whether a running request may have so many bytes more, beside what all of them have."""
         return sum(one.num_bytes for one in self._of_requests) + num_bytes <= self.max_bytes
 
-    def fits(self, transition: Transition) -> bool:
+    def fits(self, transition: T) -> bool:
         """Whether there is room beside those that are kept."""
         kept = sum(one.num_bytes for variant_id, one in self._stored.items() if self.is_kept(variant_id))
         return kept + transition.num_bytes <= self.max_bytes
 
-    def put(self, variant_id: int, transition: Transition) -> None:
+    def put(self, variant_id: int, transition: T) -> None:
         """Stores one that `fits`."""
         assert self.fits(transition), f"{transition.num_bytes} bytes of at most {self.max_bytes}"
         self._drop(variant_id)
@@ -70,11 +113,11 @@ class TransitionStore:
         self.num_bytes += transition.num_bytes
         self._note_change()
 
-    def get(self, variant_id: int) -> Transition:
+    def get(self, variant_id: int) -> T:
         """The transition of a variant that is stored; no use of it."""
         return self._stored[variant_id]
 
-    def use(self, variant_id: int) -> Transition:
+    def use(self, variant_id: int) -> T:
         """The transition of a variant that is stored, which is the last one used now."""
         self._stored.move_to_end(variant_id)
         return self.get(variant_id)
