@@ -148,14 +148,16 @@ def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int, int]]:
 def _encode_pieces(
     tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]
 ) -> tuple[list[int], list[Span]]:
-    """The ids of pieces that are tokenized one by one, and the tokens of each."""
+    """The ids of pieces that are tokenized one by one, and the tokens of each, without white space at its ends."""
     _warn_of_pieces(type(tokenizer).__name__)
     ids, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
     ranges = []
-    for piece in marked.pieces:
-        start = len(ids)
-        ids += tokenizer.encode(piece, add_special_tokens=False) if piece else []
-        ranges.append((start, len(ids)))
+    for piece, mark in zip(marked.pieces, marked.marks, strict=True):
+        texts = ("", piece, "") if mark is None else trimmed(piece)
+        lead, core, trail = (tokenizer.encode(text, add_special_tokens=False) if text else [] for text in texts)
+        start = len(ids) + len(lead)
+        ranges.append((start, start + len(core)))
+        ids += [*lead, *core, *trail]
     return ids + tail, ranges
 
 

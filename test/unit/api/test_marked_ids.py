@@ -190,3 +190,6 @@ def test_a_slow_tokenizer_gets_the_pieces_and_a_warning(caplog: Any) -> None:
     assert without.ids == encoded.ids[1:] == [i for one in ("sys", "aa", "bb", "q") for i in tokenizer.encode(one)[1:]]
     assert without.spans == tuple((start - 1, end - 1) for start, end in encoded.spans)
     assert encode_chunk(tokenizer, "aa", "text")[0] == encoded.ids[slice(*encoded.spans[0])]
+    for chunk in ("aa\n", " aa", "aa \n\n"):
+        assert encode_chunk(tokenizer, chunk, "text")[0] == chunks_of(tokenizer, "sys\n", chunk, "q")[0]
+        assert encode_chunk(tokenizer, chunk, "text")[0] == encode_chunk(tokenizer, "aa", "text")[0]
