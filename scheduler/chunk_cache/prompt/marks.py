@@ -80,9 +80,9 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
     Raises:
         ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
     """
-    if separator not in text:
+    pieces = _pieces(text, separator)
+    if len(pieces) == 1:
         return None
-    pieces = tuple(text.split(separator))
     if len(pieces) == 2:
         raise request_error(
             path, f"only one separator {separator!r}", "put one before and one after each chunk, or remove it"
@@ -96,6 +96,18 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
             raise request_error(path, problem, "give it text, or remove one")
     marks = (Mark(f"{path}: chunk {index}", piece.strip()) for index, piece in enumerate(pieces[1:-1]))
     return MarkedText(pieces, (None, *marks, None))
+
+
+def _pieces(text: str, separator: str) -> tuple[str, ...]:
+    """`text.split(separator)`, but for what of a separator is a part of tags."""
+    pieces, at = [""], 0
+    for start, end in (*(tag.span() for tag in _TAG.finditer(text)), (len(text), len(text))):
+        first, *others = text[at:start].split(separator)
+        pieces[-1] += first
+        pieces += others
+        pieces[-1] += text[start:end]
+        at = end
+    return tuple(pieces)
 
 
 @dataclass
