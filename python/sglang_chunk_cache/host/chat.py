@@ -76,8 +76,8 @@ class Rendering:
         return self.encoded.ids
 
     def _split(self, rendered: str) -> MarkedText:
-        found = None if self.separator in rendered else self.marks.split(rendered)
-        if found is None:
+        found = self.marks.split(rendered)
+        if found is None or any(self.separator in piece for piece in found.pieces):
             problem = "the chat template of this model, or a separator outside message contents,"
             raise request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
         return found

@@ -10,7 +10,8 @@ one rule:
 - It begins with its first visible character, or with the space in front of that, wherever the mark stands: most
   tokenizers make one token of the two, and what is in front of a chunk must not depend on its first word.
 - It ends with its last letter or digit: signs and white space behind that become one token with each other and with
-  what follows, or not, so the same passage in front of another line break would be another chunk.
+  what follows, or not, so the same passage in front of another line break would be another chunk. Where no token
+  of it ends there (a letter and its accent may be one), it is its first token.
 - A token with other text of both sides of a mark belongs to neither.
 """
 
@@ -69,14 +70,14 @@ def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
         its ids and chunks; a mark of another service without a token of its own is left out.
 
     Raises:
-        ChunkCacheRequestError: a chunk that was marked for us has no tokens.
+        ChunkCacheRequestError: a chunk that was marked for us has no token of its own.
     """
     encode = _encode_whole if getattr(tokenizer, "is_fast", False) else _encode_pieces
     ids, ranges = encode(tokenizer, marked, encode_kwargs or {})
     found = [(span, mark) for span, mark in zip(ranges, marked.marks, strict=True) if mark is not None]
     for (start, end), mark in found:
         if start >= end and not mark.is_foreign:
-            raise request_error(mark.path, "the chunk has no tokens", "give it text, or remove it")
+            raise request_error(mark.path, "the chunk has no token of its own", "give it text, or remove it")
     found = [(span, mark) for span, mark in found if span[0] < span[1]]
     return MarkedIds(ids, tuple(span for span, _ in found), tuple(mark for _, mark in found))
 
@@ -88,7 +89,7 @@ def encode_chunk(tokenizer: Any, text: str, path: str) -> tuple[list[int], list[
         text: the chunk, with visible text.
 
     Raises:
-        ChunkCacheRequestError: it has no tokens.
+        ChunkCacheRequestError: it has no token of its own.
     """
     marked = MarkedText((_LINE_BREAK, text, _LINE_BREAK), (None, Mark(path, text), None))
     encoded = encode_marked(tokenizer, marked, {"add_special_tokens": False})
@@ -119,39 +120,44 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
     ends = np.maximum.accumulate(places[:, 1])
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
     ranges: list[Span] = []
-    for visible_end, core_start, core_end in _cores(marked):
-        begin, end = (int(i) for i in np.searchsorted(ends, (core_start, core_end), side="right"))
-        while begin < end and starts[begin] < visible_end:
+    for visible_end, *bounds in _cores(marked):
+        begin, end, sign_end = (int(i) for i in np.searchsorted(ends, bounds, side="right"))
+        while begin < sign_end and starts[begin] < visible_end:
             begin += 1
-        ranges.append((first + begin, first + end))
+        if end <= begin < sign_end:
+            end = int(np.searchsorted(ends, ends[begin], side="right"))
+        ranges.append((first + begin, first + max(begin, end)))
     return list(encoded["input_ids"]), ranges
 
 
-def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int]]:
-    """Where visible text in front of each piece ends, where what counts as it begins and ends, in characters."""
+def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int, int]]:
+    """Of each piece, in characters: where visible text in front ends, where it begins, its last word and it end."""
     text, at, visible_end = marked.text, 0, 0
     for piece in marked.pieces:
         lead, core, _ = trimmed(piece)
         start, end = at + len(lead), at + len(piece)
         if core:
-            yield visible_end, start - (text[start - 1 : start] == " "), start + word_end(core)
-            visible_end = start + len(core)
+            begin, core_end = start - (text[start - 1 : start] == " "), start + len(core)
+            yield visible_end, begin, start + word_end(core), core_end
+            visible_end = core_end
         else:
-            yield visible_end, end, end
+            yield visible_end, end, end, end
         at = end
 
 
 def _encode_pieces(
     tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]
 ) -> tuple[list[int], list[Span]]:
-    """The ids of pieces that are tokenized one by one, and the tokens of each."""
+    """The ids of pieces that are tokenized one by one, and the tokens of each, without white space at its ends."""
     _warn_of_pieces(type(tokenizer).__name__)
     ids, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
     ranges = []
-    for piece in marked.pieces:
-        start = len(ids)
-        ids += tokenizer.encode(piece, add_special_tokens=False) if piece else []
-        ranges.append((start, len(ids)))
+    for piece, mark in zip(marked.pieces, marked.marks, strict=True):
+        texts = ("", piece, "") if mark is None else trimmed(piece)
+        lead, core, trail = (tokenizer.encode(text, add_special_tokens=False) if text else [] for text in texts)
+        start = len(ids) + len(lead)
+        ranges.append((start, start + len(core)))
+        ids += [*lead, *core, *trail]
     return ids + tail, ranges
 
 

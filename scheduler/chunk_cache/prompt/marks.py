@@ -4,10 +4,9 @@ Verbs: `split_marked` (at the separators of the server), `Marks.tag` and `Marks.
 pair of *tags* around the chunk; they travel through whatever joins and renders the texts of a request, and are found
 again behind it.
 
-Promises: the pieces, put together, are the text without its marks. A chunk between two separators is the same text
-wherever it stands; of a text that is marked as a whole, the white space at either end stays outside of its chunk,
-because templates strip it. Nothing that a client sends can be taken for a tag: tags have a random part, drawn by this
-process.
+Promises: the pieces, put together, are the text without its marks. White space at either end of a chunk stays outside
+of its tags, because templates strip it. Nothing that a client sends can be taken for a tag: tags have a random part,
+drawn by this process.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
     Raises:
         ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
     """
-    if separator not in text:
+    pieces = _pieces(text, separator)
+    if len(pieces) == 1:
         return None
-    pieces = tuple(text.split(separator))
     if len(pieces) == 2:
         raise request_error(
             path, f"only one separator {separator!r}", "put one before and one after each chunk, or remove it"
@@ -95,8 +94,20 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
         if not piece.strip():
             problem = f"chunk {index} between two separators {separator!r} is empty"
             raise request_error(path, problem, "give it text, or remove one")
-    marks = (Mark(f"{path}: chunk {index}", piece) for index, piece in enumerate(pieces[1:-1]))
+    marks = (Mark(f"{path}: chunk {index}", piece.strip()) for index, piece in enumerate(pieces[1:-1]))
     return MarkedText(pieces, (None, *marks, None))
+
+
+def _pieces(text: str, separator: str) -> tuple[str, ...]:
+    """`text.split(separator)`, but for what of a separator is a part of tags."""
+    pieces, at = [""], 0
+    for start, end in (*(tag.span() for tag in _TAG.finditer(text)), (len(text), len(text))):
+        first, *others = text[at:start].split(separator)
+        pieces[-1] += first
+        pieces += others
+        pieces[-1] += text[start:end]
+        at = end
+    return tuple(pieces)
 
 
 @dataclass
@@ -140,7 +151,7 @@ class Marks:
     def tag_pieces(self, marked: MarkedText) -> str:
         """A text with tags in the place of its separators."""
         pairs = zip(marked.pieces, marked.marks, strict=True)
-        return "".join(piece if mark is None else piece.join(self.tags(mark)) for piece, mark in pairs)
+        return "".join(piece if mark is None else self.tag(piece, mark) for piece, mark in pairs)
 
     def drop_foreign(self, reason: str, *, but: Iterable[Mark] = ()) -> None:
         """Notes that no mark of another service is used, but some; a reason that is known already stands."""

@@ -6,7 +6,7 @@ import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.options.request_options import MAX_CHUNKS
-from chunk_cache.prompt.marks import split_marked
+from chunk_cache.prompt.marks import Mark, Marks, split_marked
 
 SEP = "<|chunk|>"
 
@@ -48,3 +48,13 @@ def test_the_number_of_chunks_is_bounded():
     assert len(marked.chunks) == MAX_CHUNKS
     with pytest.raises(ChunkCacheRequestError, match=rf"^text: {MAX_CHUNKS + 1} chunks .*; mark longer chunks"):
         split_marked(SEP.join(["", *["a"] * (MAX_CHUNKS + 1), ""]), SEP, "text")
+
+
+@pytest.mark.parametrize("separator", ["|", "<|", "-", "chunk", ".<", ">\n"])
+def test_separators_that_stand_in_tags(separator):
+    marks = Marks()
+    text = marks.tag("Rome.\n", Mark("chunks[0]", "Rome."))
+    marked = marks.split_at(separator, f"{text}Read {separator}A{separator} Who?", "prompt")
+    assert marked is not None
+    assert marked.chunks == ("Rome.", "A")
+    assert marked.text == "Rome.\nRead A Who?"

@@ -570,6 +570,16 @@ def test_chat_template_that_changes_chunks_is_refused(service, seen):
     assert seen == []
 
 
+def test_chat_template_that_strips_contents(service, seen, monkeypatch):
+    template = "{% for m in messages %}[{{ m['content'] | trim }}]{% endfor %}"
+    monkeypatch.setattr(service.manager.tokenizer, "chat_template", template)
+    text = f"{SEP}\n The rose.\n{SEP}The tale.\n\n{SEP}"
+    for content in (text, text.replace(SEP, "")):
+        assert service.post("/v1/chat/completions", chat(("user", content))).status_code == 200
+    assert list(seen[0].input_ids) == list(seen[1].input_ids)
+    assert chunk_texts(service, seen[0]) == ["The rose", "The tale"]
+
+
 def test_chat_final_message_that_is_continued(service, seen):
     body = chat(("user", "a"), ("assistant", marked("s", "aa")), continue_final_message=True)
     response = service.post("/v1/chat/completions", body)
