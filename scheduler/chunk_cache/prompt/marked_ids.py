@@ -131,7 +131,8 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
 
 
 def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int, int]]:
-    """Of each piece, in characters: where visible text in front ends, where it begins, its last word and it end."""
+    """For each piece, in characters: where visible text in front of it ends, where it begins, where its last word ends,
+    and where it ends."""
     text, at, visible_end = marked.text, 0, 0
     for piece in marked.pieces:
         lead, core, _ = trimmed(piece)
