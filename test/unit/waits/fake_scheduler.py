@@ -30,6 +30,8 @@ from tiny_models import make_model
 from unit.waits.fake_gpu import FakeGpu
 
 NUM_LAYERS = 4
+PASSAGES = (2, 6, 12)
+STATE_KERNELS = ("fla/", "linear/", "mamba/")
 CHUNK_LEN, NUM_CHUNKS, QUESTION_LEN = 120, 12, 17
 
 
@@ -42,6 +44,10 @@ class Part:
     """Operations that the GPU executes."""
     views: dict[str, int]
     replies: list[dict[str, Any]] = field(default_factory=list)
+    state_kernels: int = 0
+    """Kernels of SGLang's layers with states."""
+    layouts: int = 0
+    """How often SGLang reads back from the GPU how the rows of these kernels are divided into sequences."""
 
 
 def move_to_gpu(root: Any, module: Any) -> None:
@@ -157,7 +163,13 @@ class Fake:
             for is_view in (False, True)
         )
         waits = collections.Counter(watch.own_waits)
-        self.parts[name] = Part(dict(waits), dict(launches), dict(views), [one.info for one in replies])
+        stock = [call for call in watch.operations if call.place.startswith(STATE_KERNELS) and "." not in call.name]
+        layouts = [
+            call for call in watch.waits if str(call).endswith("prepare_chunk_indices _to_copy.default blocking")
+        ]
+        self.parts[name] = Part(
+            dict(waits), dict(launches), dict(views), [one.info for one in replies], len(stock), len(layouts)
+        )
         return replies
 
 
@@ -207,7 +219,7 @@ def case_states(fake: Fake) -> None:
     """Passages of a model with states: computed and remembered, then reused."""
     fake.max_new_tokens = 1  # SGLang decodes states by a count of the device
     remember(fake)
-    for num_chunks in (2, 6):
+    for num_chunks in PASSAGES:
         for size in (1, 8):
             requests = [fake.fused(num_chunks, ratio=0.0) for _ in range(size)]
             fake.send(f"{num_chunks} passages {size}", requests)
