@@ -428,8 +428,9 @@ def _round_of(
     uploaded = iter(upload([*of_rules, rows, *chained, *runs.arrays()], device))
     made = _Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)], next(uploaded))
     if step_lens is not None:
-        arrays = [next(uploaded) for _ in range(4)]
-        made.chain = _Chain(step_lens, *arrays, gaps, [next(uploaded) for _ in range(num_parts)])
+        chain_rows, borders, next_runs, last_runs = itertools.islice(uploaded, 4)
+        gap_runs = [next(uploaded) for _ in range(num_parts)]
+        made.chain = _Chain(step_lens, chain_rows, borders, next_runs, last_runs, gaps, gap_runs)
     made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(_TRACKING)
     return made
 

@@ -93,7 +93,7 @@ def test_a_layer_launches_as_much_for_a_batch_as_for_one(parts, method: str, mos
 
 
 def test_a_layer_with_states_launches_as_much_for_many_passages_as_for_few(parts) -> None:
-    """But for one multiplication a run and three copies a passage; SGLang's kernels wait as stock's do, once a forward."""
+    """But for one multiplication a run and three copies a passage; SGLang waits once for each way to divide rows."""
     few, many = (parts("states")[f"{num} passages 1"] for num in (2, 12))
     assert few.state_kernels == many.state_kernels
     assert few.layouts == many.layouts == 2, "of all rows, and of those in front of other runs"
