@@ -98,10 +98,8 @@ def _attention_reason(model_config: Any) -> str | None:
     if has_states(model_config):
         return None
     if model_config.attention_arch == AttentionArch.SSM or mambaish_config(model_config) is not None:
-        return (
-            "its layers keep states of another kind than the gated delta rule (Mamba, Kimi Delta Attention, Lightning "
-            "Attention), which are not composed yet; no flag helps"
-        )
+        other = _other_states(model_config)
+        return f"its layers keep states otherwise than by the gated delta rule: {other}; no flag helps"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
     if model_config.is_hybrid_swa:
@@ -114,6 +112,28 @@ def _attention_reason(model_config: Any) -> str | None:
     if model_config.attention_chunk_size:
         return "it uses local attention (attention_chunk_size in its config.json)"
     return None
+
+
+def _other_states(model_config: Any) -> str:
+    """By which rule, and how that differs."""
+    from sglang.srt.configs.hybrid_arch import hybrid_kda_config, hybrid_lightning_config, mamba2_config
+
+    if hybrid_kda_config(model_config) is not None:
+        return (
+            "in Kimi Delta Attention each key channel decays by a factor of its own, which another kernel computes, "
+            "and the pool holds convolutions the other way round"
+        )
+    if hybrid_lightning_config(model_config) is not None:
+        return "in Lightning Attention each head decays by a fixed factor, in a backend without convolutions"
+    kind = type(mamba2_config(model_config)).__name__
+    if kind.startswith(("NemotronH", "GraniteMoeHybrid", "FalconH1", "Mamba2")):
+        return (
+            "in Mamba 2 a passage multiplies the state of a head by one number, not by a matrix, and each layer calls "
+            "its kernel by itself, not by SGLang's backend"
+        )
+    if kind.startswith("Lfm2"):
+        return "its short convolutions keep their last inputs alone"
+    return "nobody takes or composes what a passage does to them"
 
 
 def _rope_reason(model_config: Any) -> str | None:

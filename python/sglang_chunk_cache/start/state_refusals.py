@@ -19,6 +19,7 @@ _RULES = (
     FlagRule("enable_linear_replayssm", "states that are replayed (--enable-linear-replayssm)"),
     FlagRule("enable_linear_replayssm_spec", "states that are replayed (--enable-linear-replayssm-spec)"),
     FlagRule("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
+    FlagRule("enable_tf32_matmul", "float32 rounded to 10 bits (--enable-tf32-matmul)"),  # what is passed on would be
 )
 _OPTIONS: tuple[tuple[str, str], ...] = (
     ("verify_share", "a verification computes a prompt where no states are kept"),

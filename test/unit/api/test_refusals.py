@@ -131,6 +131,12 @@ def test_a_model_with_states_loads_no_layer_before_the_others(monkeypatch, tmp_p
         check("layerwise")
 
 
+def test_what_is_passed_from_passage_to_passage_keeps_its_digits(monkeypatch):
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+    with pytest.raises(StartRefused, match=r"--enable-tf32-matmul\) cannot be combined with --chunk-cache for a model"):
+        check_states(ServerArgs(model_path="none", enable_tf32_matmul=True), ChunkCacheArgs())
+
+
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "EAGLE3"])
 def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
     tiers = parse_config({"tiers": {"disk": {"path": str(tmp_path), "max_bytes": "1GB"}}})

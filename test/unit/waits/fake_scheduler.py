@@ -30,6 +30,8 @@ from tiny_models import make_model
 from unit.waits.fake_gpu import FakeGpu
 
 NUM_LAYERS = 4
+PASSAGES = (2, 6, 12)
+STATE_KERNELS = ("fla/", "linear/", "mamba/")
 CHUNK_LEN, NUM_CHUNKS, QUESTION_LEN = 120, 12, 17
 
 
@@ -42,6 +44,10 @@ class Part:
     """Operations that the GPU executes."""
     views: dict[str, int]
     replies: list[dict[str, Any]] = field(default_factory=list)
+    state_kernels: int = 0
+    """Kernels of SGLang's layers with states."""
+    layouts: int = 0
+    """How often SGLang reads back from the GPU how the rows of these kernels are divided into sequences."""
 
 
 def move_to_gpu(root: Any, module: Any) -> None:
@@ -89,6 +95,7 @@ class Fake:
     def __init__(self, gpu: FakeGpu, local: LocalScheduler) -> None:
         self.gpu, self.local = gpu, local
         self.parts: dict[str, Part] = {}
+        self.max_new_tokens = 3
         self._draw = random.Random(0)
         self.system = self.tokens(20)
         self.chunks = [self.tokens(CHUNK_LEN) for _ in range(NUM_CHUNKS)]
@@ -107,8 +114,13 @@ class Fake:
         assembler._all_alike = assembler._alike(range(len(layers.rotaries)))
         scheduler.tree_cache.chunks = replace(chunks, layers=layers, kernel="triton", min_run_len=8)
         forward_batch_info.support_triton = lambda _: True
-        backend = type(scheduler.tp_worker.model_runner.attn_backend)
-        backend.forward = lambda self, q, *args, **kwargs: torch.empty_like(q)
+        runner_backend = scheduler.tp_worker.model_runner.attn_backend
+        if chunks.states is not None:
+            _use_kernels_of_states()
+            runner_backend = runner_backend.full_attn_backend
+        backend = type(runner_backend)
+        for name in ("forward", "forward_extend", "forward_decode"):
+            setattr(backend, name, lambda self, q, *args, **kwargs: torch.empty_like(q))
         backend.init_forward_metadata = _as_backends_begin
 
     def tokens(self, count: int) -> list[int]:
@@ -120,7 +132,9 @@ class Fake:
         for chunk in chunks:
             spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk + self.tokens(between)
-        return Request(ids + self.tokens(QUESTION_LEN), {"spans": spans, **options}, num_top=0, max_new_tokens=3)
+        return Request(
+            ids + self.tokens(QUESTION_LEN), {"spans": spans, **options}, num_top=0, max_new_tokens=self.max_new_tokens
+        )
 
     def fused(self, num_chunks: int = 6, **options: Any) -> Request:
         """A prompt of stored chunks."""
@@ -149,13 +163,35 @@ class Fake:
             for is_view in (False, True)
         )
         waits = collections.Counter(watch.own_waits)
-        self.parts[name] = Part(dict(waits), dict(launches), dict(views), [one.info for one in replies])
+        stock = [call for call in watch.operations if call.place.startswith(STATE_KERNELS) and "." not in call.name]
+        layouts = [
+            call for call in watch.waits if str(call).endswith("prepare_chunk_indices _to_copy.default blocking")
+        ]
+        self.parts[name] = Part(
+            dict(waits), dict(launches), dict(views), [one.info for one in replies], len(stock), len(layouts)
+        )
         return replies
 
 
 def _as_backends_begin(backend: Any, batch: Any) -> None:
     """What FA3 and Triton read of a batch on the host: it has at least one request."""
     assert batch.extend_seq_lens_cpu is None or max(batch.extend_seq_lens_cpu) >= 0
+
+
+def _use_kernels_of_states() -> None:
+    """SGLang's own kernels, which the CPU's platform has replaced."""
+    from sglang.kernels.ops.attention.fla import chunk
+    from sglang.kernels.ops.attention.linear.fused_gdn_gating import fused_gdn_gating
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+
+    from unit.kernels import state_kernels
+
+    state_kernels.make_callable()
+    gdn_triton.chunk_gated_delta_rule = chunk.chunk_gated_delta_rule
+    gdn_backend.causal_conv1d_fn = causal_conv1d.causal_conv1d_fn
+    gdn_backend.fused_gdn_gating = fused_gdn_gating
 
 
 def remember(fake: Fake) -> None:
@@ -177,6 +213,16 @@ def case_methods(fake: Fake) -> None:
             for size in (1, 8):
                 requests = [fake.fused(method=method, ratio=0.15, **options) for _ in range(size)]
                 fake.send(f"{method}{name} {size}", requests)
+
+
+def case_states(fake: Fake) -> None:
+    """Passages of a model with states: computed and remembered, then reused."""
+    fake.max_new_tokens = 1  # SGLang decodes states by a count of the device
+    remember(fake)
+    for num_chunks in PASSAGES:
+        for size in (1, 8):
+            requests = [fake.fused(num_chunks, ratio=0.0) for _ in range(size)]
+            fake.send(f"{num_chunks} passages {size}", requests)
 
 
 def case_steps(fake: Fake) -> None:
@@ -234,6 +280,7 @@ class Case:
     run: Callable[[Fake], None]
     config: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
+    model: str = "llama"
 
 
 CASES = {
@@ -249,14 +296,15 @@ CASES = {
         {"tiers": {"host_bytes": "64MB", "disk": "", "loading": "layerwise"}},
         {"max_total_tokens": 4096},
     ),
+    "states": Case(case_states, {"seam_len": 16}, {"dtype": "bfloat16"}, "qwen3_5"),
 }
 
 
 def main() -> None:
     name, folder, out = sys.argv[1:]
     case = CASES[name]
-    model = make_model("llama", Path(folder) / "model", layers=NUM_LAYERS)
-    flags = {"dtype": "float32", "max_total_tokens": 16384, "sampling_backend": "pytorch"}
+    model = make_model(case.model, Path(folder) / "model", layers=NUM_LAYERS)
+    flags: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16384, "sampling_backend": "pytorch"}
     config = dict(case.config)
     if "tiers" in config:
         config["tiers"] |= {"disk": str(Path(folder) / "disk")}

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from doc_pages import DOCS, made_part
+from unit.waits import launches_of_states
 from unit.waits.fake_scheduler import CASES, OPTIONS, Part
+from unit.waits.launches_of_states import per_layer
 
 ON_PURPOSE = {
     "Pending.read": "how many rows a layer has is what the layer in front of it found, with grouping and focus alone",
@@ -87,6 +90,19 @@ def test_a_layer_launches_as_much_for_a_batch_as_for_one(parts, method: str, mos
             place: n for place, n in launches.items() if "empty" not in place and any(one in place for one in places)
         }
         assert sum(own.values()) <= most * NUM_LAYERS, json.dumps(own, indent=1)
+
+
+def test_a_layer_with_states_launches_as_much_for_many_passages_as_for_few(parts) -> None:
+    """But for one multiplication a run and three copies a passage; SGLang waits once for each way to divide rows."""
+    few, many = (parts("states")[f"{num} passages 1"] for num in (2, 12))
+    assert few.state_kernels == many.state_kernels
+    assert few.layouts == many.layouts == 2, "of all rows, and of those in front of other runs"
+    assert per_layer(many)[0] - per_layer(few)[0] == 10 + 3 * 10
+
+
+def test_the_page_of_launches_is_of_this_code(parts) -> None:
+    page = DOCS / launches_of_states.PAGE
+    assert made_part(launches_of_states.PROGRAM, launches_of_states.table(parts("states"))) in page.read_text()
 
 
 def test_beside_rows_that_leave_the_backend_serves_all_others(parts) -> None:
