@@ -9,9 +9,9 @@ from typing import Any
 
 from chunk_cache.keys import KEY_LEN
 from chunk_cache.methods import METHODS
+from chunk_cache.options import admin_bodies as body
 from chunk_cache.options.request_options import KEYS, MAX_CHUNKS, MAX_POSITION, MODES
 from chunk_cache.prompt.chunk_cache_fields import KEY, ROUTE_KEYS
-from sglang_chunk_cache.admin import admin_bodies as body
 from sglang_chunk_cache.admin.routes import PREFIX, ROUTES
 
 Schema = dict[str, Any]

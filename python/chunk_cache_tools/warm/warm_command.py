@@ -17,8 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from chunk_cache.errors import request_error
-from chunk_cache.options.warming_limits import MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
-from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER
+from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER, MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from chunk_cache_tools.command_line import URL, CommandParser, add_json_flag, add_server_flags, exit_code, progress
 from chunk_cache_tools.server_client import ServerGone
 from chunk_cache_tools.warm import corpus_neighbours as neighbours

@@ -23,12 +23,12 @@ from fastapi.encoders import jsonable_encoder
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.keys import Partition, chunk_key
+from chunk_cache.options import admin_bodies as body
+from chunk_cache.options.admin_bodies import ChunkNames, Eviction, Listing, Pin
 from chunk_cache.options.config import describe
 from chunk_cache.options.warming_limits import MAX_BATCH
 from chunk_cache.prompt.marked_ids import encode_chunk
-from sglang_chunk_cache.admin import admin_bodies as body
 from sglang_chunk_cache.admin import scheduler_side as messages
-from sglang_chunk_cache.admin.admin_bodies import ChunkNames, Eviction, Listing, Pin
 from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of

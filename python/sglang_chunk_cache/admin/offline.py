@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_chunk_cache.admin.admin_bodies import parse_warm
+from chunk_cache.options.admin_bodies import parse_warm
 from sglang_chunk_cache.admin.administration import ROUTED, Admin, Routed
 from sglang_chunk_cache.admin.warming import warm
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error
-from sglang_chunk_cache.admin.admin_bodies import parse_warm
+from chunk_cache.options.admin_bodies import parse_warm
 from sglang_chunk_cache.admin.admin_page import page
 from sglang_chunk_cache.admin.administration import ROUTED, Admin, AdminRefused, Routed
 from sglang_chunk_cache.admin.warming import warm

@@ -27,13 +27,14 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error
 from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import Partition, chunk_key
-from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER, find_neighbours
+from chunk_cache.options.admin_bodies import Warm
+from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER
+from chunk_cache.plan.neighbours import find_neighbours
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.chunk_prompt import num_pieces_before, piece_keys
 from chunk_cache.prompt.filler import FILLER
 from chunk_cache.prompt.marked_ids import encode_prefix
 from chunk_cache.types import Span
-from sglang_chunk_cache.admin.admin_bodies import Warm
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 

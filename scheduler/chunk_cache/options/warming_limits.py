@@ -1,4 +1,4 @@
-"""How much one request of administration may ask for."""
+"""How much one request of administration may ask for, and what it gets where it does not say."""
 
 MAX_ITEMS = 4096
 """Chunks in one request."""
@@ -8,3 +8,6 @@ MAX_BATCH, DEFAULT_BATCH = 64, 8
 
 MAX_NEIGHBOURS = 32
 """Neighbours of one chunk; each takes room in the context and in the KV pool while the chunk is computed behind it."""
+
+DEFAULT_RETRIEVER = "tfidf"
+"""What finds the neighbours of a chunk."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.errors import request_error, show
+from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER
 
-DEFAULT_RETRIEVER = "tfidf"
 _ROWS = 512
 """Chunks that are compared with all others at a time: a block of scores is so many rows of float32."""
 

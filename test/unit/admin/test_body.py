@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from sglang_chunk_cache.admin import admin_bodies as body
+from chunk_cache.options import admin_bodies as body
 
 KEY = "0123456789abcdef" * 2
 

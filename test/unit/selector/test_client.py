@@ -23,11 +23,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunk_cache.keys import Partition
+from chunk_cache.options.admin_bodies import parse_evict
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.options.selector_config import SelectorConfig
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from sglang_chunk_cache.admin import scheduler_side as messages
-from sglang_chunk_cache.admin.admin_bodies import parse_evict
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel
 from sglang_chunk_cache.selector.chunk_scorer import ChunkScorer

@@ -13,8 +13,13 @@ from typing import Any
 
 from chunk_cache.errors import given, is_unicode, known_names, request_error, show
 from chunk_cache.keys import KEY_LEN
-from chunk_cache.options.warming_limits import DEFAULT_BATCH, MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
-from chunk_cache.plan.neighbours import DEFAULT_RETRIEVER
+from chunk_cache.options.warming_limits import (
+    DEFAULT_BATCH,
+    DEFAULT_RETRIEVER,
+    MAX_BATCH,
+    MAX_ITEMS,
+    MAX_NEIGHBOURS,
+)
 
 MAX_TTL_S = 86400.0
 """Seconds of a pin; what nobody renews must not take room for ever."""
