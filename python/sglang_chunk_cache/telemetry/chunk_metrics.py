@@ -40,7 +40,7 @@ _METERS = {
     ),
     "maintenance": counter(
         "maintenance_total",
-        "Variants that were promoted to a node of their own, or computed exactly while idle (refreshed).",
+        "Variants that were promoted to a node of their own, prepared, or computed exactly while idle (refreshed).",
         "kind",
     ),
     "events": counter(
