@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.options import request_options
 from chunk_cache.options.request_options import MAX_CHUNKS
 from exactness.cases import Prompt, Session
 from exactness.runner import Config
 from local_scheduler import Reply
-from sglang_chunk_cache.request import chunk_request
 from sglang_chunk_cache.request.chunk_request import state_of
 
 
@@ -74,7 +74,7 @@ def case_session_of_many_chunks(s: Session) -> list[list[int]]:
     """Each turn adds two chunks, of 20 and 30 tokens; the lengths of those that count, of at most three."""
     from sglang.srt.managers.io_struct import OpenSessionReqInput
 
-    chunk_request.MAX_CHUNKS = 3
+    request_options.MAX_CHUNKS = 3
     controller = s.local.scheduler.session_controller
     controller.open(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
     rid, found = None, []
@@ -84,7 +84,7 @@ def case_session_of_many_chunks(s: Session) -> list[list[int]]:
         rid = reply.rid
         found.append([chunk["end"] - chunk["start"] for chunk in reply.info["chunks"]])
     del controller.sessions["s"]
-    chunk_request.MAX_CHUNKS = MAX_CHUNKS
+    request_options.MAX_CHUNKS = MAX_CHUNKS
     return found
 
 
