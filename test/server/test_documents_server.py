@@ -40,8 +40,6 @@ ELSEWHERE = {
     "smg launch": "test_fleet_server.py",
     "redis://": "test_fleet_server.py",
     "mooncake": "test_replicas_server.py",
-    "uvicorn": "test_examples_server.py",
-    "127.0.0.1:8000": "test_examples_server.py",
     "train-selector": "test/unit/selector/test_train.py",
     "benchmark/": "hours, or machines of their own; those of results were run",
     "-m pytest": "tests",
