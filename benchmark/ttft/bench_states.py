@@ -142,6 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model and short prompts: a check, no result")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048], metavar="TOKENS")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = describe_run()
@@ -152,7 +153,7 @@ def main() -> int:
     with Server(folder, *flags, env=offline_env(), log_path=CACHE_DIR / "server-states.log") as server:
         bench = Bench(server, 0)
         rows = []
-        for length in (128, 256) if args.quick else (256, 512, 1024, 2048):
+        for length in (128, 256) if args.quick else args.lengths:
             rows.append(bench.measure(length, total // length, args.repeats))
             print(json.dumps(rows[-1]["seconds"]), flush=True)
     about = (
