@@ -80,8 +80,8 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
     Raises:
         ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
     """
-    pieces = _pieces(text, separator)
-    if len(pieces) == 1:
+    pieces = _pieces(text, separator) if separator in text else ()
+    if len(pieces) < 2:
         return None
     if len(pieces) == 2:
         raise request_error(
