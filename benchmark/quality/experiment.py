@@ -78,8 +78,9 @@ class Experiment:
 
 def table_of(family: str, experiments: Sequence[Experiment]) -> list[Row]:
     """Rows over all questions of experiments of one model and metric, for the conditions that all of them have."""
-    first = experiments[0]
-    conditions = [c for c in first.complete() if all(c in other.complete() for other in experiments)]
+    first, *others = experiments
+    complete = [other.complete() for other in others]
+    conditions = [c for c in first.complete() if all(c in known for known in complete)]
     asked: list[tuple[Question, str]] = []
     replies: dict[Condition, dict[str, Reply]] = {condition: {} for condition in (REFERENCE, *conditions)}
     for experiment in experiments:
