@@ -27,7 +27,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.runtime_context import get_context, get_exec, get_parallel, override_platform
 from transformers import LlamaConfig
@@ -38,6 +38,7 @@ from sglang_chunk_cache.forward.attending import Attention, attending
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
 from sglang_chunk_cache.start.pool_check import NOT_READ
+from unit.attention.extend_batch import extend_batch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the folder is not a package
 import reference_kernels
@@ -265,24 +266,12 @@ class Forward:
         """As `host.forward_batch` has it made: rows that are due count as more tokens to extend by."""
         batch = [self.batch[i] for i in chosen]
         row_lens = [len(one.positions) for one in batch]
-        kv_lens = torch.tensor([one.kv_len for one in batch])
-        prefix_lens = [one.kv_len - num_rows for one, num_rows in zip(batch, row_lens, strict=True)]
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(batch),
-            input_ids=torch.zeros(sum(row_lens), dtype=torch.int64),
-            req_pool_indices=torch.tensor([self.pool_rows[i] for i in chosen]),
-            seq_lens=kv_lens,
-            seq_lens_cpu=kv_lens,
-            seq_lens_sum=int(kv_lens.sum()),
-            out_cache_loc=torch.cat([self.slots[i][self.batch[i].positions] for i in chosen]),
+        forward_batch = extend_batch(
+            [self.pool_rows[i] for i in chosen],
+            [one.kv_len for one in batch],
+            row_lens,
+            torch.cat([self.slots[i][self.batch[i].positions] for i in chosen]),
             positions=torch.from_numpy(np.concatenate([one.positions for one in batch])),
-            extend_num_tokens=sum(row_lens),
-            extend_seq_lens=torch.tensor(row_lens, dtype=torch.int32),
-            extend_seq_lens_cpu=row_lens,
-            extend_prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
-            extend_prefix_lens_cpu=prefix_lens,
-            extend_start_loc=torch.tensor(np.cumsum([0, *row_lens[:-1]]), dtype=torch.int32),
             global_num_token_non_padded_cpu=sum(row_lens),
         )
         self.runner.kv_index_translator.bind_own_plan(forward_batch)

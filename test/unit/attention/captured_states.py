@@ -29,7 +29,6 @@ from sglang.srt.layers.attention.linear.utils import LinearAttnBackends, LinearA
 from sglang.srt.layers.attention.mamba.causal_conv1d import causal_conv1d_fn
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_context
 
 from chunk_cache.index.transition_store import ChunkTransitions
@@ -39,6 +38,7 @@ from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForw
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.transition import Transition
 from sglang_plain_cpu import delta_rule
+from unit.attention.extend_batch import extend_batch
 from unit.kernels.state_kernels import make_callable
 
 KEY_HEADS, HEADS, KEY_SIZE, VALUE_SIZE, KERNEL = 1, 2, 16, 8, 4
@@ -211,24 +211,8 @@ class Layer:
         inputs = {
             name: torch.cat([part[one.pool_row, one.positions] for one in requests]) for name, part in INPUTS.items()
         }
-        ends = torch.tensor([int(one.positions[-1]) + 1 for one in requests])
-        prefix_lens = [int(end) - length for end, length in zip(ends, lens, strict=True)]
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(requests),
-            input_ids=torch.zeros(sum(lens), dtype=torch.int64),
-            req_pool_indices=torch.tensor([one.pool_row for one in requests]),
-            seq_lens=ends,
-            seq_lens_cpu=ends,
-            seq_lens_sum=int(ends.sum()),
-            out_cache_loc=torch.arange(sum(lens)),
-            extend_num_tokens=sum(lens),
-            extend_seq_lens=torch.tensor(lens, dtype=torch.int32),
-            extend_seq_lens_cpu=lens,
-            extend_prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
-            extend_prefix_lens_cpu=prefix_lens,
-            extend_start_loc=torch.tensor(np.cumsum([0, *lens[:-1]]), dtype=torch.int32),
-        )
+        ends = [int(one.positions[-1]) + 1 for one in requests]
+        batch = extend_batch([one.pool_row for one in requests], ends, lens, torch.arange(sum(lens)))
         is_fused = any(one.gaps for one in requests)
         states = StateForward.of(self.states, requests, "cpu", is_fused=is_fused)
         backend = self.runner.attn_backend
