@@ -81,18 +81,19 @@ class Costs:
 def table() -> str:
     """Lines by model; times in ms."""
     lines = [
-        "| model | transition of a passage | its KV, of 512, 1,024, 2,048 tokens | transfer, PCIe 4, 5 | prompt | "
-        "computing these, without seams | break-even, PCIe 4, 5 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| model | transition of a passage | as much as the KV of | its KV, of 512, 1,024, 2,048 tokens | "
+        "transfer, PCIe 4, 5 | prompt | computing these, without seams | break-even, PCIe 4, 5 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name in MODELS:
         costs = Costs.of(name)
+        sizes = [f"{costs.transition / 1e6:.0f} MB", f"{round(costs.transition / costs.kv, -2):,.0f} tokens"]
         kv = ", ".join(f"{costs.kv * length / 1e6:.0f}" for length in PASSAGES)
         transfer = ", ".join(f"{1e3 * costs.transition / rate:.1f}" for rate in LINKS.values())
         for prompt_len in PROMPTS:
             saved = ", ".join(f"{1e3 * (length - SEAM_LEN) * costs.token_s(prompt_len):.0f}" for length in PASSAGES)
             least = ", ".join(str(costs.break_even(prompt_len, link)) for link in LINKS)
-            cells = [name.partition("/")[2].removesuffix("-Instruct"), f"{costs.transition / 1e6:.0f} MB", f"{kv} MB"]
+            cells = [name.partition("/")[2].removesuffix("-Instruct"), *sizes, f"{kv} MB"]
             cells += [f"{transfer} ms", f"{prompt_len:,}", f"{saved} ms", f"{least} tokens"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
