@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from chunk_cache.actions import Accept, Arriving, Forgo, Keep, Missing, Promote
+from chunk_cache.gate.controller import Decision
 from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.lookup import NOTHING, Lookup
@@ -32,6 +33,7 @@ from chunk_cache.index.reusability import use_weight
 from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.config import Config
+from chunk_cache.options.kept_tokens import KeptTokens, plan_kept
 from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import make_plan, replan_without_load
@@ -221,22 +223,23 @@ class ChunkManager:
         prefix_len: int,
         max_prefix_len: int,
         limit_reason: str = "prompt_end",
-        method: str | None = None,
-        ratio: float | None = None,
+        decision: Decision | None = None,
         reasons: Mapping[bytes, str] = _NO_REASONS,
         num_generated: int = 0,
-        no_load: str | None = None,
     ) -> RecomputePlan:
         """What happens to every token of a prompt; the same plan until index, store or an argument change.
 
         Args:
             prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
-            method, ratio: in the place of the server's.
+            decision: how the target wants it served, in the place of the server's method and ratio.
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
             num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
-            no_load: why nothing may be brought in, a reason of `chunk_cache.types`; None = it may be.
         """
-        method = method or self._method
+        method, ratio, no_load = self._method, self._ratio, "unsupported" if prompt.unsupported else None
+        if decision is not None and decision.step is not None:
+            method, ratio = decision.step.method, decision.step.ratio
+        elif decision is not None:
+            no_load = no_load or "target"
         asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer, no_load
         memo = prompt.memo
         if memo.plan is not None and memo.plan_of == (self._version, asked):
@@ -252,7 +255,7 @@ class ChunkManager:
         memo.plan = make_plan(
             opts=opts,
             default_method=method,
-            default_ratio=self._ratio if ratio is None else ratio,
+            default_ratio=ratio,
             default_options=self.config.options,
             prompt_len=prompt_len,
             prefix_len=prefix_len,
@@ -275,6 +278,13 @@ class ChunkManager:
             memo.plan = replan_without_load(memo.plan, no_load)
         memo.plan_of = self._version, asked
         return memo.plan
+
+    def plan_kept(self, prompt: ChunkPrompt, prompt_len: int) -> KeptTokens | None:
+        """What decoding keeps of a prompt, by its own `keep_tokens` or the server's; None = all of it."""
+        if prompt.unsupported:
+            return None
+        asked = prompt.options.keep_tokens
+        return plan_kept(prompt.options.spans, self.config.keep_tokens if asked is None else asked, prompt_len)
 
     def without_load(self, plan: RecomputePlan, reason: str, begin: int | None = None) -> RecomputePlan:
         """The plan of a prompt whose chunks could not be brought in after all, or not from `begin` on."""

@@ -25,10 +25,10 @@ class Session(cases.Session):
     def __init__(self, local: LocalScheduler, *, is_ours: bool) -> None:
         super().__init__(local, is_ours=is_ours)
         if is_ours:
-            from sglang_chunk_cache.host import radix_cache
+            from chunk_cache import manager
 
-            self._module, self._plan = radix_cache, radix_cache.plan_kept
-            radix_cache.plan_kept = _plan_all
+            self._module, self._plan = manager, manager.plan_kept
+            manager.plan_kept = _plan_all
             self._count_packed(local.cache.chunks.assembler)
 
     def request(self, prompt: cases.Prompt, **fields: Any) -> Request:

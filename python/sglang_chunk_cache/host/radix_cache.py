@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from chunk_cache.options.kept_tokens import WINDOW_LEN, plan_kept
+from chunk_cache.options.kept_tokens import WINDOW_LEN
 from chunk_cache.plan.plan_steps import part_of
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, get_args, refuse
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
@@ -93,9 +93,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             return result
         req, num_prompt = params.req, len(params.req.origin_input_ids)
         max_prefix_len = len(params.key)
-        decision, admission = state.verification.decision, state.admission
-        step = None if decision is None else decision.step
-        no_load = "target" if decision is not None and step is None else None
+        admission = state.admission
         is_first = admission.plan is None  # of the plans that follow while it waits no spans are told
         with stage(self._parts.metrics, "planning", [req] if is_first else []) as attributes:
             plan = self._parts.manager.plan(
@@ -106,11 +104,9 @@ class ChunkRadixCache(UnifiedRadixCache):
                 limit_reason="logprobs"
                 if req.return_logprob and 0 <= req.logprob_start_len <= max_prefix_len
                 else "prompt_end",
-                method=None if step is None else step.method,
-                ratio=None if step is None else step.ratio,
+                decision=state.verification.decision,
                 reasons=state.missing_reasons,
                 num_generated=len(req.output_ids),
-                no_load="unsupported" if state.prompt.unsupported else no_load,
             )
             attributes |= plan.counts
         admission.propose(plan)
@@ -118,14 +114,10 @@ class ChunkRadixCache(UnifiedRadixCache):
 
     def _with_window_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
         """Where decoding will not keep all of the prompt, its last tokens are computed: they judge the others."""
-        req, keep_tokens = params.req, state.options.keep_tokens
-        if keep_tokens is None:
-            keep_tokens = self._parts.config.keep_tokens
-        kept = None
-        if not state.prompt.unsupported and req.session is None:
-            kept = plan_kept(state.options.spans, keep_tokens, len(req.origin_input_ids))
+        req, num_prompt = params.req, len(params.req.origin_input_ids)
+        kept = None if req.session is not None else self._parts.manager.plan_kept(state.prompt, num_prompt)
         state.packing.plan(kept)
-        num_before = len(req.origin_input_ids) + len(req.output_ids) - WINDOW_LEN
+        num_before = num_prompt + len(req.output_ids) - WINDOW_LEN
         if kept is None or len(params.key) <= num_before:
             return params
         return dataclasses.replace(params, key=params.key[:num_before])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunk_cache.tiers.agreement import Verdict, agree
 from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, layers_to_await, load_share
 from chunk_cache.tiers.placing import HOST, Moment
 from chunk_cache.tiers.prefetch import PrefetchQueue, State
@@ -143,7 +144,6 @@ class TierLoader:
         patience = self._config.timeout_s
         if self._config.controller:
             patience = self._compute_what_is_faster(waiting, searches, num_keys, hidden_s)
-            waiting.late = OUTRUN if patience < self._config.timeout_s else TOO_LATE
         to_load = {key: search for key, search in searches.items() if key not in waiting.decided}
         if self._overlaps:
             self._choose_preload(waiting, searches, num_rows(), num_keys)
@@ -251,21 +251,15 @@ class TierLoader:
     ) -> float:
         """Decides for chunks that are computed sooner than loaded; how many seconds the request waits for others."""
         options: dict[bytes, LoadOption] = {}
-        anyway = []
         for key, search in searches.items():
             expected, chunk = self._expected(search), search.chunk
             if expected is None or key in waiting.decided or key in self._searches:
                 continue
-            num_rows = max(1, round(expected.share * len(chunk.token_ids)))
-            option = LoadOption(expected.tier, self._num_bytes(chunk), num_rows, num_keys)
-            if search.steps.has_other or search.steps.expected is None:
-                anyway.append(option)
-            else:
-                options[key] = option
+            num_rows, is_anyway = expected.num_rows(len(chunk.token_ids)), search.steps.goes_on_anyway
+            options[key] = LoadOption(expected.tier, self._num_bytes(chunk), num_rows, num_keys, is_anyway)
         channels = {tier.name: tier.reads.record() for tier in self._tiers}
         plan = self._controller.load_or_compute(
             list(options.values()),
-            anyway,
             channels,
             self._prefill_cost.record(),
             queued_bytes=self._queued_bytes(),
@@ -274,10 +268,11 @@ class TierLoader:
             timeout_s=self._config.timeout_s,
         )
         for (key, option), decision in zip(options.items(), plan.decisions, strict=True):
-            if decision.action == "compute":
+            if decision is not None and decision.action == "compute":
                 waiting.decided[key] = Found(None, option.tier, "tier_slow")
-            else:
+            elif decision is not None:
                 self._estimated_s[key] = channels[option.tier].estimate(option.num_bytes)
+        waiting.late = OUTRUN if plan.is_short else TOO_LATE
         return plan.patience_s
 
     def _choose_preload(
@@ -430,15 +425,11 @@ class TierLoader:
 
     def _agree(self, outcomes: Sequence[Found]) -> list[Found]:
         """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""
-        votes = np.array([found.vote for found in outcomes], dtype=np.int64)
-        reduced = self._reduce_max(np.concatenate([votes, -votes]))
-        largest, least = reduced[: len(votes)], -reduced[len(votes) :]
-        is_agreed = largest == least
-        is_of_no_use = (least > 0) & (largest // 2 != least // 2)
         agreed = []
-        for found, same, of_no_use in zip(outcomes, is_agreed.tolist(), is_of_no_use.tolist(), strict=True):
-            agreed.append(found if same else Found(None, found.tier, found.reason or "tier_ranks"))
-            if of_no_use and found.stored is not None:
+        for found, verdict in zip(outcomes, agree([found.vote for found in outcomes], self._reduce_max), strict=True):
+            is_same = verdict is Verdict.SAME
+            agreed.append(found if is_same else Found(None, found.tier, found.reason or "tier_ranks"))
+            if verdict is Verdict.OF_NO_USE and found.stored is not None:
                 entry_id = found.stored.info.entry_id
                 for tier in self._tiers:
                     if tier.ledger.knows(entry_id):

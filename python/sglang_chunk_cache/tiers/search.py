@@ -8,7 +8,6 @@ Promises: nothing here changes what the scheduler sees; what was tried and what 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from array import array
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chunk_cache.index.reusability import use_weight
+from chunk_cache.tiers.agreement import ABSENT, UNKNOWN, vote_for
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, Held, Read, TierView, VariantSearch
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
@@ -83,15 +83,13 @@ class Found:
 
     @property
     def vote(self) -> int:
-        """Equal on ranks that found the same, and in the same way; 1 = there is none, 0 = that is not known."""
+        """See `agree`."""
         if self.stored is None:
-            return int(not self.is_held and self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY)))
-        # The statistics too: rows are chosen by them, and all ranks must choose the same.
+            is_absent = self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY))
+            return ABSENT if is_absent and not self.is_held else UNKNOWN
         info = self.stored.info
-        hasher = hashlib.blake2b(info.name.encode(), digest_size=7)
-        if info.statistics is not None:
-            hasher.update(info.statistics.tobytes())
-        return 2 * (1 + int.from_bytes(hasher.digest(), "big")) + (self.stream is not None)
+        statistics = b"" if info.statistics is None else info.statistics.tobytes()
+        return vote_for(info.name, statistics, is_streamed=self.stream is not None)
 
     def without_kv(self) -> Outcome:
         return Outcome("" if self.stored is None else self.tier, self.reason)

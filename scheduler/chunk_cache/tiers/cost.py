@@ -184,20 +184,32 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class LoadOption:
-    """A chunk that could be loaded: the rows that this spares, and the keys that the last of them sees."""
+    """A chunk that could be loaded: the rows that this spares, and the keys that the last of them sees.
+
+    Attributes:
+        is_anyway: it is looked for whatever that costs: only a store that is asked may have it, or what a tier has is
+            better than another variant by more than its load.
+    """
 
     tier: str
     num_bytes: int
     num_rows: int
     num_keys: int
+    is_anyway: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What becomes of the chunks of a request, one decision for each option, and how long it waits for all of them."""
+    """What becomes of the chunks of a request, and how long it waits for all of them.
 
-    decisions: tuple[LoadDecision, ...]
+    Attributes:
+        decisions: one for each option; None = it is looked for anyway.
+        is_short: it waits for less than the configured time, so what has not come then was slower than computing.
+    """
+
+    decisions: tuple[LoadDecision | None, ...]
     patience_s: float
+    is_short: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +242,7 @@ class LoadingController:
 
     def load_or_compute(
         self,
-        options: Sequence[LoadOption],
-        anyway: Sequence[LoadOption],
+        asked: Sequence[LoadOption],
         channels: Channels,
         prefill: PrefillRecord,
         *,
@@ -246,24 +257,26 @@ class LoadingController:
         but not for ever.
 
         Args:
-            options: chunks that a tier is known to have.
-            anyway: chunks that are looked for in any case, and worth as much: only a store that is asked may have them,
-                or what a tier has is better than another variant by more than its load.
             hidden_s: seconds that the request waits in the queue anyway.
             ratio: of the tokens that are loaded, how many the pass computes again while layers arrive.
             timeout_s: the most that it waits.
         """
+        options = [option for option in asked if not option.is_anyway]
         free_s = hidden_s
         if self._overlaps:  # the forward computes some rows of these chunks in any case
             num_rows = round(ratio * sum(option.num_rows for option in options))
-            free_s += prefill.estimate(num_rows, max((option.num_keys for option in (*options, *anyway)), default=0))
+            free_s += prefill.estimate(num_rows, max((option.num_keys for option in asked), default=0))
         decisions = self.decide(options, channels, prefill, queued_bytes=queued_bytes, hidden_s=free_s)
         loads = [decision for decision in decisions if decision.action == "load"]
         worth_s = max((load.load_s for load in loads), default=0.0) + sum(load.compute_s for load in loads)
-        for option in anyway:
-            load_s = channels[option.tier].estimate(option.num_bytes)
-            worth_s += load_s + prefill.marginal(option.num_rows, option.num_keys)
-        return LoadPlan(decisions, min(timeout_s, hidden_s + max(MIN_PATIENCE_S, 2.0 * worth_s)))
+        for option in asked:
+            if option.is_anyway:
+                worth_s += channels[option.tier].estimate(option.num_bytes)
+                worth_s += prefill.marginal(option.num_rows, option.num_keys)
+        patience_s = hidden_s + max(MIN_PATIENCE_S, 2.0 * worth_s)
+        decided = iter(decisions)
+        by_option = tuple(None if option.is_anyway else next(decided) for option in asked)
+        return LoadPlan(by_option, min(timeout_s, patience_s), patience_s < timeout_s)
 
     def decide(
         self,

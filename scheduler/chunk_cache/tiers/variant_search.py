@@ -95,6 +95,10 @@ class Expected:
     tier: str
     share: float
 
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows that it spares of a chunk of so many tokens."""
+        return max(1, round(self.share * num_tokens))
+
 
 Found: TypeAlias = tuple[str, V]
 
@@ -178,6 +182,11 @@ class VariantSearch(Generic[V]):
     def has_other(self) -> bool:
         """Whether the prompt is given another variant where nothing more is loaded."""
         return self._held.is_of_use or bool(self._ranked())
+
+    @property
+    def goes_on_anyway(self) -> bool:
+        """Whether it is of use whatever a load costs: for something better, or where nobody knows who has it."""
+        return self.has_other or self.expected is None
 
     @property
     def expected(self) -> Expected | None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from chunk_cache.actions import Forgo, Keep, Promote
+from chunk_cache.gate.controller import Decision
+from chunk_cache.gate.target import Step
 from chunk_cache.index.chunk_index import TOKENS_PER_LOOK
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.lookup import Lookup
@@ -27,7 +29,7 @@ from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager
 from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import make_plan, replan_without_load
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
@@ -38,6 +40,7 @@ from chunk_cache.types import Status
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
 
 QUESTION_LEN = 3
+EXACTLY = Decision(1, None, "behind the last step")
 
 
 class Server:
@@ -400,7 +403,8 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
             "max_prefix_len": server.rng.randint(prompt_len // 2, prompt_len),
             "limit_reason": server.rng.choice(("prompt_end", "logprobs")),
         }
-        ratio = server.rng.choice((None, 0.5))
+        decision = server.rng.choice((None, Decision(0, Step("near", 0.5), ""), EXACTLY))
+        step = None if decision is None else decision.step
         reasons = {server.rng.choice(KEYS): "tier_slow"}
         lookups = []
         for i, key in enumerate(prompt.keys):
@@ -410,8 +414,8 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
             lookups.append(Lookup(None, 0, reasons[key]) if best.variant is None and key in reasons else best)
         expected = make_plan(
             opts=prompt.options,
-            default_method="epic",
-            default_ratio=server.ratio if ratio is None else ratio,
+            default_method="epic" if step is None else step.method,
+            default_ratio=server.ratio if step is None else step.ratio,
             page_size=server.page_size,
             lookups=lookups,
             min_reuse_len=config.min_reuse_len,
@@ -420,7 +424,9 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
             max_cfo=config.max_cfo,
             **arguments,
         )
-        plan = manager.plan(prompt, ratio=ratio, reasons=reasons, **arguments)
+        if decision is EXACTLY:
+            expected = replan_without_load(expected, "target")
+        plan = manager.plan(prompt, decision=decision, reasons=reasons, **arguments)
         assert plan == expected
         uses = [(v, v.num_uses, v.reuse_frequency, c.unit_cfo) for c, v in manager.sources(plan) if v.length > 1]
         if len({v for v, *_ in uses}) == len(manager.sources(plan)):
@@ -730,7 +736,17 @@ def test_a_chunk_behind_the_text_that_it_is_stored_behind_is_not_kept_in_part(sy
     assert kept(1, in_tree=11) == [0], "of chunk 3 it has five tokens of seven"
 
 
-def test_a_reason_not_to_load_leaves_a_plan_without_hits() -> None:
+@pytest.mark.parametrize(
+    ("reason", "decision", "is_unsupported"),
+    [
+        ("unsupported", None, True),
+        ("target", EXACTLY, False),
+        ("unsupported", EXACTLY, True),
+    ],
+)
+def test_a_reason_not_to_load_leaves_a_plan_without_hits(
+    reason: str, decision: Decision | None, is_unsupported: bool
+) -> None:
     server = Server(0, max_variants_per_chunk=8, max_variants=100, max_generation=8, system_prompts="any", max_cfo=None)
     prompt, tokens = prompt_of([3, 1])
     server.bring_in()
@@ -740,7 +756,31 @@ def test_a_reason_not_to_load_leaves_a_plan_without_hits() -> None:
     lens = {"prompt_len": len(tokens) + QUESTION_LEN, "prefix_len": 0, "max_prefix_len": len(tokens)}
     plan = server.manager.plan(prompt, **lens)
     assert plan.num_reused
-    without = server.manager.plan(prompt, **lens, no_load="unsupported")
-    assert (without.num_reused, without.fallback_reason) == (0, "unsupported")
-    assert without == server.manager.without_load(plan, "unsupported")
+    asked = replace(prompt, unsupported=is_unsupported)
+    without = server.manager.plan(asked, **lens, decision=decision)
+    assert (without.num_reused, without.fallback_reason) == (0, reason)
+    assert without == server.manager.without_load(plan, reason)
     assert server.manager.plan(prompt, **lens) == plan
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_request", "is_unsupported", "num_kept"),
+    [
+        (0, None, False, None),
+        (150, None, False, 150),
+        (150, 120, False, 120),
+        (150, 0, False, None),
+        (150, 120, True, None),
+    ],
+)
+def test_what_decoding_keeps_is_said_by_the_request_or_else_by_the_server(
+    of_server: int, of_request: int | None, is_unsupported: bool, num_kept: int | None
+) -> None:
+    prompt = ChunkPrompt.of(
+        RequestOptions(spans=((10, 180),), keep_tokens=of_request),
+        array("q", range(180)),
+        Partition(),
+        unsupported=is_unsupported,
+    )
+    kept = new_server(0, keep_tokens=of_server).manager.plan_kept(prompt, 200)
+    assert (None if kept is None else 200 - kept.num_dropped) == num_kept

@@ -263,14 +263,17 @@ def test_load_or_compute_as_an_obvious_program_says() -> None:
         channels = {tier: ThroughputRecord(rng.random() / 100, rng.random() / 1e7) for tier in TIERS}
         prefill = PrefillRecord(rng.random() / 100, rng.random() / 1000, rng.random() / 1e6)
         options, anyway = (
-            [LoadOption(rng.choice(TIERS), rng.randint(1, 10**6), rng.randint(1, 50), 100) for _ in range(num)]
-            for num in (rng.randint(0, 3), rng.randint(0, 3))
+            [
+                LoadOption(rng.choice(TIERS), rng.randint(1, 10**6), rng.randint(1, 50), 100, is_anyway)
+                for _ in range(num)
+            ]
+            for num, is_anyway in ((rng.randint(0, 3), False), (rng.randint(0, 3), True))
         )
         queued = {tier: rng.choice((0, 10**5)) for tier in TIERS}
         overlaps, hidden_s = rng.random() < 0.5, rng.choice((0.0, 0.05))
         ratio, timeout_s = 0.15, rng.choice((0.3, 30.0))
         plan = LoadingController(overlaps=overlaps).load_or_compute(
-            options, anyway, channels, prefill,
+            [*options, *anyway], channels, prefill,
             queued_bytes=queued, hidden_s=hidden_s, ratio=ratio, timeout_s=timeout_s,
         )  # fmt: skip
         ahead = dict(queued)
@@ -293,7 +296,8 @@ def test_load_or_compute_as_an_obvious_program_says() -> None:
                 worth += compute_s
             elif overlaps:
                 computing += compute_s
-        assert [decision.action for decision in plan.decisions] == actions, f"seed {seed}"
+        decided = [None if decision is None else decision.action for decision in plan.decisions]
+        assert decided == [*actions, *[None] * len(anyway)], f"seed {seed}"
         worth += last
         for option in anyway:
             channel = channels[option.tier]
@@ -301,6 +305,7 @@ def test_load_or_compute_as_an_obvious_program_says() -> None:
             worth += option.num_rows * (prefill.s_per_row + 100 * prefill.s_per_pair)
         patience = hidden_s + 2 * worth if 2 * worth > MIN_PATIENCE_S else hidden_s + MIN_PATIENCE_S
         assert plan.patience_s == pytest.approx(min(patience, timeout_s)), f"seed {seed}"
+        assert plan.is_short == (plan.patience_s < timeout_s), f"seed {seed}"
 
 
 def test_a_load_costs_what_nothing_hides() -> None:
