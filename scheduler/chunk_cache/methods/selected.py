@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chunk_cache.methods.base import TOP_K
-from chunk_cache.methods.method_options import GROUP_SIZE, Option
+from chunk_cache.methods.method_options import GROUP_BUDGET, GROUP_SIZE, Option
 from chunk_cache.methods.ranked import RankedMethod
 
 
 class CacheClip(RankedMethod):
     """CacheClip section 3.3: the reused tokens that the question attends to most in the auxiliary model's last layer.
 
-    The best ceil(ratio n) of all reused tokens of the prompt, then windows of 8 that keep their tokens where more than
-    5 were selected. Where the paper is silent: windows are counted in the main model's tokens, from a chunk's first
-    one; a ratio counts reused tokens; `top_k` makes the budget one for each chunk.
+    The best of all reused tokens of the prompt, then windows of 8 that keep their tokens where more than 5 were
+    selected. `group_budget` says which of them a ratio counts. Where the paper is silent: windows are counted in the
+    main model's tokens, from a chunk's first one; `top_k` makes the budget one for each chunk.
     """
 
     name = "cacheclip"
-    own_options = (TOP_K,)
+    own_options = (TOP_K, GROUP_BUDGET)
     asks_selector = True
 
     @property

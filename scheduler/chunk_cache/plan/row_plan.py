@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from chunk_cache.methods import Method, Ranking, Rows, Stage, num_rows_at
 from chunk_cache.methods.base import AllReused
 from chunk_cache.methods.grouping import group_rows
-from chunk_cache.methods.method_options import BLOCK_SIZE, GROUP_SIZE, GROUP_THRESHOLD
+from chunk_cache.methods.method_options import BLOCK_SIZE, GROUP_BUDGET, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
@@ -73,12 +74,12 @@ def choose_rows(
     shares = [ratio] * len(chunks) if budgets is None else budgets
     hits = [hit for hit in zip(chunks, keys, rankings, shares, strict=True) if hit[0].num_reused]
     if budgets is None and hits and method.shares_budget(opts.options):
-        chosen = how.best_of_all(hits, ratio, question[0], seam_len)
+        best_of_all = partial(how.best_of_all, hits, question[0], seam_len)
+        chosen = how.within_windows(ratio, [chunk for chunk, *_ in hits], best_of_all)
     else:
-        chosen = [how.best_of(*hit) for hit in hits]
+        chosen = [how.within_windows(hit[3], [hit[0]], partial(how.best_of, *hit[:3]))[0] for hit in hits]
     num_recomputed = 0
     for (chunk, *_), rows in zip(hits, chosen, strict=True):
-        rows = rows if len(rows) == chunk.num_reused else how.group(chunk, rows)
         is_row[rows + (chunk.dst_start - load_start)] = True
         num_recomputed += len(rows)
     # A budget below 1 may be rounded up to everything; then nothing may be dropped, as with ratio 1.
@@ -135,19 +136,21 @@ class _Choice:
     group_size: int
     group_threshold: int
     block_size: int
+    fills_windows: bool
 
     @classmethod
     def of(cls, method: Method, opts: RequestOptions) -> _Choice:
+        fills_windows = GROUP_BUDGET in method.own_options and method.option(opts.options, GROUP_BUDGET.name) == "kept"
         sizes = [method.option(opts.options, one.name) for one in (GROUP_SIZE, GROUP_THRESHOLD, BLOCK_SIZE)]
         seed = opts.option("seed", 0)  # only some methods have it
         assert isinstance(seed, int)
         size, threshold, block_size = (one for one in sizes if isinstance(one, int))
-        return cls(method, seed, size, threshold, block_size)
+        return cls(method, seed, size, threshold, block_size, fills_windows and size > 0)
 
-    def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> Rows:
-        """Offsets in the reused part of one chunk, by a budget of its own."""
+    def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> list[Rows]:
+        """Offsets in the reused part of one chunk, by a budget of its own: one array."""
         ranking = None if ranking is None else _reused_part(ranking, chunk)
-        return self.method.rows_for_chunk(
+        rows = self.method.rows_for_chunk(
             chunk.src_offset,
             chunk.num_reused,
             budget,
@@ -156,13 +159,14 @@ class _Choice:
             ranking=ranking,
             blocks=self._blocks([chunk]),
         )
+        return [rows]
 
     def best_of_all(
         self,
         hits: Sequence[tuple[ChunkPlan, bytes, Ranking | None, float]],
-        ratio: float,
         question_start: int,
         seam_len: int,
+        ratio: float,
     ) -> list[Rows]:
         """Offsets in the reused part of each chunk, by one budget for all of them."""
         chunks = [chunk for chunk, *_ in hits]
@@ -188,15 +192,42 @@ class _Choice:
     def _blocks(self, chunks: Sequence[ChunkPlan]) -> Rows | None:
         return blocks_of(chunks, self.block_size) if self.block_size else None
 
-    def group(self, chunk: ChunkPlan, rows: Rows) -> Rows:
-        """The part of `rows` that lies in windows of which enough was chosen."""
-        return group_rows(
-            rows,
-            offset_len=chunk.src_offset,
-            chunk_len=chunk.end - chunk.start,
-            size=self.group_size,
-            threshold=self.group_threshold,
-        )
+    def within_windows(
+        self, ratio: float, chunks: Sequence[ChunkPlan], choose: Callable[[float], list[Rows]]
+    ) -> list[Rows]:
+        """For each chunk that part of a choice which lies in windows of which enough was chosen.
+
+        Args:
+            choose: by a ratio; of a larger one all that it chooses by a smaller one, and more.
+        """
+        if not self.fills_windows:
+            return self._grouped(chunks, choose(ratio))
+        num_tokens = sum(chunk.num_reused for chunk in chunks)
+        budget = num_rows_at(ratio, num_tokens)
+        least, most = budget, num_tokens
+        while least < most:  # the largest choice of which windows keep no more than the budget
+            middle = (least + most + 1) // 2
+            if sum(map(len, self._grouped(chunks, choose(middle / num_tokens)))) > budget:
+                most = middle - 1
+            else:
+                least = middle
+        return self._grouped(chunks, choose(least / num_tokens))
+
+    def _grouped(self, chunks: Sequence[ChunkPlan], chosen: Sequence[Rows]) -> list[Rows]:
+        if not self.group_size:
+            return list(chosen)
+        return [
+            rows
+            if len(rows) == chunk.num_reused
+            else group_rows(
+                rows,
+                offset_len=chunk.src_offset,
+                chunk_len=chunk.end - chunk.start,
+                size=self.group_size,
+                threshold=self.group_threshold,
+            )
+            for chunk, rows in zip(chunks, chosen, strict=True)
+        ]
 
 
 def _reused_part(ranking: Ranking, chunk: ChunkPlan) -> Ranking:

@@ -10,10 +10,11 @@ import pytest
 
 from chunk_cache.errors import ChunkCacheConfigError
 from chunk_cache.manager import ChunkManager
-from chunk_cache.methods import METHODS, STAND_IN
+from chunk_cache.methods import METHODS, STAND_IN, num_rows_at
 from chunk_cache.methods.base import AllReused
 from chunk_cache.options.config import Config, parse_config
 from chunk_cache.options.request_options import RequestOptions
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selector_answer import NO_ANSWER, SelectorAnswer, asks_selector
 from unit.scheduler.dict_store import TOKENS, DictStore, new_node, prompt_of
 from unit.scheduler.plans import NOT_STORED, hit, plan_of
@@ -147,3 +148,45 @@ def test_bad_keys_of_the_selector(value: object, message: str) -> None:
 def test_keys_of_the_selector() -> None:
     config = parse_config({"selector": {"timeout_s": 2, "max_bytes": "1GB", "num_threads": 3}}).selector
     assert (config.timeout_s, config.max_bytes, config.num_threads) == (2.0, 10**9, 3)
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("top_k", ["global", "chunk"])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_budget_of_kept_tokens_is_the_largest_choice_that_windows_leave_within_it(top_k: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rankings = [rng.integers(0, 9, 16).astype(np.float32), rng.random(16, dtype=np.float32)]
+    ratio, prefix_len = float(rng.random()), int(rng.choice((0, 5)))
+    windows = (("group_size", 4), ("group_threshold", 2), ("top_k", top_k))
+
+    def rows_of(ratio: float, budget: str) -> tuple[RecomputePlan, list[set[int]]]:
+        options = tuple(sorted((*windows, ("group_budget", budget))))
+        given = {"prefix_len": prefix_len, "rankings": rankings, "ratio": ratio, "options": options}
+        plan = plan_of(SPANS, [hit(16), hit(16)], method="cacheclip", **given)
+        spans = [range(chunk.dst_start, chunk.dst_end) for chunk in plan.chunks]
+        return plan, [set(plan.row_positions.tolist()).intersection(span) for span in spans]
+
+    plan, kept = rows_of(ratio, "kept")
+    lens = [chunk.num_reused for chunk in plan.chunks]
+    for part in ([0], [1]) if top_k == "chunk" else ([0, 1],):
+        num_tokens = sum(lens[i] for i in part)
+        budget = num_rows_at(ratio, num_tokens)
+        choices = [rows_of(num / num_tokens, "chosen")[1] for num in range(budget, num_tokens + 1)]
+        within = [choice for choice in choices if sum(len(choice[i]) for i in part) <= budget]
+        assert [kept[i] for i in part] == [within[-1][i] for i in part]
+
+
+def test_windows_that_fill_the_budget_leave_many_times_what_they_leave_of_it() -> None:
+    """A score of the size of noise in each token: hardly a window has six of eight chosen by chance."""
+    ranking = np.random.default_rng(0).random(800, dtype=np.float32)
+    counts = []
+    for budget in ("chosen", "kept"):
+        options = (("group_budget", budget),)
+        plan = plan_of(
+            [(0, 800)], [hit(800)], prompt_len=900, method="cacheclip", rankings=[ranking], ratio=0.2, options=options
+        )
+        counts.append(plan.num_recomputed)
+    assert counts[0] < 10
+    assert 150 <= counts[1] <= 160
