@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
+from chunk_cache.prompt.marks import trimmed, word_end
+
 KEY_HEADER = "x-smg-routing-key"
 """Header of a request: where it goes."""
 
@@ -25,7 +27,8 @@ def routing_key(passages: Iterable[str | bytes], salt: str = "") -> str:
     """The key of a request with these passages, whatever their order; empty where there are none.
 
     Args:
-        passages: texts as they are marked, or keys of chunks; the same kind in all requests.
+        passages: texts as they are marked, or keys of chunks; the same kind in all requests. White space at the ends
+            of a text and signs behind its last word do not count, as in its chunk.
         salt: of those who may know which requests share passages.
 
     Example:
@@ -38,7 +41,10 @@ def routing_key(passages: Iterable[str | bytes], salt: str = "") -> str:
 
 
 def _bytes(passage: str | bytes) -> bytes:
-    return passage.encode() if isinstance(passage, str) else passage
+    if isinstance(passage, bytes):
+        return passage
+    _, core, _ = trimmed(passage)
+    return core[: word_end(core)].encode()
 
 
 class ReplicaKeys:

@@ -17,6 +17,11 @@ def test_the_order_does_not_matter_and_nothing_has_no_key():
     assert routing_key([]) == ""
 
 
+def test_texts_of_one_chunk_have_one_key():
+    assert len({routing_key([text]) for text in ("a b", "a b.", "a b\n", "\n\na b. ", " a b")}) == 1
+    assert len({routing_key([text]) for text in ("a b", "a", "---", "--", b"a b\n")}) == 5
+
+
 def test_the_chance_of_equal_keys_is_the_share_of_common_passages():
     rng = random.Random(0)
     pairs = []
