@@ -1,12 +1,15 @@
-"""Two ways to do the same, measured in pairs: `loss_of_pairs`."""
+"""Two ways to do the same, measured in pairs: `loss_of_pairs`, and `loss_cells` of it for a table."""
 
 from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from benchmark.common.results import Spread
+
+LOSS_HEADER = ("loss", "95 % interval", "target")
 
 
 def loss_of_pairs(pairs: list[tuple[float, float]], target: float) -> dict[str, Any]:
@@ -23,6 +26,17 @@ def loss_of_pairs(pairs: list[tuple[float, float]], target: float) -> dict[str, 
         "met": loss <= target,
         "samples_s": [[round(value, 5) for value in pair] for pair in pairs],
     }
+
+
+def loss_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Seconds with and without, and the columns of `LOSS_HEADER`."""
+    return (
+        Spread(**row["with_s"]).text(3),
+        Spread(**row["without_s"]).text(3),
+        f"{row['loss_percent']:+.1f} %",
+        "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
+        f"{row['target']:g} %",
+    )
 
 
 def _bootstrap_median(values: list[float], rounds: int = 4000) -> tuple[float, float]:

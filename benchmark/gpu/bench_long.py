@@ -5,7 +5,7 @@
 
 Prompts as in benchmark/ttft: random token ids, every chunk primed alone behind the system prompt, each measured prompt
 with a new order and a new question; stock is `"mode": "off"` on the same server, with its prefix cache on. `--flags`
-goes to the server, `--profile FOLDER` adds one trace each of stock and of the first method at the first prompt length.
+goes to the server.
 
 Weights of `--shape` have the spread of a fresh initialisation. With SGLang's dummy weights, a twentieth of that, all
 scores are equal and the earliest rows are taken; so the rows of every method that scores are looked at, and where they
@@ -70,7 +70,6 @@ def parse_args() -> argparse.Namespace:
     add("--ratios", default="0.05,0.15", help="default: %(default)s")
     add("--repeats", type=int, default=5, help="measurements per system (default: %(default)s)")
     add("--flags", default="", help="more flags of the server, in one string, parted by spaces")
-    add("--profile", type=Path, metavar="FOLDER", help="folder of traces")
     add("--out", type=Path, default=RESULTS_DIR / "gpu", help="folder of the results")
     add("--name", default="long", help="of the result files (default: %(default)s)")
     args = parser.parse_args()
@@ -127,9 +126,6 @@ def measure(server: Server, args: argparse.Namespace, config: dict[str, Any]) ->
         print(f"{size.prompt_len} tokens: {time.perf_counter() - began:.0f} s", flush=True)
         for row in rows:
             print(f"  {row['system']:28} {row['seconds']['median'] * 1e3:8.1f} ms {row['speedup']:6.2f}x", flush=True)
-        if args.profile is not None and number == 0:
-            for system in (STOCK, *systems[2:3]):
-                profile(server, work, system, args.profile / system.name.split(",")[0].split(" ")[0])
 
 
 def scores(system: System) -> bool:
@@ -158,15 +154,6 @@ def spread_of(server: Server, work: Workload, system: System) -> dict[str, float
         problem = f"{late:.0%} of its rows are in the second half, {first:.0%} at the beginnings of chunks"
         raise RuntimeError(f"{system.name}: {problem}: are all scores equal?")
     return {"late": late, "first": first}
-
-
-def profile(server: Server, work: Workload, system: System, folder: Path) -> None:
-    """A trace of one request."""
-    folder.mkdir(parents=True, exist_ok=True)
-    server.post("/start_profile", {"output_dir": str(folder), "activities": ["CPU", "GPU"]})
-    prompt = work.fresh()
-    server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, **system.options})
-    server.post("/stop_profile", {})
 
 
 def main() -> int:

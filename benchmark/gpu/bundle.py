@@ -27,6 +27,7 @@ from fatbin import keep_only
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 BLOCK_BYTES = 16 * MIB  # compressed alone, so that all cores of the host unpack
+PLATFORM = "x86_64-manylinux_2_34"
 STRIPPED_FROM = 64 * MIB  # libraries of this size lose symbols that only a debugger reads
 
 
@@ -89,7 +90,7 @@ def install(uv: str, args: argparse.Namespace, tree: Path) -> None:
     pins.parent.mkdir(parents=True, exist_ok=True)
     assumed = args.assume.read_text() if args.assume else ""
     pins.write_text(assumed)  # uv keeps versions that it finds there wherever they fit
-    host = ("--python-version", args.python, "--python-platform", args.platform)
+    host = ("--python-version", args.python, "--python-platform", PLATFORM)
     quiet, extras = ("--quiet", "--no-header", "--no-annotate"), ("--extra", "server", "--extra", "bench")
     subprocess.run(
         [uv, "pip", "compile", *quiet, *host, *extras, "--output-file", pins, ROOT / "pyproject.toml"],
@@ -129,10 +130,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--python", default="3.12", help="the host's")
-    add("--platform", default="x86_64-manylinux_2_34", help="the host's, as uv names it")
     add("--assume", type=Path, metavar="FREEZE", help="`pip freeze` of the host: what it has as asked for stays out")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages to leave out, or @FILE")
-    add("--drop", nargs="+", default=[], metavar="GLOB", help="files and folders of the packages to leave out")
     add("--gpu", type=int, metavar="90", help="the architecture of the host's GPUs: code for others is taken out")
     add("--part-size", type=int, default=1024, metavar="MIB", help="the largest part")
     add("--folder", type=Path, help="pack this folder and no packages")
@@ -142,8 +141,6 @@ def main() -> None:
     if tree is None:
         tree = args.out.with_name("tree")
         install(shutil.which("uv") or str(ROOT / ".tools" / "uv" / "bin" / "uv"), args, tree)
-        for path in (path for pattern in args.drop for path in tree.glob(pattern)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if args.gpu:
             shrink(tree, args.gpu)
     pack(tree, args.out, args.part_size * MIB)

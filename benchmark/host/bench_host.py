@@ -110,11 +110,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=200, help="requests of each kind that are timed, and sampled")
     parser.add_argument("--rounds", type=int, default=2, help="processes that they are split into")
-    parser.add_argument("--source", type=Path, default=ROOT, help="the checkout that is measured")
-    parser.add_argument("--before", type=Path, help="another one, measured by turns with it")
+    parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "host")
     args = parser.parse_args()
-    trees = {"before": args.before, "after": args.source} if args.before else {"now": args.source}
+    trees = {"before": args.before, "after": ROOT} if args.before else {"now": ROOT}
     for tree in trees.values():
         if not (tree / "benchmark" / "host" / "child.py").is_file():
             parser.error(f"{tree} is no checkout of this project: it has no benchmark/host/child.py")

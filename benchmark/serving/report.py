@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmark.common.paired import LOSS_HEADER, loss_cells
 from benchmark.common.results import Spread, markdown_table, run_markdown
 from benchmark.serving.systems import REORDER, STOCK, parse_systems
 
@@ -165,18 +166,8 @@ def _crowd(part: Row) -> list[str]:
 
 
 def _fresh(part: Row) -> list[str]:
-    header = ("system", "with, s", "stock, s", "loss", "95 % interval", "target")
-    cells = [
-        (
-            f"`{row['system']}`",
-            Spread(**row["with_s"]).text(3),
-            Spread(**row["without_s"]).text(3),
-            f"{row['loss_percent']:+.1f} %",
-            "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
-            f"{row['target']:g} %",
-        )
-        for row in part["rows"]
-    ]
+    header = ("system", "with, s", "stock, s", *LOSS_HEADER)
+    cells = [(f"`{row['system']}`", *loss_cells(row)) for row in part["rows"]]
     num = part["rows"][0]["with_s"]["num"]
     return [
         "## No repeated chunk",

@@ -23,9 +23,6 @@ POLICY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "lfu": {"policy": "lfu"},
     "fifo": {"policy": "fifo"},
     "frequency-reuse": {"policy": "frequency-reuse"},
-    "frequency-reuse, ageing 30": {"policy": "frequency-reuse", "ageing": 30.0},
-    "frequency-reuse, ageing 1": {"policy": "frequency-reuse", "ageing": 1.0},
-    "frequency-reuse, no ageing": {"policy": "frequency-reuse", "ageing": 0.0},
     "prefix cache": {"policy": "lru", "reuse": False},
 }
 """What can be compared, by the label in tables."""

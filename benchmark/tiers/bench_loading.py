@@ -43,7 +43,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small model and prompts, few repeats: a check, no result")
     parser.add_argument("--repeats", type=int, help="measurements of each kind (default: 4, quick 2)")
     parser.add_argument("--load-s", type=float, default=6.0, help="seconds that loading all chunks of a prompt takes")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"any of {', '.join(MODES)} (default: all)")
     parser.add_argument("--wait-for-load", type=float, help="begin once the load average is below this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the result files")
@@ -68,9 +67,7 @@ def run(args: argparse.Namespace, size: Size, folder: Path, tick: Tick) -> dict[
         **{part: [] for part in ("idle", "queued", "others", "learnt")},
     }
     with contextlib.ExitStack() as stack:
-        servers = {
-            mode: make_server(model_dir, size, folder, mode, report["bytes_per_s"]) for mode in args.modes.split(",")
-        }
+        servers = {mode: make_server(model_dir, size, folder, mode, report["bytes_per_s"]) for mode in MODES}
         for server in servers.values():
             stack.callback(server.stop)
         with ThreadPoolExecutor(len(servers)) as pool:

@@ -1,13 +1,11 @@
 """Time to first token with reused chunks against stock SGLang, what plain requests lose, and KV slots per request.
 
     python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,statistics,plain,memory] [--out FOLDER]
-    git worktree add ../before COMMIT && python benchmark/ttft/bench_ttft.py --before ../before --parts before
 
 One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
 order of the chunks and a new question. A second server without `--chunk-cache` runs for the plain requests only, a
-third one with a page size of 16 for the KV slots. With `--before` one of another state of the project takes turns with
-ours, method by method. Results: `benchmark/results/ttft/`, or `.cache/bench/` with `--quick`.
+third one with a page size of 16 for the KV slots. Results: `benchmark/results/ttft/`, `.cache/bench/` with `--quick`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import CACHE_DIR, commit_of, packages_of
+from benchmark.common.machine import CACHE_DIR
 from benchmark.common.models import cached_llama
 from benchmark.common.results import describe_run, result_dir, write_result
 from benchmark.common.server import Server, ServerError, leave_on_sigterm, offline_env
@@ -33,7 +31,6 @@ from benchmark.ttft.measure import (
     SYSTEMS,
     Tick,
     count_slots,
-    time_both,
     time_plain,
     time_reuse,
     time_selection,
@@ -51,23 +48,14 @@ PARTS = ("ttft", "methods", "statistics", "plain", "memory")
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small model and prompts, few repeats: a check, no result")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: these), and before"
-    )
-    parser.add_argument(
-        "--before", type=Path, metavar="FOLDER", help="another state of the project, for the part before"
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--repeats", type=int, help="measurements per system (default: 7, quick 3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the result files")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
     args = parser.parse_args()
     args.parts = tuple(args.parts.split(","))
-    if ("before" in args.parts) != (args.before is not None):
-        parser.error("--before FOLDER and --parts before belong together")
-    if args.before is not None and (missing := [one for one in packages_of(args.before) if not one.is_dir()]):
-        parser.error(f"--before: {args.before} is no checkout of this project: it has no {missing[0].name}/")
-    if unknown := set(args.parts) - {*PARTS, "before"}:
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
     args.repeats = args.repeats or default_repeats(args.quick)
     args.plain_repeats = 5 if args.quick else 25
@@ -117,15 +105,6 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
                 with Server(model_dir, *flags(args, size), **server_options("stock")) as stock:
                     tick(f"server started in {stock.start_s:.0f} s")
                     report["plain"] = time_plain(server, stock, work, args.plain_repeats, tick)
-            if "before" in args.parts:
-                server.flush()
-                own = Workload(size, args.seed + 3, num_spare=NUM_SPARE)
-                options = server_options("before")
-                options["env"] |= {"PYTHONPATH": os.pathsep.join(map(str, packages_of(args.before)))}
-                with Server(model_dir, "--chunk-cache", *flags(args, size), **options) as before:
-                    tick(f"server started in {before.start_s:.0f} s")
-                    rows = time_both(server, before, own, METHODS, args.repeats, tick)
-                report["before"] = {"commit": commit_of(args.before), "rows": rows}
         if "memory" in args.parts:
             paged = ("--chunk-cache", "--page-size", "16", *flags(args, size))
             with Server(model_dir, *paged, **server_options("page16")) as server:
@@ -157,8 +136,6 @@ def ticking(args: argparse.Namespace, size: Size, console: Console) -> Iterator[
         steps += args.repeats + 1
     if "plain" in args.parts:
         steps += 1 + len(PLAIN_REQUESTS) * (args.plain_repeats + 1)
-    if "before" in args.parts:
-        steps += 1 + 2 * (size.num_chunks + NUM_SPARE) + args.repeats * len(METHODS)
     if "memory" in args.parts:
         steps += 3
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

@@ -19,8 +19,6 @@ from benchmark.common.results import Spread
 from benchmark.common.server import Server, Timed
 from benchmark.ttft.workload import FULL, Prompt, Size, Workload
 
-from chunk_cache_tools.server_client import ServerRefused
-
 Tick = Callable[[str], None]  # told what was just measured
 
 
@@ -174,53 +172,13 @@ def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int
     return rows
 
 
-def time_both(
-    ours: Server, before: Server, work: Workload, systems: Sequence[System], repeats: int, tick: Tick
-) -> list[dict[str, Any]]:
-    """The same prompt to two states of the project, one of which is paused; one row per system that both know."""
-    systems = [system for system in systems if _is_known(before, system, work)]
-    servers = (ours, before)
-    for server in servers:
-        _pause_others(server, servers)
-        prime(server, work, tick)
-    pairs: dict[str, list[tuple[float, float]]] = {system.name: [] for system in systems}
-    order, draw = list(systems), random.Random(1)
-    for number in range(repeats):
-        draw.shuffle(order)
-        for system in order:
-            prompt = work.fresh()
-            asked = {"spans": prompt.spans, **system.options}
-            seconds = {}
-            for server in servers if number % 2 else servers[::-1]:
-                timed = _time_alone(server, servers, prompt.ids, 1, chunk_cache=asked)
-                _check_counts(system, timed.chunk_cache, work)
-                seconds[server] = timed.total_s
-            pairs[system.name].append((seconds[ours], seconds[before]))
-            tick(f"{system.name}: {seconds[before]:.2f} s before, {seconds[ours]:.2f} s")
-    for server in servers:
-        server.resume()
-    return [{"system": system.name} | loss_of_pairs(pairs[system.name], target=0.0) for system in systems]
-
-
-def _is_known(server: Server, system: System, work: Workload) -> bool:
-    try:
-        server.generate(work.tokens(8), chunk_cache={"spans": [], **system.options})
-    except ServerRefused:
-        return False
-    return True
-
-
-def _pause_others(server: Server, servers: tuple[Server, ...]) -> None:
+def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], output_len: int) -> Timed:
     for other in servers:
         if other is not server:
             other.pause()
     server.resume()
-
-
-def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], output_len: int, **more: Any) -> Timed:
-    _pause_others(server, servers)
     server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # processes that were paused wake up here
-    return server.generate(ids, max_new_tokens=output_len, **more)
+    return server.generate(ids, max_new_tokens=output_len)
 
 
 def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmark.common.paired import LOSS_HEADER, loss_cells
 from benchmark.common.results import Spread, markdown_table, run_markdown
-
-LOSS_HEADER = ("loss", "95 % interval", "target")
 
 
 def to_markdown(report: Mapping[str, Any]) -> list[str]:
@@ -23,8 +22,6 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         lines += ["", "## New chunks", "", *_statistics(report["statistics"])]
     if "plain" in report:
         lines += ["", "## Requests without marks", "", *_plain(report["plain"])]
-    if "before" in report:
-        lines += ["", "## Before and now", "", *_before(report["before"])]
     if "memory" in report:
         lines += ["", "## KV slots of one request", "", *_memory(report["memory"])]
     return lines
@@ -110,48 +107,19 @@ def _statistics(row: Mapping[str, Any]) -> list[str]:
         f"Prompts of chunks that are new, {row['with_s']['num']} pairs: remembered, with the statistics that methods",
         'rank by and CFO is made of, against `"mode": "off"` on the same server.',
         "",
-        *markdown_table(header, [_loss_cells(row)]),
+        *markdown_table(header, [loss_cells(row)]),
     ]
 
 
 def _plain(rows: list[Mapping[str, Any]]) -> list[str]:
     header = ("request", "prompt", "output", "with `--chunk-cache`, s", "without, s", *LOSS_HEADER)
-    cells = [(row["request"], row["prompt_tokens"], row["output_tokens"], *_loss_cells(row)) for row in rows]
+    cells = [(row["request"], row["prompt_tokens"], row["output_tokens"], *loss_cells(row)) for row in rows]
     return [
         f"The same new prompt to two servers in turns, {rows[0]['with_s']['num']} pairs; the server that is not asked",
         "is paused. Loss is the median over pairs; the interval is what resampling the pairs makes of it.",
         "",
         *markdown_table(header, cells),
     ]
-
-
-def _before(part: Mapping[str, Any]) -> list[str]:
-    """Speed-ups are over each state's own stock row, the first."""
-    rows = part["rows"]
-    stock = rows[0]
-    cells = []
-    for row in rows:
-        now, before, change, interval, _ = _loss_cells(row)
-        speedups = (stock[side]["median"] / row[side]["median"] for side in ("without_s", "with_s"))
-        cells.append((row["system"], before, now, *(f"{one:.1f}x" for one in speedups), change, interval))
-    header = ("system", "before, s", "now, s", "speed-up before", "now", "change", "95 % interval")
-    return [
-        f"The same prompts to servers of commit {part['commit']} and of ours, {rows[0]['with_s']['num']} pairs;",
-        "the one that is not asked is paused. The change is the median over pairs.",
-        "",
-        *markdown_table(header, cells),
-    ]
-
-
-def _loss_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Seconds with and without, and the columns of `LOSS_HEADER`."""
-    return (
-        Spread(**row["with_s"]).text(3),
-        Spread(**row["without_s"]).text(3),
-        f"{row['loss_percent']:+.1f} %",
-        "{:+.1f} to {:+.1f} %".format(*row["loss_95_percent_interval"]),
-        f"{row['target']:g} %",
-    )
 
 
 def _memory(rows: list[Mapping[str, Any]]) -> list[str]:
