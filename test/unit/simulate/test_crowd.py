@@ -62,4 +62,4 @@ def test_a_pool_that_is_too_small_is_refused(trace: Trace) -> None:
 def test_the_command(tmp_path: Path) -> None:
     command = ["crowd", "--set", "num_requests=30", "num_chunks=20", "chunk_len=50", "--pool", "2000", "--clients", "2"]
     assert main([*command, "--keep-shares", "0.25", "0", "--seeds", "1", "--out", str(tmp_path)]) == 0
-    assert "| 2,000 | 2 | keep_share 0 |" in (tmp_path / "crowd.md").read_text()
+    assert "| 2,000 | 2 | keep_share 0.25 |" in (tmp_path / "crowd.md").read_text()
