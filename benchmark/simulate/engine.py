@@ -89,6 +89,7 @@ class Replay:
     num_computed: Counter[int] = field(default_factory=Counter)
     peak_stored: int = 0
     num_answered: int = 0
+    num_paths: int = 0
     num_promoted: int = 0
     observe: Observe | None = None
     manager: ChunkManager = field(init=False)
@@ -128,18 +129,27 @@ class Replay:
 
     def answer(self, request: Request) -> Counts:
         """One request, from its lookup to what it leaves behind; returns `[len(FIELDS)]`."""
-        layout = Layout.of(self.trace, request, self.settings, self.keys)
+        running = self.begin(request, Layout.of(self.trace, request, self.settings, self.keys))
+        self.note_computed(running)
+        return self.end(running)
+
+    def begin(self, request: Request, layout: Layout, num_generated: int = 0) -> Running:
+        """Room for a request, with what it has generated if it was retracted, and what it brings in."""
         prefix = self.pool.match(layout.labels, layout.owner) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
         self.pool.lock(prefix[-1:])
-        self._bring_in(layout, prefix_len)
+        length = layout.length + num_generated
         plan = self.manager.plan(
-            layout.prompt, prompt_len=layout.length, prefix_len=prefix_len, max_prefix_len=layout.length - 1
+            layout.prompt,
+            prompt_len=length,
+            prefix_len=prefix_len,
+            max_prefix_len=length - 1,
+            num_generated=num_generated,
         )
         sources = self.manager.sources(plan)
         nodes = [self._node_of(variant) for _, variant in sources]
         self.pool.lock(nodes)
-        num_private = layout.length - prefix_len if self._holds_prompts else 0
+        num_private = length - prefix_len if self._holds_prompts else 0
         has_room = self.pool.reserve(num_private)
         self.pool.unlock(nodes)
         if not has_room:
@@ -153,15 +163,30 @@ class Replay:
         for (_, variant), node in zip(sources, nodes, strict=True):
             if node.is_stored:
                 self.pool.use(node, self.manager.index.worth(variant))
+        return Running(request, layout, plan, prefix[-1:], num_private)
+
+    def note_computed(self, running: Running) -> None:
+        """A prompt was computed: from now on an exact one is in the tree, locked as long as its request runs."""
+        if running.plan.num_reused or not self._holds_prompts:
+            return
+        num_others = self.pool.num_reserved - running.num_private
+        nodes = self._remember_exact(running.layout, running.plan)
+        self.pool.lock(nodes[-1:])
+        self.pool.unlock(running.locked)
+        running.locked, running.num_private = nodes[-1:], running.plan.prompt_len - running.layout.length
+        self.pool.release(num_others + running.num_private)  # another may have put a part into the tree meanwhile
+
+    def end(self, running: Running) -> Counts:
+        """What a request leaves behind; returns `[len(FIELDS)]`."""
+        request, layout, plan = running.request, running.layout, running.plan
+        num_others = self.pool.num_reserved - running.num_private
         if plan.num_reused:
             self._remember_fused(layout, plan)
-        elif self._holds_prompts:
-            self._remember_exact(layout, plan)
-        else:
+        elif not self._holds_prompts:
             keeps = self.manager.remember_exact(layout.prompt, plan, in_tree=0, up_to=layout.length)
             self._keep_own(layout, keeps)
-        self.pool.unlock(prefix[-1:])
-        self.pool.release()
+        self.pool.unlock(running.locked)
+        self.pool.release(num_others)
         self.num_answered += 1
         self.peak_stored = max(self.peak_stored, self.pool.num_stored)
         self.num_computed.update(
@@ -191,12 +216,6 @@ class Replay:
             num_computed=dict(self.num_computed),
         )
 
-    def _bring_in(self, layout: Layout, prefix_len: int) -> None:
-        """What is found below the pool for a prompt that waits; here nothing is below it."""
-
-    def _note_kept(self, number: int, variant: Variant) -> None:
-        """A variant of a chunk was computed and is in the pool."""
-
     def _statistics(self, prompt: ChunkPrompt, chunk: int) -> ChunkStatistics:
         """What would be taken of a chunk of a prompt where it is computed."""
         context_lens = [prompt.length(i) for i in range(chunk)]
@@ -209,18 +228,17 @@ class Replay:
         assert node is not None, f"the lookup found {variant}, but it is gone"
         return node
 
-    def _labels(self, layout: Layout) -> list[int]:
-        """No two questions are alike."""
-        return [*layout.labels, SYSTEM - 1 - self.num_answered]
-
-    def _remember_exact(self, layout: Layout, plan: RecomputePlan) -> None:
-        nodes = self.pool.add_path(self._labels(layout), layout.part_lens, layout.owner)
+    def _remember_exact(self, layout: Layout, plan: RecomputePlan) -> list[Node]:
+        """Returns its nodes; no two questions are alike."""
+        self.num_paths += 1
+        nodes = self.pool.add_path([*layout.labels, SYSTEM - self.num_paths], layout.part_lens, layout.owner)
         spans = layout.prompt.options.spans
         path = PathTokens(_tokens(spans[-1][1] if spans else 0), layout.partition)
         keeps = self.manager.remember_exact(layout.prompt, plan, in_tree=layout.length, up_to=layout.length)
         for keep in keeps:
             if isinstance(keep, Keep):
                 self._keep(layout, keep, PathHome(path, spans[keep.chunk][0]), nodes[layout.places[keep.chunk]])
+        return nodes
 
     def _remember_fused(self, layout: Layout, plan: RecomputePlan) -> None:
         self._keep_own(layout, self.manager.remember_fused(layout.prompt, plan, up_to=layout.length))
@@ -251,7 +269,6 @@ class Replay:
         variant = self.manager.complete(prompt, keep, home, statistics)
         if variant is not None:
             self.pool.settle(node, variant)
-            self._note_kept(layout.numbers[i], variant)
 
     def _count(self, plan: RecomputePlan) -> Counts:
         by_status = Counter(chunk.status for chunk in plan.chunks)
@@ -308,11 +325,6 @@ class Layout:
         return cls(prompt, labels, part_lens, places, _partition(request.tenant))
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Of the chunks."""
-        return tuple(self.labels[place] for place in self.places)
-
-    @property
     def owner(self) -> bytes:
         return partition_key(self.partition)
 
@@ -323,6 +335,19 @@ class Layout:
     @property
     def length(self) -> int:
         return sum(self.part_lens)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request that has room."""
+
+    request: Request
+    layout: Layout
+    plan: RecomputePlan
+    locked: Sequence[Node]
+    """The last node of what it shares with the tree."""
+    num_private: int
+    """Tokens of the pool that are its own, in no node."""
 
 
 @lru_cache(maxsize=1 << 12)

@@ -40,6 +40,7 @@ class Settings:
     remember: str = REMEMBER[0]
     counts_system: bool = True
     """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
+    keep_share: float = 0.25
     partition_share: float = 1.0
     """Of index and KV memory that one tenant may have."""
     promote_uses: int = 8
@@ -77,6 +78,7 @@ class Settings:
             alpha=self.alpha,
             max_cfo=self.max_cfo,
             remember=self.remember,
+            keep_share=self.keep_share,
             partition_share=self.partition_share,
             promote_uses=self.promote_uses,
             eviction="frequency-reuse" if self.policy == "frequency-reuse" else "lru",

@@ -5,6 +5,7 @@
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
     python benchmark/simulate/simulate.py fleet --ragpulse FOLDER          # replicas, by policy of their gateway
+    python benchmark/simulate/simulate.py crowd --set chunks_per_request=16   # clients at once, by keep_share
 
 `run` compares policies and memory sizes; `trace` writes a drawn trace as JSONL, which shows the format. Each writes
 NAME.csv and NAME.md. More: docs/simulator.md.
@@ -80,6 +81,17 @@ def make_parser() -> argparse.ArgumentParser:
     fleet.add_argument("--pool", type=int, default=100_000, metavar="TOKENS", help="of each replica (default: 100000)")
     fleet.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
+    crowd = commands.add_parser("crowd", help="clients at once: what running requests cost, by keep_share")
+    _add_trace_arguments(crowd)
+    for name, kind, few in (
+        ("pool", int, [128_000, 256_000, 512_000]),
+        ("clients", int, [8, 16, 32]),
+        ("keep-shares", float, [defaults["keep_share"], 0.0, 0.1, 0.5]),
+        ("seeds", int, [0, 1, 2]),
+    ):
+        crowd.add_argument(f"--{name}", nargs="+", type=kind, default=few, help="default: %(default)s")
+    crowd.add_argument("--out", type=Path, default=Path("."), help="folder (default: here)")
+
     trace = commands.add_parser("trace", help="write a drawn trace as JSONL")
     _add_trace_arguments(trace)
     trace.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -109,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(args)
         elif args.command == "ragpulse":
             _run_ragpulse(args)
+        elif args.command == "crowd":
+            _run_crowd(args)
         else:
             _run_fleet(args)
     except (TraceError, SettingsError, DataError) as error:
@@ -226,6 +240,14 @@ def _run_fleet(args: argparse.Namespace) -> None:
     report = fleet_report(_TraceMaker(args)(0), args.replicas or NUMBERS, args.pool)
     print("\n".join([f"# {report.title}", "", *report.text]))
     _write(report, args.out or RESULTS_DIR / "simulate", origin)
+
+
+def _run_crowd(args: argparse.Namespace) -> None:
+    from benchmark.simulate.crowd import crowd_report
+
+    origin = _origin()
+    chosen = {"pools": args.pool, "clients": args.clients, "shares": args.keep_shares, "seeds": args.seeds}
+    _write(crowd_report(_TraceMaker(args), **chosen), args.out, origin)
 
 
 def _origin() -> list[str]:

@@ -9,8 +9,7 @@
 It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant
 (`chunk_cache.index.variant`). A node goes only when nothing stands behind it.
 Partitions (tenants) share no node; those above their share give way
-first, by policy, until they are not. Not modelled: pages, splits inside a chunk, tokens of answers, and more than one
-running request.
+first, by policy, until they are not. Not modelled: pages, splits inside a chunk, tokens of answers in the tree.
 
 Policies: `lru` the least recently used leaf goes; `fifo` the oldest; `lfu` the least often used; `frequency-reuse` the
 one of least worth, as the server's priorities do: a new node has the index's age, and a use lifts the node, and those
@@ -86,7 +85,7 @@ class Pool:
     """See the head of this file.
 
     Args:
-        capacity: tokens, of cached nodes and of the running request together.
+        capacity: tokens, of cached nodes and of running requests together.
         policy: one of `POLICIES`.
         share: of the capacity that one partition may have when room is needed; 1 = any.
         age: what a new node is worth, of `frequency-reuse` only.
@@ -110,7 +109,9 @@ class Pool:
         self.num_stored = 0
         """Tokens of nodes."""
         self.num_reserved = 0
-        """Tokens of the running request that are in no node."""
+        """Tokens of running requests that are in no node."""
+        self.num_locked = 0
+        """Tokens of nodes that are locked."""
         self.num_evicted = 0
         self.version = 0
         """A number that changes whenever an answer of `resolve` may have changed."""
@@ -170,17 +171,24 @@ class Pool:
         """Keep these, and what they stand behind, until `unlock`."""
         for node in nodes:
             for one in node.behind():
+                self.num_locked += 0 if one.num_locks else one.length
                 one.num_locks += 1
 
     def unlock(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             for one in node.behind():
                 one.num_locks -= 1
+                self.num_locked -= 0 if one.num_locks else one.length
 
     # Room.
 
+    @property
+    def num_free(self) -> int:
+        """Tokens that are unused, or can be evicted."""
+        return self.capacity - self.num_reserved - self.num_locked
+
     def reserve(self, num_tokens: int) -> bool:
-        """Room for the running request; False, and nothing reserved, where what is locked leaves too little."""
+        """Room for a running request; False, and nothing reserved, where what is locked leaves too little."""
         before = self.num_stored
         has_room = True
         while has_room and self.num_stored + self.num_reserved + num_tokens > self.capacity:
@@ -208,9 +216,9 @@ class Pool:
             self._num_leaves += 1
             self._queue(parent)
 
-    def release(self) -> None:
-        """The running request is over."""
-        self.num_reserved = 0
+    def release(self, num_left: int = 0) -> None:
+        """A running request is over; others still have so many tokens."""
+        self.num_reserved = num_left
 
     # Remember. New nodes take over tokens that are reserved.
 
@@ -264,6 +272,7 @@ class Pool:
         """
         nodes = [node for root in self._roots.values() for node in self._walk(root)]
         assert self.num_stored == sum(node.length for node in nodes), "stored tokens"
+        assert self.num_locked == sum(node.length for node in nodes if node.num_locks), "locked tokens"
         assert self.num_stored + self.num_reserved <= self.capacity, "over capacity"
         assert self._num_leaves == sum(not node.children for node in nodes), "leaves"
         assert all(node.is_stored for node in nodes), "an evicted node is in the tree"
