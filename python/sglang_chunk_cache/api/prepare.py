@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, request_error, user_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
 from chunk_cache.options.request_options import (
     MAX_CHUNKS,
     RequestOptions,
@@ -25,7 +25,7 @@ from chunk_cache.options.request_options import (
 )
 from chunk_cache.plan.served_methods import check_preparing, check_rows
 from chunk_cache.prompt.chunk_cache_fields import KEY
-from chunk_cache.prompt.marked_ids import encode_marked
+from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
 from chunk_cache.prompt.marks import Mark, MarkedText, Marks
 from chunk_cache.types import Span
 from sglang_chunk_cache.api.capabilities import check_read_once, check_served, keeps_all_error
@@ -92,14 +92,17 @@ def _parse_items(
         params: object = sampling_params
         if isinstance(sampling_params, (list, tuple)):
             params = sampling_params[index] if index < len(sampling_params) else None
-        name = names.text if isinstance(prompt, str) else names.ids
+        name = names.text if isinstance(prompt, str) or text is not None else names.ids
+        path = f"{name}[{index}]" if is_batch else name
+        if is_batch and (prompt is None or isinstance(prompt, (int, float, Mapping))):
+            raise request_error(path, f"{show(prompt)} is no prompt", "give texts, or lists of token ids")
         items.append(
             _parse_item(
                 prompt,
                 _raw_options(params),
                 args,
                 tags,
-                path=f"{name}[{index}]" if is_batch else name,
+                path=path,
                 opts_path=_opts_path(names, index if per_prompt else None),
             )
         )
@@ -254,6 +257,7 @@ def _tokenize(item: Item, manager: Any) -> Item:
     if item.marked is not None:
         assert item.opts is not None
         encoded = encode_marked(manager.tokenizer, item.marked)
+        check_named_once(encoded, item.opts.chunk_ids, item.opts_path)
         opts = item.opts.with_spans(encoded.spans, encoded.chunk_ids or item.opts.chunk_ids)
         if len(encoded.spans) > MAX_CHUNKS:
             problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
@@ -264,6 +268,23 @@ def _tokenize(item: Item, manager: Any) -> Item:
     if item.opts is not None:
         check_fit(item.opts, len(ids), item.opts_path)
     return dataclasses.replace(item, ids=ids)
+
+
+def check_named_once(encoded: MarkedIds, chunk_ids: object, opts_path: str) -> None:
+    """Checks that a client names its chunks in one way.
+
+    Args:
+        chunk_ids: those of the options, of any type.
+        opts_path: of the options.
+
+    Raises:
+        ChunkCacheRequestError: chunks have an id of their own, and one of the options too.
+    """
+    named = next((mark.path for mark in encoded.marks if mark.id), None)
+    if named is not None and chunk_ids not in (None, [], ()):
+        raise request_error(
+            f"{opts_path}.chunk_ids", f"{named} has an id of its own", "name chunks in one of the two ways"
+        )
 
 
 def _as_turn(item: Item, session_params: Mapping[str, Any], manager: Any) -> Item:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from chunk_cache.errors import one_line, request_error, show
@@ -60,9 +61,39 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
     Raises:
         ChunkCacheRequestError: a stock server could not use one.
     """
+    _check_numbers(obj)
+    _check_session(obj.session_params)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
     _check_sampling(obj.sampling_params, manager, names)
+
+
+def _check_numbers(obj: Any) -> None:
+    """Checks that what is given as a list, one for each prompt, has enough; and that one prompt has one id."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if isinstance(prompts, str) or (prompts and isinstance(prompts, list) and isinstance(prompts[0], int)):
+        if isinstance(obj.rid, list):
+            raise request_error("rid", "a list for one prompt that is no list", "give one string")
+        return
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+        values = getattr(obj, name)
+        if not isinstance(values, list) or (
+            name == "token_ids_logprob" and not isinstance(next(iter(values), 0), list)
+        ):
+            continue  # for all prompts
+        if len(values) < len(prompts or ()):
+            problem = f"a list of {len(values)} for {len(prompts)} prompts"
+            raise request_error(name, problem, "give one value for all prompts, or a list with one for each")
+
+
+def _check_session(session_params: object) -> None:
+    """Checks the names of the fields of a turn of a session; stock SGLang fails on others."""
+    if isinstance(session_params, Mapping) and session_params:
+        try:
+            SessionParams(**session_params)
+        except TypeError as error:
+            remedy = f"known fields: {', '.join(SessionParams.__struct_fields__)}"
+            raise request_error("session_params", one_line(error), remedy) from None
 
 
 def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
@@ -94,6 +125,8 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
     is_list = isinstance(sampling_params, (list, tuple))
     for index, params in enumerate(each(sampling_params)):
         path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
+        if isinstance(params, Mapping) and params.get("n", 1) is None:
+            raise request_error(f"{path}.n".lstrip("."), "null is not a number", "give one, or leave it out")
         if params is None or _sampling_problem(params, manager) is None:
             continue
         if not isinstance(params, Mapping):

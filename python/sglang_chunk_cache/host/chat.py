@@ -31,7 +31,7 @@ from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked, text
 from chunk_cache.prompt.passage import Passage
 from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
 from sglang_chunk_cache.api.exchange import Exchange
-from sglang_chunk_cache.api.prepare import check_length, may_get_reply, prepare
+from sglang_chunk_cache.api.prepare import check_length, check_named_once, may_get_reply, prepare
 from sglang_chunk_cache.api.stock_checks import CHAT_NAMES
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, get_args
 from sglang_chunk_cache.host import sglext
@@ -121,7 +121,7 @@ class ChunkServingChat(OpenAIServingChat):
             rendering.encoded = None
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
-            _give_spans(adapted, rendering.encoded, manager)
+            _give_spans(adapted, rendering.encoded, manager, exchange.asked.path)
         elif exchange.marks.own:
             problem = "the tokenizer or the image processor of this model reads chats in its own way"
             raise request_error(rendering.path, problem, _SPANS_REMEDY)
@@ -268,8 +268,11 @@ def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: 
         first.text = written + first.text
 
 
-def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
-    """Writes spans and ids of the chunks into the options of a request, where a client would give them."""
+def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any, opts_path: str) -> None:
+    """Writes spans and ids of the chunks into the options of a request, where a client would give them.
+
+    Spans that are no list stay, to be refused where the options are checked.
+    """
     if len(encoded.spans) > MAX_CHUNKS:
         problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"
         raise request_error("messages", problem, "mark longer chunks")
@@ -277,7 +280,10 @@ def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any) -> None:
     check_length(len(adapted.input_ids), encoded.spans, paths, manager, "messages")
     params = adapted.sampling_params
     custom_params = params.get("custom_params") or {}
-    options = {**(custom_params.get(KEY) or {}), "spans": encoded.spans}
+    options = dict(custom_params.get(KEY) or {})
+    check_named_once(encoded, options.get("chunk_ids"), opts_path)
+    if options.get("spans") in (None, []):
+        options["spans"] = encoded.spans
     if encoded.chunk_ids:
         options["chunk_ids"] = encoded.chunk_ids
     adapted.sampling_params = {**params, "custom_params": {**custom_params, KEY: options}}

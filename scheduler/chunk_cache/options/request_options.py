@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 
 from chunk_cache.errors import given, known_names, request_error, show
-from chunk_cache.methods import Options, OptionValue, find_method
+from chunk_cache.methods import METHODS, Options, OptionValue, find_method
 from chunk_cache.methods.method_options import BUDGETS
 from chunk_cache.options.kept_tokens import check_room
 from chunk_cache.types import Span
@@ -27,6 +27,8 @@ MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
 """In one prompt: what is kept and compared for each grows with the number of those in front of it."""
 KEYS = ("spans", "chunk_ids", "mode", "method", "ratio", "options", "explain", "answer_tokens", "keep_tokens")
+
+_OPTION_NAMES = sorted({option.name for method in METHODS.values() for option in method.options_schema})
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,9 @@ def _check_budget(options: Options, path: str, *, has_ratio: bool) -> None:
 def _parse_options(value: object, path: str, method: str | None, defaults: Options) -> Options:
     if not isinstance(value, Mapping):
         raise request_error(path, f"{show(value)} is not an object", "give an object with the method's parameters")
+    for name in value:
+        if value[name] is None and name not in _OPTION_NAMES:
+            raise request_error(path, f"no method has the key {show(name)}", known_names(name, _OPTION_NAMES))
     value = given(value)
     if not value:
         return ()

@@ -140,9 +140,18 @@ def _read_messages(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -
 
 
 def _read_unmarked(body: dict[str, Any], marked: MarkedBody, _flags: MarkFlags) -> None:
-    """A route that cannot mark chunks."""
+    """A route that cannot mark chunks, or has no place for options."""
     _refuse(body, (), None)
+    _refuse(body, ("custom_params",), None)
     _name_unused(marked, _marks_in(body), "this route cannot mark chunks")
+
+
+def _read_vertex(body: dict[str, Any], _marked: MarkedBody, _flags: MarkFlags) -> None:
+    place = "parameters.sampling_params.custom_params.chunk_cache"
+    for outer in ((), ("parameters",), ("parameters", "custom_params"), ("parameters", "sampling_params")):
+        _refuse(body, outer, place)
+    for path, instance in _objects(body.get("instances"), "instances"):
+        _refuse({path: instance}, (path,), place)
 
 
 _READERS: dict[str, Callable[[dict[str, Any], MarkedBody, MarkFlags], None]] = {
@@ -152,7 +161,9 @@ _READERS: dict[str, Callable[[dict[str, Any], MarkedBody, MarkFlags], None]] = {
     "/invocations": _read_chat,
     "/v1/messages": _read_messages,
     "/v1/messages/count_tokens": _read_messages,
+    "/vertex_generate": _read_vertex,
     "/v1/responses": _read_unmarked,
+    "/v1/score": _read_unmarked,
     "/api/chat": _read_unmarked,
     "/api/generate": _read_unmarked,
 }

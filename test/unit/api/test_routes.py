@@ -355,7 +355,9 @@ def test_separators_and_spans_together(service, seen, stream):
     ("route", "body"),
     [
         ("/generate", {"text": "a"}),
+        ("/vertex_generate", {"instances": [{"text": "a"}]}),
         ("/v1/responses", {"model": "m", "input": "a"}),
+        ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [1]}),
         ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
     ],
 )
@@ -616,12 +618,88 @@ def test_a_prompt_longer_than_the_context_is_refused(service, seen):
             },
             "sampling_params.custom_params.chunk_cache",
         ),
+        ("/v1/responses", {"input": "a", "custom_params": {"chunk_cache": {}}}, "custom_params.chunk_cache"),
+        ("/vertex_generate", {"instances": [{"text": "a", "chunk_cache": {}}]}, "instances[0].chunk_cache"),
+        (
+            "/vertex_generate",
+            {"instances": [{"text": "a"}], "parameters": {"chunk_cache": {}}},
+            "parameters.chunk_cache",
+        ),
+        (
+            "/vertex_generate",
+            {"instances": [{"text": "a"}], "parameters": {"sampling_params": {"chunk_cache": {}}}},
+            "parameters.sampling_params.chunk_cache",
+        ),
     ],
 )
 def test_options_where_another_route_has_them(service, seen, route, body, path, stream):
     response = service.post(route, {"model": "default", **body, "stream": stream})
     assert response.status_code == 400, response.text
-    assert f"{path}: this route does not read it there; put it into " in response.text
+    assert f"{path}: this route does not read it there; " in response.text
+    assert not seen
+
+
+@pytest.mark.parametrize("spans", ["", 0, False, {}])
+def test_spans_of_another_type_beside_separators(service, seen, spans):
+    """What counts as false in Python is no empty list."""
+    text, options = marked("Read. ", "the rose ", "the tale "), {"chunk_cache": {"spans": spans}}
+    for route, body in (
+        ("/generate", {"text": text, "sampling_params": {"custom_params": options}}),
+        ("/v1/completions", {"model": "m", "prompt": text, **options}),
+        ("/v1/chat/completions", {**chat(("user", text)), **options}),
+    ):
+        response = service.post(route, body)
+        assert response.status_code == 400, (route, response.text)
+        assert "chunk_cache.spans: " in response.text
+        assert " is not a list; " in response.text
+    assert not seen
+    options = {"chunk_cache": {"spans": []}}
+    assert service.post("/v1/chat/completions", {**chat(("user", text)), **options}).status_code == 200
+    assert chunk_texts(service, seen[0]) == ["the rose", "the tale"]
+
+
+@pytest.mark.parametrize("chunk_ids", [["x", "y"], ["x"], [None, "y"], 5, "ab", {}])
+def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
+    options = {"chunks": [{"text": "the rose"}, {"id": "b", "text": "the tale"}], "chunk_ids": chunk_ids}
+    for route, body in (
+        ("/v1/completions", {"model": "m", "prompt": "Who?"}),
+        ("/v1/chat/completions", chat(("user", "Who?"))),
+    ):
+        response = service.post(route, {**body, "chunk_cache": options})
+        assert response.status_code == 400, (route, response.text)
+        assert "chunk_cache.chunk_ids: " in response.text
+    assert not seen
+    body = {"model": "m", "prompt": "Who?", "chunk_cache": {**options, "chunk_ids": []}}
+    assert service.post("/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"sampling_params": {"n": None}}, "sampling_params.n: null is not a number; "),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": None}]}, "sampling_params[1].n: null is not a number; "),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob: a list of 1 for 2 prompts; "),
+        ({"text": ["a", "b"], "logprob_start_len": [0]}, "logprob_start_len: a list of 1 for 2 prompts; "),
+        ({"text": None, "input_ids": [[5], [6]], "top_logprobs_num": []}, "top_logprobs_num: a list of 0 for 2 "),
+        ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob: a list of 1 for 2 prompts; "),
+        ({"rid": ["a"]}, "rid: a list for one prompt that is no list; "),
+        ({"session_params": {"name": "s"}}, "session_params: "),
+    ],
+    ids=str,
+)
+def test_what_is_a_500_of_stock(service, seen, body, message, stream):
+    response = service.post("/generate", {"text": "a", **body, "return_logprob": True, **body, "stream": stream})
+    assert response.status_code == 400, response.text
+    assert message in response.text
+    assert not seen
+
+
+def test_instances_without_a_prompt(service, seen):
+    for instances, path in (([{"text": "a"}, {}], "text[1]: null"), ([{"text": "a"}, {"text": -1}], "text[1]: -1")):
+        response = service.post("/vertex_generate", {"instances": instances})
+        assert response.status_code == 400, response.text
+        assert f"{path} is no prompt; " in response.text
     assert not seen
 
 

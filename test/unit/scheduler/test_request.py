@@ -219,6 +219,8 @@ BAD = [
     ({"options": []}, f"{P}.options: [] is not an object; "),
     ({"options": {"seed": 1}}, f"{P}.options: given without a method; "),
     ({"method": "epic", "options": {"k": 1}}, f"{P}.options: unknown key 'k' for method 'epic'; "),
+    ({"method": "epic", "options": {"k": None}}, f"{P}.options: no method has the key 'k'; "),
+    ({"options": {"ratios": None}}, f"{P}.options: no method has the key 'ratios'; "),
     ({"method": "random", "options": {"seed": "x"}}, f"{P}.options.seed: 'x' is not an integer in [0, "),
     ({"method": "a3", "options": {"check_layer": True}}, f"{P}.options.check_layer: true is not an integer in [0, "),
     ({"method": "a3", "options": {"top_k": "all"}}, f"{P}.options.top_k: unknown value 'all'; known values: global, "),
