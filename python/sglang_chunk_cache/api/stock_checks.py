@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
@@ -63,6 +64,7 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
     """
     _check_numbers(obj)
     _check_session(obj.session_params)
+    _check_embeds(obj.positional_embed_overrides)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
     _check_sampling(obj.sampling_params, manager, names)
@@ -94,6 +96,12 @@ def _check_session(session_params: object) -> None:
         except TypeError as error:
             remedy = f"known fields: {', '.join(SessionParams.__struct_fields__)}"
             raise request_error("session_params", one_line(error), remedy) from None
+
+
+def _check_embeds(overrides: object) -> None:
+    """Checks that embeddings in the place of tokens are values of Python, as of the offline engine; others end a server."""
+    if not all(one is None or isinstance(one, PositionalEmbeds) for one in each(overrides)):
+        raise request_error("positional_embed_overrides", f"{show(overrides)} is no PositionalEmbeds", "leave it out")
 
 
 def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:

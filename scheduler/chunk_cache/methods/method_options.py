@@ -143,8 +143,8 @@ GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 GROUP_THRESHOLD = IntOption("group_threshold", default=5, minimum=0, maximum=4095)
 """A window keeps its selected tokens only where more than this many were selected (paper: 5 of 8)."""
 GROUP_BUDGET = ChoiceOption("group_budget", ("chosen", "kept"))
-"""Of CacheClip's grouping, what the ratio counts: tokens that are chosen before windows drop some, as its section 3.3
-reads, or those that windows keep: so many are chosen that these fill the ratio."""
+"""What the ratio counts under CacheClip's grouping: tokens that are chosen before windows drop some, as its section 3.3
+reads, or those that windows keep, so that these fill the ratio."""
 BLOCK_SIZE = IntOption("block_size", default=0, minimum=0, maximum=256)
 """Tokens per block; blocks are chosen by their mean score, the last one in part. *Ours*. 0 = token by token."""
 FOCUS_WINDOW = IntOption("focus_window", default=0, minimum=0, maximum=1024)
