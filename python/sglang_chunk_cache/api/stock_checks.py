@@ -99,7 +99,7 @@ def _check_session(session_params: object) -> None:
 
 
 def _check_embeds(overrides: object) -> None:
-    """Checks that embeddings in the place of tokens are values of Python, as of the offline engine; others end a server."""
+    """Checks embeddings in the place of tokens: only the offline engine can give some, others end a stock server."""
     if not all(one is None or isinstance(one, PositionalEmbeds) for one in each(overrides)):
         raise request_error("positional_embed_overrides", f"{show(overrides)} is no PositionalEmbeds", "leave it out")
 

@@ -679,10 +679,7 @@ def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
     [
         ({"sampling_params": {"n": None}}, "sampling_params.n: null is not a number; "),
         ({"text": ["a", "b"], "sampling_params": [{}, {"n": None}]}, "sampling_params[1].n: null is not a number; "),
-        (
-            {"positional_embed_overrides": "\0"},
-            "positional_embed_overrides: '\\x00' is no PositionalEmbeds; leave it out",
-        ),
+        ({"positional_embed_overrides": "x"}, "positional_embed_overrides: 'x' is no PositionalEmbeds; leave it out"),
         ({"positional_embed_overrides": [{}]}, "positional_embed_overrides: [{}] is no PositionalEmbeds; leave it out"),
         ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob: a list of 1 for 2 prompts; "),
         ({"text": ["a", "b"], "logprob_start_len": [0]}, "logprob_start_len: a list of 1 for 2 prompts; "),
