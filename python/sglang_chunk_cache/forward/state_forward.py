@@ -18,18 +18,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.runs import Runs, run_fields, view_of
+from sglang_chunk_cache.forward.runs import view_of
+from sglang_chunk_cache.forward.state_rounds import TRACKING, Chain, RequestRows, Round, round_of, runs_of
 from sglang_chunk_cache.kv.state_layers import StateLayers
 from sglang_chunk_cache.kv.transition import LayerTransition, Rule, Transition, on_host
 
@@ -37,139 +36,10 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from chunk_cache.index.transition_store import ChunkTransitions
 
 _FindStarts = Callable[[Callable[..., Any], dict[str, Any]], None]
-MOST_TAKEN = 16
-"""Chunks whose transitions are taken at once, by what memory their states need meanwhile."""
 MOST_RUNS = 32
 """Runs beside gaps that are computed at once, if there are not more requests, by the same."""
-_TRACKING = (
-    "mamba_track_indices",
-    "mamba_track_mask",
-    "mamba_track_seqlens",
-    "mamba_prefill_track_mask_cpu",
-    "mamba_track_seqlens_cpu",
-)
-"""Fields of a batch by which SGLang keeps states for its tree, of requests whose states are exact."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What is reused in front of a row: `end` is the position of the row."""
-
-    end: int
-    transition: Transition
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A chunk that is computed in a forward and will be remembered, or a part of it.
-
-    Attributes:
-        chunk: its place in the prompt.
-        begin, end: positions of the part.
-        seam_end: position from which on the transition is wanted.
-        known: gets the transition.
-    """
-
-    chunk: int
-    begin: int
-    end: int
-    seam_end: int
-    known: ChunkTransitions[Transition]
-
-
-@dataclass(frozen=True)
-class RequestRows:
-    """Rows of one request in a forward.
-
-    Attributes:
-        pool_row: its row of `req_to_token`.
-        positions: `[num_rows]` int64, ascending.
-        begin: position up to which its states are known.
-        gaps: in front of rows.
-        wanted: chunks, each within one run.
-    """
-
-    pool_row: int
-    positions: npt.NDArray[np.int64]
-    begin: int
-    gaps: Sequence[Gap] = ()
-    wanted: Sequence[Wanted] = ()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Rows [first, first + length) of the forward, which stand at `start` and behind."""
-
-    request: RequestRows
-    first: int
-    start: int
-    length: int
-    gap: Gap | None
-
-
-@dataclass(frozen=True)
-class _Taking:
-    """Rows [begin, end) of a round, a part of a chunk, and what was taken of them so far, by layer."""
-
-    wanted: Wanted
-    begin: int
-    end: int
-    layers: list[LayerTransition] = field(default_factory=list)
-
-    @property
-    def rule_begin(self) -> int:
-        """The first row behind the seam."""
-        return min(self.end, self.begin + max(0, self.wanted.seam_end - self.wanted.begin))
-
-
-@dataclass
-class _Chain:
-    """Runs of requests with gaps, one of each request behind the other; those that come first in theirs stand first.
-
-    Attributes:
-        step_lens: how many are the first of their request here, how many the second, and so on: ever fewer.
-        rows: of those that have a next one here, on the device.
-        borders: where each of these begins among `rows`, and where the last ends, on the device.
-        next_runs: of each of these, on the device.
-        last_runs: of each request, in the order of the first ones, on the device.
-        gaps: in front of runs, with the place of the run.
-        gap_runs: by part of a transition, the runs in front of which there is one, on the device.
-        slots: of the requests in the pools.
-    """
-
-    step_lens: Sequence[int]
-    rows: torch.Tensor
-    borders: torch.Tensor
-    next_runs: torch.Tensor
-    last_runs: torch.Tensor
-    gaps: Sequence[tuple[int, Gap]]
-    gap_runs: Sequence[torch.Tensor]
-    slots: torch.Tensor | None = None
-
-
-@dataclass
-class _Round:
-    """Runs that are computed together.
-
-    Attributes:
-        takings: of its rows.
-        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, and where each of these sequences ends,
-            on the device.
-        rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
-        fields: of the batch as SGLang's backend sees it.
-        chain: None = of each run the states lie in the pools.
-        metadata: of the backend, once it has made them.
-    """
-
-    takings: list[_Taking]
-    rule_groups: list[tuple[torch.Tensor, torch.Tensor]]
-    rows: torch.Tensor | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-    chain: _Chain | None = None
-    metadata: Any = None
 
 
 class StateForward:
@@ -181,7 +51,7 @@ class StateForward:
         are_plain: of each request, whether its rows are one run with no gap in front.
     """
 
-    def __init__(self, layers: StateLayers, rounds: Sequence[_Round], are_plain: Sequence[bool]) -> None:
+    def __init__(self, layers: StateLayers, rounds: Sequence[Round], are_plain: Sequence[bool]) -> None:
         self._layers = layers
         self._rounds = rounds
         self._are_plain = are_plain
@@ -197,21 +67,21 @@ class StateForward:
         """
         runs, first = [], 0
         for one in requests:
-            runs.append(_runs_of(one, first))
+            runs.append(runs_of(one, first))
             first += len(one.positions)
         are_plain = [len(own) == 1 and own[0].gap is None for own in runs]
         if all(are_plain) and not is_fused and not any(one.wanted for one in requests):
             return None
         if all(are_plain):
-            return cls(layers, [_round_of([own[0] for own in runs], device, is_stock=True)], are_plain)
+            return cls(layers, [round_of([own[0] for own in runs], device, is_stock=True)], are_plain)
         plain = [own[0] for own, is_plain in zip(runs, are_plain, strict=True) if is_plain]
-        made = [_round_of(plain, device)] if plain else []
+        made = [round_of(plain, device)] if plain else []
         chained = sorted((own for own, is_plain in zip(runs, are_plain, strict=True) if not is_plain), key=len)[::-1]
         num_steps = max(1, MOST_RUNS // len(chained))
         for step in range(0, len(chained[0]), num_steps):
             part = [own[step : step + num_steps] for own in chained if len(own) > step]
             steps = [[own[k] for own in part if len(own) > k] for k in range(len(part[0]))]
-            made.append(_round_of(list(itertools.chain(*steps)), device, [len(one) for one in steps]))
+            made.append(round_of(list(itertools.chain(*steps)), device, [len(one) for one in steps]))
         return cls(layers, made, are_plain)
 
     @property
@@ -222,7 +92,7 @@ class StateForward:
         """`batch` as SGLang's backend can prepare a forward of it, however many entries it has."""
         if self._is_stock:
             return batch
-        return view_of(batch, dict.fromkeys(_TRACKING))
+        return view_of(batch, dict.fromkeys(TRACKING))
 
     def set_up(self, batch: ForwardBatch, *, is_prepared: bool) -> None:
         """Behind that preparation, which is left out where SGLang's backend does not attend."""
@@ -233,7 +103,7 @@ class StateForward:
         if any(self._are_plain) and batch.mamba_track_mask is not None:
             plain = np.flatnonzero(self._are_plain)
             (places,) = upload([plain], batch.mamba_track_mask.device)
-            for name in _TRACKING:
+            for name in TRACKING:
                 value = getattr(batch, name)
                 if isinstance(value, torch.Tensor):
                     self._rounds[0].fields[name] = value.index_select(0, places.to(value.device))
@@ -275,7 +145,7 @@ class StateForward:
             wanted.known.note(wanted.chunk, wanted.begin, wanted.end, Transition(tuple(taking.layers)))
 
     @contextmanager
-    def _chained(self, chain: _Chain, layer_id: int) -> Iterator[_FindStarts]:
+    def _chained(self, chain: Chain, layer_id: int) -> Iterator[_FindStarts]:
         """Inside, each run has states of its own, found by what is yielded; the pools get the last ones."""
         backend, number = self._layers.backend, self._layers.layout.layer_ids.index(layer_id)
         conv, states = self._layers.pools(layer_id)
@@ -297,9 +167,7 @@ class StateForward:
         states.index_copy_(0, chain.slots, starts.index_select(0, chain.last_runs).to(states.dtype))
 
     @contextmanager
-    def _extending(
-        self, one: _Round, mixed_qkv: torch.Tensor, find_starts: _FindStarts | None = None
-    ) -> Iterator[None]:
+    def _extending(self, one: Round, mixed_qkv: torch.Tensor, find_starts: _FindStarts | None = None) -> Iterator[None]:
         """While the rows of a round are computed inside, transitions of its chunks are taken."""
         if not one.takings and find_starts is None:
             yield
@@ -326,7 +194,7 @@ class StateForward:
 
 
 def _find_starts(
-    chain: _Chain,
+    chain: Chain,
     crossed: Sequence[LayerTransition],
     states: torch.Tensor,
     stock: Callable[..., Any],
@@ -383,69 +251,6 @@ def _run_over(
     own = {name: given[name].index_select(1, rows) for name in ("q", "k", "v", "g", "beta")}
     own["v"] = F.pad(own["v"], (0, maps.shape[3]))
     stock(**own, ssm_states=maps, cache_indices=places, query_start_loc=borders, layer_id=given["layer_id"])
-
-
-def _runs_of(request: RequestRows, first: int) -> list[_Run]:
-    runs = Runs.of([request.positions], [request.pool_row])
-    gaps, known, found = {gap.end: gap for gap in request.gaps}, request.begin, []
-    for start, length in zip(runs.starts.tolist(), runs.lens.tolist(), strict=True):
-        found.append(_Run(request, first, start, length, gaps[start] if start > known else None))
-        first, known = first + length, start + length
-    return found
-
-
-def _round_of(
-    own: Sequence[_Run], device: Any, step_lens: Sequence[int] | None = None, *, is_stock: bool = False
-) -> _Round:
-    """Some runs as a round; as a chain, where `step_lens` says how many are the first of their request, and so on."""
-    takings, first = [], 0
-    for run in own:
-        for wanted in run.request.wanted:
-            if run.start <= wanted.begin and wanted.end <= run.start + run.length:
-                at = first - run.start
-                takings.append(_Taking(wanted, at + wanted.begin, at + wanted.end))
-        first += run.length
-    ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
-    of_rules: list[npt.NDArray[Any]] = []
-    for group in (ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
-        of_rules.append(np.concatenate([np.arange(*one) for one in group]))
-        of_rules.append(np.cumsum([0, *(end - begin for begin, end in group)]).astype(np.int32))
-    num_groups = len(of_rules) // 2
-    if is_stock:
-        uploaded = iter(upload(of_rules, device) if of_rules else [])
-        return _Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)])
-    runs = Runs(
-        np.array([run.request.pool_row for run in own]),
-        np.array([run.start for run in own]),
-        np.array([run.length for run in own]),
-    )
-    rows = np.concatenate([np.arange(run.first, run.first + run.length) for run in own])
-    chained: list[npt.NDArray[Any]] = []
-    if step_lens is not None:
-        gaps = [(i, run.gap) for i, run in enumerate(own) if run.gap is not None]
-        chained = _chain_arrays([run.length for run in own], step_lens)
-        num_parts = max((gap.transition.num_rules for _, gap in gaps), default=0)
-        for part in range(num_parts):
-            chained.append(np.array([i for i, gap in gaps if gap.transition.num_rules > part]))
-    uploaded = iter(upload([*of_rules, rows, *chained, *runs.arrays()], device))
-    made = _Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)], next(uploaded))
-    if step_lens is not None:
-        chain_rows, borders, next_runs, last_runs = itertools.islice(uploaded, 4)
-        gap_runs = [next(uploaded) for _ in range(num_parts)]
-        made.chain = _Chain(step_lens, chain_rows, borders, next_runs, last_runs, gaps, gap_runs)
-    made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(_TRACKING)
-    return made
-
-
-def _chain_arrays(lens: Sequence[int], step_lens: Sequence[int]) -> list[npt.NDArray[Any]]:
-    """`rows`, `borders`, `next_runs` and `last_runs` of a chain of runs of these lengths."""
-    firsts, begins = np.cumsum([0, *step_lens]), np.cumsum([0, *lens])
-    next_of = {firsts[k] + i: firsts[k + 1] + i for k, num in enumerate(step_lens[1:]) for i in range(num)}
-    last_runs = [max(firsts[k] + i for k, num in enumerate(step_lens) if i < num) for i in range(step_lens[0])]
-    rows = [np.arange(begins[run], begins[run + 1]) for run in next_of]
-    borders = np.cumsum([0, *(len(one) for one in rows)]).astype(np.int32)
-    none = np.empty(0, dtype=np.int64)
-    return [np.concatenate([none, *rows]), borders, np.array([*next_of.values()], dtype=np.int32), np.array(last_runs)]
 
 
 def _on_device(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

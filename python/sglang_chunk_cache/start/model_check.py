@@ -43,7 +43,8 @@ from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
-from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
+from sglang_chunk_cache.forward.state_forward import StateForward
+from sglang_chunk_cache.forward.state_rounds import Gap, RequestRows, Wanted
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.kv.transition import Transition

@@ -34,7 +34,8 @@ from sglang.srt.runtime_context import get_context
 from chunk_cache.index.transition_store import ChunkTransitions
 from sglang_chunk_cache.forward import state_forward
 from sglang_chunk_cache.forward.attending import attending
-from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
+from sglang_chunk_cache.forward.state_forward import StateForward
+from sglang_chunk_cache.forward.state_rounds import Gap, RequestRows, Wanted
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.transition import Transition
 from sglang_plain_cpu import delta_rule

@@ -23,7 +23,7 @@ PROGRAM = "test/unit/waits/launches_of_states.py"
 PAGE = "../benchmark/results/gpu/launches.md"  # of docs
 NUM_LAYERS = 2
 """Of the model's four, with states."""
-_ONCE = ("StateForward.set_up", " _round_of")
+_ONCE = ("StateForward.set_up",)
 
 
 def per_layer(part: Part) -> tuple[int, int]:

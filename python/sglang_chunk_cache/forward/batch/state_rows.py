@@ -15,7 +15,8 @@ import numpy.typing as npt
 from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
-from sglang_chunk_cache.forward.state_forward import Gap, RequestRows, StateForward, Wanted
+from sglang_chunk_cache.forward.state_forward import StateForward
+from sglang_chunk_cache.forward.state_rounds import Gap, RequestRows, Wanted
 from sglang_chunk_cache.forward.statistics_taker import computed_ranges
 from sglang_chunk_cache.kv.state_layers import StateLayers
 from sglang_chunk_cache.kv.transition import Transition

@@ -1,0 +1,214 @@
+"""Rounds of runs: in which order a `StateForward` computes the rows of a batch, and what it takes of them.
+
+Verbs: `runs_of` (a request's rows), `round_of` (runs that are computed together).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl_kernel_ext.transfer import upload
+from sglang_chunk_cache.forward.runs import Runs, run_fields
+from sglang_chunk_cache.kv.transition import LayerTransition, Transition
+
+if TYPE_CHECKING:
+    from chunk_cache.index.transition_store import ChunkTransitions
+
+MOST_TAKEN = 16
+"""Chunks whose transitions are taken at once, by what memory their states need meanwhile."""
+TRACKING = (
+    "mamba_track_indices",
+    "mamba_track_mask",
+    "mamba_track_seqlens",
+    "mamba_prefill_track_mask_cpu",
+    "mamba_track_seqlens_cpu",
+)
+"""Fields of a batch by which SGLang keeps states for its tree, of requests whose states are exact."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What is reused in front of a row: `end` is the position of the row."""
+
+    end: int
+    transition: Transition
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk that is computed in a forward and will be remembered, or a part of it.
+
+    Attributes:
+        chunk: its place in the prompt.
+        begin, end: positions of the part.
+        seam_end: position from which on the transition is wanted.
+        known: gets the transition.
+    """
+
+    chunk: int
+    begin: int
+    end: int
+    seam_end: int
+    known: ChunkTransitions[Transition]
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """Rows of one request in a forward.
+
+    Attributes:
+        pool_row: its row of `req_to_token`.
+        positions: `[num_rows]` int64, ascending.
+        begin: position up to which its states are known.
+        gaps: in front of rows.
+        wanted: chunks, each within one run.
+    """
+
+    pool_row: int
+    positions: npt.NDArray[np.int64]
+    begin: int
+    gaps: Sequence[Gap] = ()
+    wanted: Sequence[Wanted] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows [first, first + length) of the forward, which stand at `start` and behind."""
+
+    request: RequestRows
+    first: int
+    start: int
+    length: int
+    gap: Gap | None
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Rows [begin, end) of a round, a part of a chunk, and what was taken of them so far, by layer."""
+
+    wanted: Wanted
+    begin: int
+    end: int
+    layers: list[LayerTransition] = field(default_factory=list)
+
+    @property
+    def rule_begin(self) -> int:
+        """The first row behind the seam."""
+        return min(self.end, self.begin + max(0, self.wanted.seam_end - self.wanted.begin))
+
+
+@dataclass
+class Chain:
+    """Runs of requests with gaps, one of each request behind the other; those that come first in theirs stand first.
+
+    Attributes:
+        step_lens: how many are the first of their request here, how many the second, and so on: ever fewer.
+        rows: of those that have a next one here, on the device.
+        borders: where each of these begins among `rows`, and where the last ends, on the device.
+        next_runs: of each of these, on the device.
+        last_runs: of each request, in the order of the first ones, on the device.
+        gaps: in front of runs, with the place of the run.
+        gap_runs: by part of a transition, the runs in front of which there is one, on the device.
+        slots: of the requests in the pools.
+    """
+
+    step_lens: Sequence[int]
+    rows: torch.Tensor
+    borders: torch.Tensor
+    next_runs: torch.Tensor
+    last_runs: torch.Tensor
+    gaps: Sequence[tuple[int, Gap]]
+    gap_runs: Sequence[torch.Tensor]
+    slots: torch.Tensor | None = None
+
+
+@dataclass
+class Round:
+    """Runs that are computed together.
+
+    Attributes:
+        takings: of its rows.
+        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, and where each of these sequences ends,
+            on the device.
+        rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
+        fields: of the batch as SGLang's backend sees it.
+        chain: None = of each run the states lie in the pools.
+        metadata: of the backend, once it has made them.
+    """
+
+    takings: list[Taking]
+    rule_groups: list[tuple[torch.Tensor, torch.Tensor]]
+    rows: torch.Tensor | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    chain: Chain | None = None
+    metadata: Any = None
+
+
+def runs_of(request: RequestRows, first: int) -> list[Run]:
+    runs = Runs.of([request.positions], [request.pool_row])
+    gaps, known, found = {gap.end: gap for gap in request.gaps}, request.begin, []
+    for start, length in zip(runs.starts.tolist(), runs.lens.tolist(), strict=True):
+        found.append(Run(request, first, start, length, gaps[start] if start > known else None))
+        first, known = first + length, start + length
+    return found
+
+
+def round_of(
+    own: Sequence[Run], device: Any, step_lens: Sequence[int] | None = None, *, is_stock: bool = False
+) -> Round:
+    """Some runs as a round; as a chain, where `step_lens` says how many are the first of their request, and so on."""
+    takings, first = [], 0
+    for run in own:
+        for wanted in run.request.wanted:
+            if run.start <= wanted.begin and wanted.end <= run.start + run.length:
+                at = first - run.start
+                takings.append(Taking(wanted, at + wanted.begin, at + wanted.end))
+        first += run.length
+    ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
+    of_rules: list[npt.NDArray[Any]] = []
+    for group in (ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
+        of_rules.append(np.concatenate([np.arange(*one) for one in group]))
+        of_rules.append(np.cumsum([0, *(end - begin for begin, end in group)]).astype(np.int32))
+    num_groups = len(of_rules) // 2
+    if is_stock:
+        uploaded = iter(upload(of_rules, device) if of_rules else [])
+        return Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)])
+    runs = Runs(
+        np.array([run.request.pool_row for run in own]),
+        np.array([run.start for run in own]),
+        np.array([run.length for run in own]),
+    )
+    rows = np.concatenate([np.arange(run.first, run.first + run.length) for run in own])
+    chained: list[npt.NDArray[Any]] = []
+    if step_lens is not None:
+        gaps = [(i, run.gap) for i, run in enumerate(own) if run.gap is not None]
+        chained = _chain_arrays([run.length for run in own], step_lens)
+        num_parts = max((gap.transition.num_rules for _, gap in gaps), default=0)
+        for part in range(num_parts):
+            chained.append(np.array([i for i, gap in gaps if gap.transition.num_rules > part]))
+    uploaded = iter(upload([*of_rules, rows, *chained, *runs.arrays()], device))
+    made = Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)], next(uploaded))
+    if step_lens is not None:
+        chain_rows, borders, next_runs, last_runs = itertools.islice(uploaded, 4)
+        gap_runs = [next(uploaded) for _ in range(num_parts)]
+        made.chain = Chain(step_lens, chain_rows, borders, next_runs, last_runs, gaps, gap_runs)
+    made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(TRACKING)
+    return made
+
+
+def _chain_arrays(lens: Sequence[int], step_lens: Sequence[int]) -> list[npt.NDArray[Any]]:
+    """`rows`, `borders`, `next_runs` and `last_runs` of a chain of runs of these lengths."""
+    firsts, begins = np.cumsum([0, *step_lens]), np.cumsum([0, *lens])
+    next_of = {firsts[k] + i: firsts[k + 1] + i for k, num in enumerate(step_lens[1:]) for i in range(num)}
+    last_runs = [max(firsts[k] + i for k, num in enumerate(step_lens) if i < num) for i in range(step_lens[0])]
+    rows = [np.arange(begins[run], begins[run + 1]) for run in next_of]
+    borders = np.cumsum([0, *(len(one) for one in rows)]).astype(np.int32)
+    none = np.empty(0, dtype=np.int64)
+    return [np.concatenate([none, *rows]), borders, np.array([*next_of.values()], dtype=np.int32), np.array(last_runs)]
