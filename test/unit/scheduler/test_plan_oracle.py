@@ -256,10 +256,9 @@ class RowsOracle:
         num_rows = num_rows_at(budget, len(positions))
         if case.method.name in ("near", "near-words", "seams") and case.own_alpha is None:
             chosen = self.rows_of_all(i)
-        elif case.method.asks_selector and case.option("top_k") == "global":
-            order = sorted(self.brought_in, key=lambda p: (-self.block_worth(self.brought_in[p], p), p))
-            chosen = [p for p in order[: num_rows_at(case.ratio, len(order))] if self.brought_in[p] == i]
-        elif case.method.statistic is not None or case.method.asks_selector:
+        elif case.method.asks_selector:
+            return self.chosen_by_selector(i)
+        elif case.method.statistic is not None:
             chosen = sorted(positions, key=lambda p: (-self.block_worth(i, p), p))[:num_rows]
         elif case.method.name == "random":
             seed = dict(case.opts.options).get("seed", 0)
@@ -272,12 +271,35 @@ class RowsOracle:
             chosen = positions[: num_rows - num_last] + positions[len(positions) - num_last :]
         else:
             chosen = positions[:num_rows]
-        size, threshold = case.option("group_size"), case.option("group_threshold")
+        return self.in_windows(i, chosen)
+
+    def chosen_by_selector(self, i: int) -> list[int]:
+        """The best tokens; with a budget of kept ones, of all numbers of them the last that windows leave within it."""
+        case = self.case
+        chunks = self.hits if case.option("top_k") == "global" else [i]
+        ratio = case.ratio if case.option("top_k") == "global" else case.budget(i, len(self.positions(i)))
+        order = sorted(
+            (p for j in chunks for p in self.positions(j)), key=lambda p: (-self.block_worth(self.brought_in[p], p), p)
+        )
+        budget = num_rows_at(ratio, len(order))
+        found = None
+        for num in range(budget, len(order) + 1):
+            choice = {j: self.in_windows(j, [p for p in order[:num] if self.brought_in[p] == j]) for j in chunks}
+            if found is None or (case.option("group_budget") == "kept" and sum(map(len, choice.values())) <= budget):
+                found = choice
+            if not case.option("group_size"):
+                break
+        assert found is not None
+        return found[i]
+
+    def in_windows(self, i: int, chosen: list[int]) -> list[int]:
+        """Those in windows of which enough was chosen."""
+        size, threshold = self.case.option("group_size"), self.case.option("group_threshold")
         assert isinstance(size, int)
         assert isinstance(threshold, int)
-        if size == 0 or len(chosen) == len(positions):
+        if size == 0 or len(chosen) == len(self.positions(i)):
             return sorted(chosen)
-        start, end = case.opts.spans[i]
+        start, end = self.case.opts.spans[i]
         kept = []
         for first in range(start, end, size):
             window = range(first, min(first + size, end))
