@@ -164,7 +164,11 @@ def methods_of(model_config: Any) -> list[str]:
 
 
 def random_recipe(rng: random.Random, names: Sequence[str]) -> dict[str, Any]:
-    """Some method of these, any of its options, any ratio; each may be left to the server."""
+    """Some method of these, any of its options, any ratio; each may be left to the server.
+
+    Drawn apart, so that a method or an option more changes recipes, and no other request.
+    """
+    rng = random.Random(rng.random())
     while True:
         method = METHODS[rng.choice(names)]
         recipe: dict[str, Any] = {"explain": rng.random() < 0.3}

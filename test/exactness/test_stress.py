@@ -32,7 +32,7 @@ def check(seed: int, num: int) -> None:
     config = PRESSURE[seed]
     counts = check_random_requests(config, num, seed)
     assert counts["finished"] == num
-    assert counts["hit"] > num / 15  # a share of the pool leaves the fewest
+    assert counts["hit"] >= num / 10
     assert counts["miss"] > num / 10
     assert counts["aborted"] > num / 100
     assert counts["retracted_fused"] >= (num / 200 if config.force_retract else 0)
