@@ -48,5 +48,5 @@ def agree(votes: Sequence[int], reduce_max: Callable[[npt.NDArray[np.int64]], np
     largest, least = np.split(reduce_max(np.concatenate([mine, -mine])), 2)
     least = -least
     is_lost = (least >= ABSENT) & (largest // 2 != least // 2)  # a rank that has not looked everywhere may find it yet
-    verdicts = np.where(largest == least, Verdict.SAME.value, np.where(is_lost, Verdict.OF_NO_USE.value, 1))
-    return [Verdict(verdict) for verdict in verdicts.tolist()]
+    unlike = np.where(is_lost, Verdict.OF_NO_USE.value, Verdict.DIFFERENT.value)
+    return [Verdict(value) for value in np.where(largest == least, Verdict.SAME.value, unlike).tolist()]
