@@ -1,6 +1,6 @@
-"""Crowd: clients in a closed loop over one server, in seconds: what running requests cost in tokens of the pool.
+"""Crowd: many requests at once over one server, in seconds: what running requests cost in tokens of the pool.
 
-    Crowd(trace, settings, num_clients).run() -> numbers by name
+    Crowd(trace, settings, Load(num_clients=16)).run() -> numbers by name
     crowd_report(...) -> Report
 
 Scheduled as by SGLang and `host.prefill_adder` at defaults: prefill before decoding, `STEP_LEN` rows a step, first come
@@ -45,6 +45,17 @@ RATIO_FIRST, RATIO_LEAST, RATIO_DECAY = 0.7, 0.098, 0.602 / 600
 RETRACT_STEPS = 20
 
 
+@dataclass(frozen=True)
+class Load:
+    """Either clients that ask again when they have their answer, or requests at times drawn as of a Poisson process."""
+
+    num_clients: int = 0
+    per_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.per_s:g}/s" if self.per_s else f"{self.num_clients} clients"
+
+
 @dataclass(slots=True)
 class Job:
     """A request that waits, or runs; seconds are of the simulated clock."""
@@ -70,7 +81,7 @@ class Crowd:
         SettingsError: the pool does not hold the longest prompt and its output.
     """
 
-    def __init__(self, trace: Trace, settings: Settings, num_clients: int) -> None:
+    def __init__(self, trace: Trace, settings: Settings, load: Load) -> None:
         if settings.pool_tokens <= trace.max_prompt_len + MAX_NEW:
             raise SettingsError(f"pool: {settings.pool_tokens} tokens do not hold the longest prompt; give more")
         self.replay = Replay(trace, settings)
@@ -82,14 +93,21 @@ class Crowd:
         self.num_retracted = 0
         self._areas = np.zeros(2)  # running requests and the tokens that they hold, times seconds
         self._expected = RATIO_FIRST
-        lens = np.random.default_rng(settings.seed).integers(MIN_NEW, MAX_NEW + 1, len(trace.requests)).tolist()
+        draw = np.random.default_rng(settings.seed)
+        lens = draw.integers(MIN_NEW, MAX_NEW + 1, len(trace.requests)).tolist()
         self._next = iter(zip(trace.requests, lens, strict=True))
-        self._num_last = len(trace.requests) - 2 * num_clients  # from then on clients might be missing
-        self.waiting = deque(self._ask() for _ in range(num_clients))
+        # from then on clients might be missing
+        self._num_last = len(trace.requests) - 2 * load.num_clients
+        self.waiting = deque(self._ask(0.0) for _ in range(load.num_clients))
+        gaps = draw.exponential(1 / load.per_s, len(trace.requests)) if load.per_s else np.zeros(0)
+        self._arrivals = deque(np.cumsum(gaps).tolist())
+        self._is_closed = load.num_clients > 0
 
     def run(self) -> dict[str, float]:
         first = round(WARM_UP * self._num_last)
         while len(self.done) < self._num_last:
+            while self._arrivals and self._arrivals[0] <= self.now:
+                self.waiting.append(self._ask(self._arrivals.popleft()))
             if not self._prefill():
                 self._decode()
             if len(self.done) <= first:
@@ -111,10 +129,10 @@ class Crowd:
             "tokens computed": mean(job.num_rows for job in jobs),
         }
 
-    def _ask(self) -> Job:
+    def _ask(self, asked_s: float) -> Job:
         request, output_len = next(self._next)
         layout = Layout.of(self.replay.trace, request, self.replay.settings, self.replay.keys)
-        return Job(request, layout, output_len, self.now)
+        return Job(request, layout, output_len, asked_s)
 
     def _obstacle(self, job: Job) -> str | None:
         """Why a request cannot run now."""
@@ -160,14 +178,19 @@ class Crowd:
         return bool(jobs)
 
     def _decode(self) -> None:
-        """Steps until one request ends, or the pool is full."""
+        """Steps until one request ends, the pool is full, or one arrives that need not wait for others."""
+        if not self.running:
+            self._pass_time(self._arrivals[0] - self.now)
+            return
         while self.pool.num_free < len(self.running):
             self._retract()
         left = min(job.output_len - job.num_out for job in self.running)
-        num_steps, num_keys = min(left, self.pool.num_free // len(self.running)), 0.0
-        for job in self.running:
-            num_keys += job.layout.length + job.num_out + num_steps / 2
-        self._pass_time(num_steps * (DECODE.s_per_pass + num_keys * DECODE.s_per_pair))
+        num_steps = min(left, self.pool.num_free // len(self.running))
+        num_keys = sum(job.layout.length + job.num_out for job in self.running)
+        if self._arrivals and not self.waiting:
+            until_next = (self._arrivals[0] - self.now) / DECODE.estimate(1, num_keys)
+            num_steps = min(num_steps, math.ceil(until_next))
+        self._pass_time(num_steps * DECODE.estimate(1, num_keys + len(self.running) * num_steps / 2))
         self._expected = max(RATIO_LEAST, self._expected - num_steps * RATIO_DECAY)
         self._generate(list(self.running), num_steps)
 
@@ -184,7 +207,8 @@ class Crowd:
             self._counts.append(self.replay.end(job.running))
             self.running.remove(job)
             self.done.append(job)
-            self.waiting.append(self._ask())
+            if self._is_closed:
+                self.waiting.append(self._ask(self.now))
 
     def _retract(self) -> None:
         job = min(self.running, key=lambda one: (one.num_out, -one.layout.length))
@@ -207,38 +231,38 @@ def crowd_report(
     make_trace: Callable[[int], Trace],
     *,
     pools: Sequence[int],
-    clients: Sequence[int],
+    loads: Sequence[Load],
     shares: Sequence[float],
     seeds: Sequence[int],
 ) -> Report:
     """The page; all systems are compared with the first of `shares`, which are values of `keep_share`."""
-    found: dict[tuple[int, int, str], list[dict[str, float]]] = {}  # one for each seed
+    found: dict[tuple[int, Load, str], list[dict[str, float]]] = {}  # one for each seed
     rows: list[Row] = []
     for seed, pool_tokens in product(seeds, pools):
         trace, base = make_trace(seed), Settings(pool_tokens, alpha=None, seed=seed)
         stock = replace(base, reuse=False)
         systems = {"stock": (trace, stock), "reorder": (reordered(trace, pool_tokens), stock)}
         systems |= {f"keep_share {share:g}": (trace, replace(base, keep_share=share)) for share in shares}
-        for number, (name, (one, settings)) in product(clients, systems.items()):
-            numbers = Crowd(one, settings, number).run()
-            found.setdefault((pool_tokens, number, name), []).append(numbers)
-            where = {"corpus": len(trace.lengths), "seed": seed, "pool": pool_tokens, "clients": number, "system": name}
+        for load, (name, (one, settings)) in product(loads, systems.items()):
+            numbers = Crowd(one, settings, load).run()
+            found.setdefault((pool_tokens, load, name), []).append(numbers)
+            where = {"corpus": len(trace.lengths), "seed": seed, "pool": pool_tokens, "load": str(load), "system": name}
             rows.append({**where, **{key: f"{value:.6g}" for key, value in numbers.items()}})
     lines = []
-    for (pool_tokens, number, name), some in found.items():
-        others = found[pool_tokens, number, f"keep_share {shares[0]:g}"]
+    for (pool_tokens, load, name), some in found.items():
+        others = found[pool_tokens, load, f"keep_share {shares[0]:g}"]
         if some == others and some is not others:
             continue
         means = [_spelled(statistics.fmean(one[key] for one in some)) for key in some[0]]
         for key in ("requests/s", "TTFT p99"):
             ratios = [one[key] / other[key] for one, other in zip(some, others, strict=True)]
             means.append(f"{statistics.fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
-        lines.append([f"{pool_tokens:,}", number, name, *means])
+        lines.append([f"{pool_tokens:,}", str(load), name, *means])
     names = [key for key in rows[0] if key not in ("corpus", "seed")]
     header = [*names, f"requests/s, of keep_share {shares[0]:g}", "the same of TTFT p99"]
     text = [f"{len(trace.lengths):,} passages of {sum(trace.lengths):,} tokens (last seed). Means over the seeds;"]
     text += ["a value of `keep_share` that changed nothing is left out."]
-    return Report("crowd", "Clients at once", rows, [*text, "", *markdown_table(header, lines)])
+    return Report("crowd", "Many requests at once", rows, [*text, "", *markdown_table(header, lines)])
 
 
 def _spelled(value: float) -> str:

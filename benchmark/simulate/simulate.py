@@ -5,7 +5,7 @@
     python benchmark/simulate/simulate.py trace --trace zipf --set num_requests=100 --out requests.jsonl
     python benchmark/simulate/simulate.py ragpulse FOLDER                  # a real RAG service; the trace is not here
     python benchmark/simulate/simulate.py fleet --ragpulse FOLDER          # replicas, by policy of their gateway
-    python benchmark/simulate/simulate.py crowd --set chunks_per_request=16   # clients at once, by keep_share
+    python benchmark/simulate/simulate.py crowd --set chunks_per_request=16   # many at once, by keep_share
 
 `run` compares policies and memory sizes; `trace` writes a drawn trace as JSONL, which shows the format. Each writes
 NAME.csv and NAME.md. More: docs/simulator.md.
@@ -81,11 +81,12 @@ def make_parser() -> argparse.ArgumentParser:
     fleet.add_argument("--pool", type=int, default=100_000, metavar="TOKENS", help="of each replica (default: 100000)")
     fleet.add_argument("--out", type=Path, help="folder (default: benchmark/results/simulate)")
 
-    crowd = commands.add_parser("crowd", help="clients at once: what running requests cost, by keep_share")
+    crowd = commands.add_parser("crowd", help="many requests at once: what running ones cost, by keep_share")
     _add_trace_arguments(crowd)
     for name, kind, few in (
         ("pool", int, [128_000, 256_000, 512_000]),
         ("clients", int, [8, 16, 32]),
+        ("rates", float, [2.0, 2.5, 3.0, 3.5, 4.0, 5.0]),
         ("keep-shares", float, [defaults["keep_share"], 0.0, 0.1, 0.5]),
         ("seeds", int, [0, 1, 2]),
     ):
@@ -243,10 +244,11 @@ def _run_fleet(args: argparse.Namespace) -> None:
 
 
 def _run_crowd(args: argparse.Namespace) -> None:
-    from benchmark.simulate.crowd import crowd_report
+    from benchmark.simulate.crowd import Load, crowd_report
 
     origin = _origin()
-    chosen = {"pools": args.pool, "clients": args.clients, "shares": args.keep_shares, "seeds": args.seeds}
+    loads = [*(Load(num_clients=number) for number in args.clients), *(Load(per_s=rate) for rate in args.rates)]
+    chosen = {"pools": args.pool, "loads": loads, "shares": args.keep_shares, "seeds": args.seeds}
     _write(crowd_report(_TraceMaker(args), **chosen), args.out, origin)
 
 
