@@ -149,6 +149,12 @@ class ChunkScheduler(Scheduler):
         if not refuse_kept(req, is_last=last_chunk):
             super().send_kv_chunk(req, last_chunk, **kwargs)
 
+    def maybe_send_cached_prefix_chunk(self, req: Req, allow_send: bool = True) -> None:
+        """Sends what is cached before the forward, which is too soon for what a fused request brings in."""
+        state = state_of(req)
+        brings_in = state is not None and state.admission.load is not None
+        super().maybe_send_cached_prefix_chunk(req, allow_send and not brings_in)
+
     def _is_held(self, req: Req) -> bool:
         """Whether a request waits for loads or scores; how long it did is told once it does not."""
         state, is_held = state_of(req), self._waits(req)
