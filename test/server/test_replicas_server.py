@@ -80,7 +80,9 @@ def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: An
 def test_what_one_wrote_another_warms_not_again(fleet: Fleet, passages: Passages):
     """It has not read it, so it asks the store."""
     chunks = passages.several(3)
-    store_on(fleet.first, "remote", chunks[:2])
+    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
+    fleet.first.post("/chunk_cache/warm", {"texts": chunks[:2]})
+    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= written + 2, "not written")
     summary = json.loads(fleet.second.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()[-1])
     assert (summary["already"], summary["stored"], summary["present"]) == (2, 1, 3)
 
@@ -137,8 +139,10 @@ def test_what_is_deleted_everywhere_is_nowhere(fleet: Fleet, passages: Passages,
     gone, behind, other = passages.several(3)
     store_on(fleet.first, "remote", [other])
     written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
-    fleet.first.generate(marked([gone, behind], head="Together. ").text, max_new_tokens=0)
-    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") == written + 2, "not written")
+    prepared = {"texts": [gone, behind], "neighbours": [[], [0]]}
+    fleet.first.post("/chunk_cache/warm", prepared)
+    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= written + 2, "not written")
+    assert _num_stored(fleet.first, prepared) == 2
     reuse(fleet.second, marked([other, gone], head="Used. "), tokenizer)
 
     servers = (fleet.first, fleet.second)
@@ -156,17 +160,16 @@ def test_what_is_deleted_everywhere_is_nowhere(fleet: Fleet, passages: Passages,
             return not any(key.encode() in name or key.encode() in value for (name, _), value in new.items())
 
         wait_until(is_gone, "its key is still in the store, or in what was computed behind it")
-    wait_until(lambda: not _is_stored(fleet.first, behind), "what stood behind it is still in the store")
+    wait_until(lambda: not _num_stored(fleet.first, prepared), "what stood behind it is still in the store")
     prompt = marked([other, gone, behind], head="Asked. ")
     out, reply = reuse(fleet.second, prompt, tokenizer)
     assert statuses(reply) == ["hit", "miss", "miss"]
     assert_right(fleet.second, prompt, out)
 
 
-def _is_stored(server: Server, text: str) -> bool:
-    """In its pool, or in the store, which it asks where it does not know."""
-    body = {"texts": [text], "dry_run": True}
-    return bool(json.loads(server.post("/chunk_cache/warm", body).text)["already"])
+def _num_stored(server: Server, warmed: dict[str, Any]) -> int:
+    """Of what was warmed so, in its pool or in the store, which it asks where it does not know."""
+    return int(json.loads(server.post("/chunk_cache/warm", {**warmed, "dry_run": True}).text)["already"])
 
 
 def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, tokenizer: Any):
