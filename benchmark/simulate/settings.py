@@ -40,7 +40,7 @@ class Settings:
     remember: str = REMEMBER[0]
     counts_system: bool = True
     """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
-    keep_share: float = 0.25
+    keep_share: float = 0.1
     partition_share: float = 1.0
     """Of index and KV memory that one tenant may have."""
     promote_uses: int = 8

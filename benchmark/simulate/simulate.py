@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("pool", int, [128_000, 256_000, 512_000]),
         ("clients", int, [8, 16, 32]),
         ("rates", float, [2.0, 2.5, 3.0, 3.5, 4.0, 5.0]),
-        ("keep-shares", float, [defaults["keep_share"], 0.0, 0.1, 0.5]),
+        ("keep-shares", float, [defaults["keep_share"], 0.0, 0.25, 0.5]),
         ("seeds", int, [0, 1, 2]),
     ):
         crowd.add_argument(f"--{name}", nargs="+", type=kind, default=few, help="default: %(default)s")

@@ -42,7 +42,7 @@ class Config:
     """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
     """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
-    keep_share: float = 0.25
+    keep_share: float = 0.1
     """Most of the KV pool, as a share, that requests leave to reused chunks while others run; 0 = none."""
     partition_share: float = 1.0
     """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own

@@ -71,7 +71,7 @@ def test_a_pool_that_is_too_small_is_refused(trace: Trace) -> None:
 def test_the_command(tmp_path: Path) -> None:
     command = ["crowd", "--set", "num_requests=30", "num_chunks=20", "chunk_len=50", "--pool", "2000", "--clients", "2"]
     command += ["--rates", "4"]
-    assert main([*command, "--keep-shares", "0.25", "0", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert main([*command, "--keep-shares", "0.1", "0", "--seeds", "1", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "crowd.md").read_text()
-    assert "| 2,000 | 2 clients | keep_share 0.25 |" in page
-    assert "| 2,000 | 4/s | keep_share 0.25 |" in page
+    assert "| 2,000 | 2 clients | keep_share 0.1 |" in page
+    assert "| 2,000 | 4/s | keep_share 0.1 |" in page
