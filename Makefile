@@ -72,7 +72,8 @@ test: $(STAMP)
 	$(PY) -m pytest $(SHARED) -m "(server or slow) and not all" test
 
 test-all: $(STAMP) $(CLIENTS_STAMP)
-	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test
+	$(PY) -m pytest --all $(SHARED) test/unit test/server
+	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test/exactness
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
