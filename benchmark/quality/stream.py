@@ -6,7 +6,8 @@ Questions come in groups over one stock of passages. A prompt has the passages t
 stock, in an order of its own; each question comes in several rounds. For each system the stream is asked from its
 beginning with empty caches, once for the answer and once for each forced answer, so that what is stored is always what
 the system's own earlier prompts left. Forced are full prefill's own answer and the right one; what is lost is nats a
-token against full prefill. The first round fills the store and does not count. Results: OUT/NAME.{json,md}.
+token against full prefill. The first round fills the store and does not count. After each system OUT/NAME.{json,md}
+are written anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ SYSTEMS = (
 )
 FULL = System("full prefill", "chunk", {"mode": "off"})
 MEASURE = "token_f1"
+LEGEND = "Lost: nats a token against full prefill. Brackets: 95 % intervals of the mean over questions."
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,8 @@ def measure(
     asked: Sequence[Question],
     prompts: Sequence[Prompt],
     answer_len: int,
-    tick: Callable[[str], None],
-) -> dict[str, Any]:
-    """What each system gave, prompt by prompt."""
+) -> Iterator[dict[str, Any]]:
+    """What each system gave so far, prompt by prompt; full prefill first."""
     full = answers_of(server, FULL, prompts, answer_len)
     lens = [reply["meta_info"]["prompt_tokens"] for reply in full]
     pairs = {
@@ -153,7 +154,7 @@ def measure(
     base = {name: forced_of(server, FULL, texts, lens) for name, texts in pairs.items()}
     scores = [score(MEASURE, reply["text"], question) for reply, question in zip(full, asked, strict=True)]
     found: dict[str, Any] = {FULL.name: {"f1": scores}}
-    tick(FULL.name)
+    yield found
     for system in systems:
         replies = answers_of(server, system, prompts, answer_len)
         caches = [reply["meta_info"]["chunk_cache"] for reply in replies]
@@ -174,8 +175,7 @@ def measure(
                 float(np.mean(a) - np.mean(b)) if a else 0.0 for a, b in zip(base[name], given, strict=True)
             ]
         found[system.name] = {name: [float(value) for value in column] for name, column in values.items()}
-        tick(system.name)
-    return found
+        yield found
 
 
 def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[str | None]) -> list[str]:
@@ -251,28 +251,24 @@ def main() -> int:
     numbers, asked = zip(*stream(read(args.data, args.num), shape, args.seed), strict=True)
     prompts = [build(question, PLAIN) for question in asked]
     report: dict[str, Any] = {**describe_run(), "data": named(args.data), "shape": asdict(shape)}
-    began = time.monotonic()
-
-    def tick(name: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {name}", flush=True)
-
-    flags = ("--chunk-cache", *shlex.split(args.flags))
-    with Server(args.model, *flags, env=offline_env(), log_path=CACHE_DIR / "server-stream.log") as server:
-        found = measure(server, systems, asked, prompts, args.answer, tick)
-    lines = [
+    head = [
         "# A stream of questions that share passages",
         "",
         *run_markdown(report),
-        f"- {args.num} questions of {report['data']}; model {args.model.name}; {time.monotonic() - began:.0f} s",
-        f"- groups of {shape.group} questions over {shape.stock} passages, prompts of {shape.num_chunks} passages, "
-        f"{shape.rounds} rounds, of which the first does not count; answers of at most {args.answer} tokens",
-        "",
-        "Lost: nats a token against full prefill. Brackets: 95 % intervals of the mean over questions.",
-        "",
-        *table(found, [question.id if number else None for number, question in zip(numbers, asked, strict=True)]),
+        f"- {args.num} questions of {report['data']}, groups of {shape.group} over {shape.stock} passages; prompts of"
+        f" {shape.num_chunks} passages, {shape.rounds} rounds, of which the first does not count",
+        f"- answers of at most {args.answer} tokens",
     ]
-    for path in write_result(args.out, args.name, report | {"found": found, "rounds": numbers}, lines):
-        print(path)
+    began = time.monotonic()
+    flags = ("--chunk-cache", *shlex.split(args.flags))
+    with Server(args.model, *flags, env=offline_env(), log_path=CACHE_DIR / "server-stream.log") as server:
+        for found in measure(server, systems, asked, prompts, args.answer):
+            seconds = time.monotonic() - began
+            lines = [*head, f"- model {args.model.name}; {seconds:.0f} s", "", LEGEND, ""]
+            lines += table(found, [one.id if number else None for number, one in zip(numbers, asked, strict=True)])
+            paths = write_result(args.out, args.name, report | {"found": found, "rounds": numbers}, lines)
+            print(f"{seconds:6.0f} s  {list(found)[-1]}", flush=True)
+    print(*paths, sep="\n")
     return 0
 
 
