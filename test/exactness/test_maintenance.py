@@ -157,7 +157,7 @@ def test_eviction_by_frequency_keeps_what_is_reused() -> None:
 
 
 def test_a_crowd_of_requests_leaves_reused_chunks_their_room() -> None:
-    assert outcome("crowd", BY_FREQUENCY) == ["miss", "hit"]
+    assert outcome("crowd", (*BY_FREQUENCY, ("keep_share", 0.25))) == ["miss", "hit"]
     assert outcome("crowd", (*BY_FREQUENCY, ("keep_share", 0.0))) == ["miss", "miss"]
 
 
