@@ -257,14 +257,14 @@ def main() -> int:
         *run_markdown(report),
         f"- {args.num} questions of {report['data']}, groups of {shape.group} over {shape.stock} passages; prompts of"
         f" {shape.num_chunks} passages, {shape.rounds} rounds, of which the first does not count",
-        f"- answers of at most {args.answer} tokens",
+        f"- model {args.model.name}; answers of at most {args.answer} tokens",
     ]
     began = time.monotonic()
     flags = ("--chunk-cache", *shlex.split(args.flags))
     with Server(args.model, *flags, env=offline_env(), log_path=CACHE_DIR / "server-stream.log") as server:
         for found in measure(server, systems, asked, prompts, args.answer):
             seconds = time.monotonic() - began
-            lines = [*head, f"- model {args.model.name}; {seconds:.0f} s", "", LEGEND, ""]
+            lines = [*head, f"- {seconds:.0f} s", "", LEGEND, ""]
             lines += table(found, [one.id if number else None for number, one in zip(numbers, asked, strict=True)])
             paths = write_result(args.out, args.name, report | {"found": found, "rounds": numbers}, lines)
             print(f"{seconds:6.0f} s  {list(found)[-1]}", flush=True)

@@ -84,6 +84,7 @@ class Crowd:
     def __init__(self, trace: Trace, settings: Settings, load: Load) -> None:
         if settings.pool_tokens <= trace.max_prompt_len + MAX_NEW:
             raise SettingsError(f"pool: {settings.pool_tokens} tokens do not hold the longest prompt; give more")
+        self._load = load
         self.replay = Replay(trace, settings)
         self.pool = self.replay.pool
         self.running: list[Job] = []
@@ -96,12 +97,10 @@ class Crowd:
         draw = np.random.default_rng(settings.seed)
         lens = draw.integers(MIN_NEW, MAX_NEW + 1, len(trace.requests)).tolist()
         self._next = iter(zip(trace.requests, lens, strict=True))
-        # from then on clients might be missing
-        self._num_last = len(trace.requests) - 2 * load.num_clients
+        self._num_last = len(trace.requests) - 2 * load.num_clients  # from then on clients might be missing
         self.waiting = deque(self._ask(0.0) for _ in range(load.num_clients))
         gaps = draw.exponential(1 / load.per_s, len(trace.requests)) if load.per_s else np.zeros(0)
         self._arrivals = deque(np.cumsum(gaps).tolist())
-        self._is_closed = load.num_clients > 0
 
     def run(self) -> dict[str, float]:
         first = round(WARM_UP * self._num_last)
@@ -207,7 +206,7 @@ class Crowd:
             self._counts.append(self.replay.end(job.running))
             self.running.remove(job)
             self.done.append(job)
-            if self._is_closed:
+            if self._load.num_clients:
                 self.waiting.append(self._ask(self.now))
 
     def _retract(self) -> None:

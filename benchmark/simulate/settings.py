@@ -10,6 +10,7 @@ from chunk_cache.index.victims import AGEING
 from chunk_cache.options.config import REMEMBER, Config
 
 HOLDS = ("prompts", "chunks")
+_SERVER = Config()
 
 
 class SettingsError(ValueError):
@@ -24,27 +25,27 @@ class Settings:
     """KV memory, of everything cached and the running request."""
     policy: str = "lru"
     """One of `POLICIES`: the pool's; the index follows where it can (`index_eviction`)."""
-    max_variants: int = 200_000
-    max_variants_per_chunk: int = 8
-    max_path_tokens: int = 64_000_000
-    max_generation: int = 8
+    max_variants: int = _SERVER.max_variants
+    max_variants_per_chunk: int = _SERVER.max_variants_per_chunk
+    max_path_tokens: int = _SERVER.max_path_tokens
+    max_generation: int = _SERVER.max_generation
     alpha: float | None = 1.0
     """None: `ratio` of every reused chunk instead."""
     ratio: float = 0.15
-    max_cfo: float | None = None
+    max_cfo: float | None = _SERVER.max_cfo
     reuse: bool = True
     """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
     holds: str = "prompts"
     """What lies in the KV memory, one of `HOLDS`: `prompts`: all that a server's KV pool holds, and the running
     request; `chunks`: chunks alone, beside that pool, as in a tier."""
-    remember: str = REMEMBER[0]
+    remember: str = _SERVER.remember
     counts_system: bool = True
     """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
-    keep_share: float = 0.1
-    partition_share: float = 1.0
+    keep_share: float = _SERVER.keep_share
+    partition_share: float = _SERVER.partition_share
     """Of index and KV memory that one tenant may have."""
-    promote_uses: int = 8
-    ageing: float = AGEING
+    promote_uses: int = _SERVER.promote_uses
+    ageing: float = _SERVER.ageing
     """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
     seed: int = 0
     """Of the synthetic attention."""

@@ -165,8 +165,8 @@ def metric(server: Server, name: str, **labels: str) -> float:
     """Sum of the samples of `sglang:chunk_cache_<name>` with these labels; 0 where nothing was counted."""
     total = 0.0
     for line in server.get("/metrics").text.splitlines():
-        match = re.match(rf"sglang:chunk_cache_{name}\{{(.*)\}} (\S+)$", line)
-        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1])).items():
+        match = re.match(rf"sglang:chunk_cache_{name}(?:\{{(.*)\}})? (\S+)$", line)
+        if match and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[1] or "")).items():
             total += float(match[2])
     return total
 

@@ -81,7 +81,8 @@ def test_white_space(patient, passages, ask):
     code, checks = ask(first, second)
     assert (code, causes(checks, "chunk 0")) == (0, [Cause.WHITE_SPACE])
     (check,) = (check for check in checks if check["cause"] == Cause.WHITE_SPACE)
-    assert "↵" in check["found"]
+    before, now = check["found"].split("' and '")
+    assert ("↵" in before, "↵" in now) == (False, True)
     assert check["remedy"].startswith("write the chunk the same way every time")
 
 

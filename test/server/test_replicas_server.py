@@ -28,6 +28,7 @@ from server.tier_contract import (
     tier_server,
     tiers,
     wait_until,
+    written,
 )
 from server_fixture import Server
 from unit.tiers.mooncake_master import library_env
@@ -80,9 +81,8 @@ def test_one_writes_and_all_read(fleet: Fleet, passages: Passages, tokenizer: An
 def test_what_one_wrote_another_warms_not_again(fleet: Fleet, passages: Passages):
     """It has not read it, so it asks the store."""
     chunks = passages.several(3)
-    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
-    fleet.first.post("/chunk_cache/warm", {"texts": chunks[:2]})
-    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= written + 2, "not written")
+    with written(fleet.first, "remote", 2):
+        fleet.first.post("/chunk_cache/warm", {"texts": chunks[:2]})
     summary = json.loads(fleet.second.post("/chunk_cache/warm", {"texts": chunks}).text.splitlines()[-1])
     assert (summary["already"], summary["stored"], summary["present"]) == (2, 1, 3)
 
@@ -138,10 +138,9 @@ def test_what_is_deleted_everywhere_is_nowhere(fleet: Fleet, passages: Passages,
     before = _values(fleet.store) if isinstance(fleet.store, RedisServer) else {}
     gone, behind, other = passages.several(3)
     store_on(fleet.first, "remote", [other])
-    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
     prepared = {"texts": [gone, behind], "neighbours": [[], [0]]}
-    fleet.first.post("/chunk_cache/warm", prepared)
-    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") >= written + 2, "not written")
+    with written(fleet.first, "remote", 2):
+        fleet.first.post("/chunk_cache/warm", prepared)
     assert _num_stored(fleet.first, prepared) == 2
     reuse(fleet.second, marked([other, gone], head="Used. "), tokenizer)
 
@@ -176,9 +175,7 @@ def test_without_the_salt_nobody_can_ask(fleet: Fleet, passages: Passages, token
     """Neither a request nor the administration nor a key of the store tells that a tenant has a text."""
     (text,) = passages.several(1)
     fields = {"cache_salt": "of the first tenant"}
-    written = metric(fleet.first, "writes_total", tier="remote", outcome="ok")
-    prime(fleet.first, [text], **fields)
-    wait_until(lambda: metric(fleet.first, "writes_total", tier="remote", outcome="ok") > written, "not written")
+    store_on(fleet.first, "remote", [text], **fields)
     if isinstance(fleet.store, RedisServer):
         own = chunk_key(Partition(), chunk_ids(tokenizer, text)).hex().encode()
         assert not any(own in name for name, _ in _values(fleet.store))

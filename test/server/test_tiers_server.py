@@ -15,6 +15,7 @@ import pytest
 
 from chunk_cache.keys import Partition
 from chunk_cache.tiers.cost import MIN_OBSERVATIONS
+from server import contract
 from server.contract import FULL, Passages, chunk_ids, generated, marked, prime, reasons, same_logprobs, statuses
 from server.tier_contract import (
     REQUEST_TIMEOUT_S,
@@ -307,8 +308,8 @@ def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, s
     for _ in range(MIN_OBSERVATIONS):  # before, no saving is stated
         b = passages()
         slow.generate(marked([b]).text, max_new_tokens=1)
-    before = [of_stage(slow, name, "sum") for name in STAGES]
-    num_saved = of_stage(slow, "saved", "count")
+    before = [contract.metric(slow, f"{name}_seconds_sum") for name in STAGES]
+    num_saved = contract.metric(slow, "saved_seconds_count")
     prompt = marked([b, a], head="Traced. ")
     reply = slow.generate(prompt.text, rid="traced", max_new_tokens=1)["meta_info"]["chunk_cache"]
     assert statuses(reply) == ["hit", "hit"]
@@ -318,18 +319,13 @@ def test_stages_are_spans_and_histograms(slow, collector, tokenizer, passages, s
     assert max(planning.end_time_unix_nano, loading.end_time_unix_nano) <= assembling.start_time_unix_nano
     tokens = {name: count for name, count in reply.items() if name.endswith("_tokens")}
     assert attributes(planning).items() >= tokens.items()
-    planned, loaded, assembled = (of_stage(slow, name, "sum") - then for name, then in zip(STAGES, before, strict=True))
+    planned, loaded, assembled = (
+        contract.metric(slow, f"{name}_seconds_sum") - then for name, then in zip(STAGES, before, strict=True)
+    )
     assert loaded == pytest.approx(seconds(loading), abs=1e-6)
     assert assembled == pytest.approx(seconds(assembling), abs=1e-6)
     assert planned >= seconds(planning) - 1e-9
-    assert of_stage(slow, "saved", "count") == num_saved + 1
-
-
-def of_stage(server: Server, name: str, what: str) -> float:
-    (line,) = (
-        line for line in server.get("/metrics").text.splitlines() if f"chunk_cache_{name}_seconds_{what}" in line
-    )
-    return float(line.split()[-1])
+    assert contract.metric(slow, "saved_seconds_count") == num_saved + 1
 
 
 @pytest.mark.all

@@ -2,7 +2,7 @@
 
 - `tier_flags` is the configuration as flags, `tier_server` a server with it, `Folder` a disk tier as the tests see it.
 - `tiers` reads a reply, `metric` one value of `/metrics`, `wait_until` waits for what happens on its own.
-- `store_on` puts chunks into a tier, `kill_while_writing` ends a server that does.
+- `store_on` puts chunks into a tier, `written` waits for what does, `kill_while_writing` ends a server that does.
 - `fill_pool` makes every chunk leave the KV pool.
 """
 
@@ -13,9 +13,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,18 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
     return value
 
 
-def store_on(server: Server, tier: str, chunks: list[str]) -> None:
-    """Computes chunks, and returns when the tier has them."""
-    done = metric(server, "writes_total", tier=tier, outcome="ok") + len(chunks)
-    prime(server, chunks)
+@contextmanager
+def written(server: Server, tier: str, num: int) -> Iterator[None]:
+    """What is computed inside is written at the end: so many variants."""
+    done = metric(server, "writes_total", tier=tier, outcome="ok") + num
+    yield
     wait_until(lambda: metric(server, "writes_total", tier=tier, outcome="ok") >= done, "not written")
+
+
+def store_on(server: Server, tier: str, chunks: list[str], **body: Any) -> None:
+    """Computes chunks, and returns when the tier has them."""
+    with written(server, tier, len(chunks)):
+        prime(server, chunks, **body)
 
 
 def kill_while_writing(server: Server, prompts: Sequence[Marked], is_time: Callable[[], bool]) -> None:
