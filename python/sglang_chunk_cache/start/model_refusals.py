@@ -43,7 +43,7 @@ def check_model(model_config: Any) -> None:
 
 def model_reason(model_config: Any) -> str | None:
     """Why a model cannot be served, as the end of a sentence, or None; one that a flag ends comes last."""
-    for check in (_kind_reason, _sparse_reason, _local_reason, _rope_reason, _attention_reason):
+    for check in (_kind_reason, _sparse_reason, _local_reason, _window_reason, _rope_reason, _attention_reason):
         reason = check(model_config)
         if reason is not None:
             return reason
@@ -88,12 +88,32 @@ def _local_reason(model_config: Any) -> str | None:
     return None
 
 
+def has_window_pool(model_config: Any) -> bool:
+    """Whether SGLang would keep the layers with a window in a KV pool of their own."""
+    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    return bool(is_hybrid_swa_model(model_config.hf_config.architectures, model_config.hf_text_config))
+
+
+def _window_reason(model_config: Any) -> str | None:
+    """All layers share one pool, since a passage that moves needs its KV in each of them."""
+    if not has_window_pool(model_config):
+        return None
+    all_heads = model_config.get_num_kv_heads(1), model_config.head_dim, model_config.v_head_dim
+    window_heads = model_config.get_swa_num_kv_heads(1), model_config.swa_head_dim, model_config.swa_v_head_dim
+    if all_heads == window_heads:
+        return None
+    return (
+        "its layers with a window have other heads than the rest (Gemma 4, MiMo V2), which one KV pool cannot hold; "
+        "no flag helps"
+    )
+
+
 def _attention_reason(model_config: Any) -> str | None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
     text_config = model_config.hf_text_config
-    num_kv_heads = getattr(text_config, "num_key_value_heads", None)
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if has_states(model_config):
         return None
@@ -102,13 +122,6 @@ def _attention_reason(model_config: Any) -> str | None:
         return f"its layers keep states otherwise than by the gated delta rule: {other}; no flag helps"
     if layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
         return "it has state-space or linear-attention layers"
-    if model_config.is_hybrid_swa:
-        if getattr(text_config, "swa_num_key_value_heads", num_kv_heads) != num_kv_heads:
-            return "its layers with a window have other heads, which one pool of all layers cannot hold; no flag helps"
-        return (
-            "SGLang keeps its layers with a window in a pool of their own; add --disable-hybrid-swa-memory, which "
-            "keeps all of them in one"
-        )
     if model_config.attention_chunk_size:
         return "it uses local attention (attention_chunk_size in its config.json)"
     return None

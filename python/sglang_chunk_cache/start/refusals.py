@@ -5,13 +5,14 @@ Verbs: `check_flags` (the flags as given), `check_port`, `check_disk` (the folde
 options). Of a model's configuration `model_refusals` decides, in a scheduler `pool_check` of its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
-that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused.
+that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused; of two KV pools
+is made one.
 """
 
 from __future__ import annotations
 
-import copy
 import errno
+import logging
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, 
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.flag_rules import FlagRule, more_than_one, not_null, refuse_any, resolved
-from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model
+from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model, has_window_pool
 from sglang_chunk_cache.start.state_refusals import check_states
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -114,7 +117,8 @@ VARIABLE_RULES: tuple[FlagRule, ...] = tuple(
 
 
 def prepare_flags(server_args: Any, config: Config) -> None:
-    """Sets the flags that follow from the options: the radix tree evicts by priorities where they are what we set.
+    """Sets the flags that follow from the options: the radix tree evicts by priorities where they are what we set. All
+    layers share one KV pool, those with a window too: a passage that moves needs its KV in each of them.
 
     Raises:
         StartRefused: two policies of eviction are asked for.
@@ -127,6 +131,7 @@ def prepare_flags(server_args: Any, config: Config) -> None:
                 "--chunk-cache-config; drop one of them."
             )
         server_args.radix_eviction_policy = "priority"
+    server_args.disable_hybrid_swa_memory = True
 
 
 def check_flags(server_args: Any) -> None:
@@ -210,10 +215,10 @@ def check_resolved(server_args: Any) -> None:
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
-    model_config = copy.copy(model_config_of(server_args))
-    if resolved(server_args, "disable_hybrid_swa_memory"):  # SGLang may have read the model before that was resolved
-        model_config.is_hybrid_swa = False
+    model_config = model_config_of(server_args)
     check_model(model_config)
+    if has_window_pool(model_config):
+        _tell_of_one_pool(model_config, resolved(server_args, "swa_full_tokens_ratio"))
     _check_determinism(server_args, args)
     _check_chosen(server_args)
     if kernel == "flashinfer":
@@ -232,6 +237,20 @@ def check_resolved(server_args: Any) -> None:
         what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
         if what is not None:
             refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
+
+
+def _tell_of_one_pool(model_config: Any, ratio: float) -> None:
+    """What one pool costs a model of which SGLang would keep two, one of them with `ratio` of the other's tokens."""
+    from sglang.srt.configs.model_config import get_hybrid_layer_ids
+
+    windows, others = get_hybrid_layer_ids(model_config.hf_config.architectures, model_config.hf_text_config)
+    share = (len(others) + ratio * len(windows)) / (len(others) + len(windows))
+    logger.info(
+        "Chunk cache: all layers share one KV pool, since passages that move need the KV of layers with a window too; "
+        "it holds %.0f %% of the tokens of SGLang's two pools (--swa-full-tokens-ratio %s)",
+        100 * share,
+        ratio,
+    )
 
 
 def _check_chosen(server_args: Any) -> None:

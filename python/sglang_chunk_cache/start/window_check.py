@@ -1,8 +1,8 @@
 """Whether SGLang's attention backends know of the windows of a model's layers, beside the layers themselves.
 
 Verb: `check_windows`. A backend that plans its windows for the whole model asks the model for one. Where the layers
-with a window have a pool of their own, SGLang takes it from config.json instead; with --disable-hybrid-swa-memory, as
-our own sentence asks for, nobody tells it where the class does not, and it decodes over all tokens or fails.
+with a window have a pool of their own, SGLang takes it from config.json instead; here all layers share one pool
+(`refusals.prepare_flags`), so nobody tells it where the class does not, and it decodes over all tokens or fails.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
     "latent attention": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA),
     "gemma 2, with windows": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 1024, "head_dim": 16}),
+    "windows that SGLang would keep in a pool of their own": (*LLAMA, {"is_hybrid_swa": True}),
+    "windows beside sinks": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 128, "head_dim": 16}),
     "a class that nobody listed": ("stablelm", "PersimmonForCausalLM", {}),
 }
 
@@ -109,12 +111,11 @@ def test_long_rope_is_served_within_its_original_context(tmp_path):
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "windows in a pool of their own": (*LLAMA, {"is_hybrid_swa": True}, "add --disable-hybrid-swa-memory"),
-    "windows beside sinks": (
+    "windows of other heads": (
         "gpt_oss",
         "GptOssForCausalLM",
-        {"sliding_window": 128, "head_dim": 16},
-        "add --disable-hybrid-swa-memory",
+        {"sliding_window": 128, "head_dim": 16, "swa_head_dim": 32},
+        "other heads than the rest",
     ),
     "an index of its own": (
         "deepseek_v32",
@@ -209,9 +210,7 @@ def test_texts_of_a_model_that_sees_images_are_served(tmp_path, prefix):
 
     config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForConditionalGeneration"])
     config.save_pretrained(tmp_path)
-    model_config = ModelConfig(model_path=str(tmp_path))
-    model_config.is_hybrid_swa = False
-    model_refusals.check_model(model_config)
+    model_refusals.check_model(ModelConfig(model_path=str(tmp_path)))
 
 
 def test_images_of_gemma_are_refused(tmp_path):

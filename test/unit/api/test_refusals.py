@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,18 @@ def test_supported_types_of_the_kv_cache(dtype):
 def test_what_is_left_open_is_left_to_sglang():
     server_args = ServerArgs(model_path="none")
     refusals.prepare_flags(server_args, parse_config({}))
-    assert vars(server_args) == vars(ServerArgs(model_path="none"))
+    assert vars(server_args) == vars(ServerArgs(model_path="none", disable_hybrid_swa_memory=True))
+
+
+def test_the_start_says_what_one_kv_pool_costs(tmp_path, caplog):
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64, "sliding_window": 8}
+    kinds = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **heads, **kinds}))
+    args = ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True, swa_full_tokens_ratio=0.5)
+    with caplog.at_level("INFO"):
+        refusals.check_resolved(args)
+    assert "holds 62 % of the tokens of SGLang's two pools (--swa-full-tokens-ratio 0.5)" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])
