@@ -12,8 +12,9 @@ from exactness.runner import Config, run_cases
 pytestmark = pytest.mark.slow
 
 BUDGET = 256
-SHORT, LONG = (2_000, 6_000), (6_000, 25_000, 100_000)
-LONG_S = 3600
+SHORT, LONG = (2_000, 6_000), (6_000, 25_000)
+LONG_S = 1200
+"""SGLang's attention on a CPU takes time with the square of a prompt in each step: 3 minutes for 25,000 tokens."""
 
 
 @cache
