@@ -73,7 +73,7 @@ test: $(STAMP)
 
 test-all: $(STAMP) $(CLIENTS_STAMP)
 	$(PY) -m pytest --all $(SHARED) test/unit test/server
-	$(PY) -m pytest --all --summary benchmark/results/exactness/summary.md test/exactness
+	$(PY) -m pytest --all $(SHARED) --summary benchmark/results/exactness/summary.md test/exactness
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
