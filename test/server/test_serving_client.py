@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.common.server import offline_env
 from benchmark.serving import traces
 from benchmark.serving.client import closed_loop, open_loop
-from benchmark.serving.export_dataset import MARKED, write_dataset
 from benchmark.serving.measures import share_right, summarize
 from benchmark.serving.prompt import Prompt
 from benchmark.serving.systems import parse_systems
-from transformers import AutoTokenizer
 
-from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
 
 pytestmark = pytest.mark.server
@@ -80,20 +72,3 @@ def test_nobody_listens() -> None:
     (record,) = closed_loop("http://127.0.0.1:9", [{"text": "x"}], 1).records
     assert record.error is not None
     assert "ConnectError" in record.error
-
-
-@pytest.mark.all
-def test_sglangs_own_benchmark_reuses_chunks(trained_server: Server, prompts: list[Prompt], tmp_path: Path) -> None:
-    path = tmp_path / "notes.jsonl"
-    write_dataset(path, prompts, MARKED, AutoTokenizer.from_pretrained(MODEL))
-    trained_server.flush()
-    command = [
-        *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--port", str(trained_server.port)),
-        *("--dataset-name", "custom", "--dataset-path", str(path), "--num-prompts", str(NUM), "--max-concurrency", "1"),
-        *("--tokenizer", str(MODEL), "--model", str(MODEL), "--output-file", str(tmp_path / "out.jsonl")),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, **offline_env()})
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"Successful requests:                     {NUM}" in done.stdout, done.stdout[-2000:]
-    variants = trained_server.get("/chunk_cache/variants").json()["variants"]
-    assert sum(variant["num_uses"] for variant in variants) > 0, "nothing was reused"

@@ -11,13 +11,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-from benchmark.index.bench_chunk_ids import FAMILIES
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 import drawn_requests as drawn
 from sglang_chunk_cache.flags import server_args as options
 from tiny_models import CHAT_TEMPLATE, make_tokenizer
+from tokenizer_families import FAMILIES
 
 SEED = 1
 TEXTS = [" ".join(drawn.WORDS), "Answer from the passages.\nRome's river is 405 km long (probably).\n"] * 3

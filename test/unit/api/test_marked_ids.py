@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from benchmark.index.bench_chunk_ids import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
@@ -17,6 +16,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.prompt.marked_ids import encode_chunk, encode_marked, encode_prefix
 from chunk_cache.prompt.marks import Mark, MarkedText
 from tiny_models import make_tokenizer
+from tokenizer_families import FAMILIES
 
 TEXTS = [
     "Answer from the passages.\n\nParis is the capital of France.\nRome's river, the Tiber, is 405 km long.\n\n",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmark.index.bench_chunk_ids import FAMILIES
 from benchmark.quality.prompts import PLAIN, VERBATIM, PromptFormat, build_chat_prompt, build_prompt, read_format
 from benchmark.quality.question import DataError, Question
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR as SEPARATOR
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import split_marked
+from tokenizer_families import FAMILIES
 
 QUESTION = Question("Read.", ("Paris is in France.", "Rome is in Italy.", "Paris is in France."), "Where?", ("x",))
 
