@@ -203,7 +203,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[st
         "own answer lost",
         "right answer lost",
         "F1",
-        "F1 less full",
+        "less full",
     )
     cells: list[Sequence[object]] = []
     for name in found:
