@@ -195,16 +195,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[st
         ends = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
         return f"{np.mean(values):.{digits}f}{ends}"
 
-    header = (
-        "system",
-        "rows computed",
-        "chunks found",
-        "CFO",
-        "own answer lost",
-        "right answer lost",
-        "F1",
-        "less full",
-    )
+    header = ("system", "rows computed", "found", "CFO", "own answer lost", "right answer lost", "F1", "less full")
     cells: list[Sequence[object]] = []
     for name in found:
         f1 = 100 * column(name, "f1")
