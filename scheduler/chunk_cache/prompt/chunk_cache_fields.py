@@ -181,5 +181,5 @@ def _read_template(value: object, path: str, separator: str) -> str | None:
     template = check_text(value, path, separator)
     if [name[1] for name in PLACEHOLDER.finditer(template)].count("text") != 1:
         problem = "{text} does not stand in it once"
-        raise request_error(path, problem, 'give one such as "[{id}] {text}\\n"; {id} and {title} may stand in it')
+        raise request_error(path, problem, 'give one such as "[{id}]\\n{text}\\n"; {id} and {title} may stand in it')
     return template
