@@ -38,7 +38,11 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     # Parallelism, topology and disaggregation, whose roles `check_role` knows.
     FlagRule("pp_size", "pipeline parallelism (--pp-size)", more_than_one),
     FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", more_than_one),
-    FlagRule("enable_dp_attention", "data-parallel attention (--enable-dp-attention)"),
+    FlagRule(
+        "enable_dp_attention",
+        "data-parallel attention (--enable-dp-attention), whose ranks agree on how many tokens they compute before the "
+        "rows of a reused prompt are known,",
+    ),
     FlagRule("attn_cp_size", "context parallelism (--attn-cp-size)", more_than_one),
     FlagRule("dcp_size", "context parallelism (--dcp-size)", more_than_one),
     FlagRule("enable_prefill_cp", "context parallelism (--enable-prefill-cp)"),
