@@ -154,7 +154,8 @@ def case_conversation(s: Session) -> list[Reply]:
 
 
 def case_trust(s: Session) -> list[Reply]:
-    """A passage behind a stranger's, wanted behind another; again once it was computed alone, then warmed."""
+    """A passage behind a stranger's, wanted behind another; again once it was computed alone, then warmed, and when the
+    stranger came again."""
     stranger, a, c, d, filler = s.chunks(40, 35, 30, 25, 50)
     s.send(s.prompt([stranger, a]), options={"mode": "exact"}, max_new_tokens=1)
     replies = s.send(s.prompt([c, a]), ratio=0.0, options={"mode": "auto"}, max_new_tokens=1)
@@ -167,7 +168,8 @@ def case_trust(s: Session) -> list[Reply]:
     prompt = Prompt().text(s.system).chunk(filler).chunk(a).text(s.tokens(9))
     s.send(prompt, options={"mode": "warm"}, max_new_tokens=1)
     replies += s.send(s.prompt([c, d, a]), ratio=0.0, max_new_tokens=1)
-    return replies
+    s.send(s.prompt([stranger, d, a]), options={"mode": "exact"}, max_new_tokens=1)
+    return replies + s.send(s.prompt([stranger, c, a]), ratio=0.0, max_new_tokens=1)
 
 
 def case_flush_before_a_refresh(s: Session) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Promise: the same lookups give the same plan, on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +69,7 @@ def make_plan(
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
         alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
             the option. None = by ratio.
-        max_cfo: a chunk whose CFO is above it is computed instead.
+        max_cfo: a chunk whose CFO is above it is computed instead. No request lowers its CFO here by a smaller alpha.
         selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
         max_unknown_rows: rows of a step where the forward finds itself which it needs; where a method begins with more,
             `STAND_IN` chooses. None = any number.
@@ -105,7 +106,7 @@ def make_plan(
         limit=limit,
         limit_reason=limit_reason,
         alpha=scale,
-        max_cfo=max_cfo,
+        max_unit_cfo=math.inf if max_cfo is None else max_cfo / max(scale, alpha or 1.0),
         is_shifted=bool(opts.option(SHIFT.name, SHIFT.default)),
         statistic=method.statistic,
     )
@@ -242,7 +243,7 @@ class _Rules:
     limit: int
     limit_reason: str
     alpha: float
-    max_cfo: float | None
+    max_unit_cfo: float
     is_shifted: bool
     statistic: str | None
 
@@ -268,8 +269,8 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
     if limit <= dst_start:
         return _without_load(start, end, Status.SKIPPED, rules.limit_reason)
-    cfo = None if lookup.unit_cfo is None else rules.alpha * lookup.unit_cfo
-    if cfo is not None and rules.max_cfo is not None and cfo > rules.max_cfo:
+    unit_cfo = lookup.unit_cfo
+    if unit_cfo is not None and unit_cfo > rules.max_unit_cfo:
         return _without_load(start, end, Status.SKIPPED, "high_cfo")
     return ChunkPlan(
         start=start,
@@ -282,8 +283,8 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         generation=variant.generation,
         kind=variant.kind,
         shift=(start - variant.start) if rules.is_shifted else 0,
-        cfo=cfo,
-        unit_cfo=lookup.unit_cfo,
+        cfo=None if unit_cfo is None else rules.alpha * unit_cfo,
+        unit_cfo=unit_cfo,
         other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
         # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
         ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.lookup import Lookup
+from chunk_cache.methods import Options
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.types import REASONS, Status
@@ -55,6 +56,12 @@ def test_chunk_that_the_exact_prefix_cuts_brings_in_the_rest() -> None:
         3,
     )
     assert plan.row_positions.tolist() == [16, 17]  # rows are counted from the first reused token
+
+
+@pytest.mark.parametrize("options", [(), (("alpha", 0.1),), (("alpha", 2.0),)])
+def test_no_request_weakens_what_the_server_has_computed(options: Options) -> None:
+    plan = plan_of([(0, 40)], [hit(40, unit_cfo=0.9)], method="cache-craft", max_cfo=0.5, options=options)
+    assert outcome(plan) == [("skipped", "high_cfo", 0)]
 
 
 def test_case_2_all_hits_up_to_the_end_compute_the_last_token() -> None:

@@ -178,8 +178,11 @@ class Oracle:
             alive -= short
 
     def is_costly(self, i: int) -> bool:
-        cfo, limit = self.case.cfo(i), self.case.max_cfo
-        return cfo is not None and limit is not None and cfo > limit
+        """By the request's alpha, and by the server's, whatever the request names."""
+        lookup, limit = self.case.lookups[i], self.case.max_cfo
+        if lookup is None or lookup.unit_cfo is None or limit is None:
+            return False
+        return lookup.unit_cfo > limit / max(self.case.own_alpha or 0.0, self.case.alpha or 1.0)
 
     def tokens(self, i: int) -> list[int]:
         """The positions chunk i could bring in if there were no pages."""
