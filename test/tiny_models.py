@@ -47,6 +47,7 @@ _STATES = {
 # Prefix of the classes' names in transformers, and what its configuration has beside what all have.
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "llama_sharp": ("Llama", {}),  # attention looks at single tokens, so that rounding in one layer moves those behind
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -210,6 +211,10 @@ def make_model(
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
         _widen(model)
+    if kind == "llama_sharp":
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.data *= 6
     with tempfile.TemporaryDirectory(dir=out_dir) as name:  # two processes may write the same model
         folder = Path(name)
         model.to(dtype).save_pretrained(folder, safe_serialization=True)
@@ -220,7 +225,7 @@ def make_model(
         if kind == "kimi_k25":
             _wrap_kimi(folder)
         if tokenizer:
-            make_tokenizer(vocab, add_bos=kind in ("llama", "mistral")).save_pretrained(folder)
+            make_tokenizer(vocab, add_bos=kind in ("llama", "llama_sharp", "mistral")).save_pretrained(folder)
         for file in folder.iterdir():
             file.replace(out_dir / file.name)
     mark.write_text(recipe)

@@ -40,6 +40,7 @@ MODELS = [
     Config(rope="llama3"),
     Config(rope="yarn", page_size=16),
     Config(rope="dynamic", chunked=True),
+    Config(kind="llama_sharp", layers=3),
     Config(kind="qwen2"),
     Config(kind="qwen3", page_size=16),
     Config(kind="granite", chunked=True),
