@@ -199,6 +199,27 @@ def test_stats_and_variants(empty, tokenizer, passages):
     assert (bool(described["system"]), of_one["tiers"]) == (True, {})
 
 
+def test_variants_have_the_last_ids_that_clients_gave(empty, passages):
+    texts = passages.several(2)
+
+    def ids(*given: str | None) -> list[str | None]:
+        empty.generate(marked(texts).text, chunk_cache={"chunk_ids": list(given)} if given else None, extra_key="me")
+        listed = empty.get("/chunk_cache/variants?order=uses").json()["variants"]
+        return [one["chunk_id"] for one in sorted(listed, key=lambda one: one["start"])]
+
+    assert ids() == [None, None]
+    assert ids("Paris", None) == ["Paris", None]
+    assert ids("Lutetia", "Rome") == ids() == ["Lutetia", "Rome"]
+    empty.ask("flush", timeout_s=10)
+    empty.generate(marked(texts).text)
+    (first, _) = empty.get("/chunk_cache/variants").json()["variants"]
+    assert first["chunk_id"] is None, "what another partition calls it is not told"
+    empty.generate(marked(texts).text, chunk_cache={"chunk_ids": ["Paris", None]})
+    empty.ask("evict", texts=texts)
+    empty.generate(marked(texts).text)
+    assert [one["chunk_id"] for one in empty.get("/chunk_cache/variants").json()["variants"]] == [None, None]
+
+
 # Pins.
 
 
@@ -559,7 +580,10 @@ def test_two_ranks_do_the_same(model_dir, passages):
         (entry,) = server.ask("pin", texts=chunks[:1], ttl_s=3)["pinned"]
         fill(server, 2 * MAX_TOTAL_TOKENS, passages)
         assert server.stored_tokens(entry["key"]) == entry["tokens"]
-        assert statuses(generated(server.generate(marked(chunks[:1], head="Now. ").text))) == ["hit"]
+        named = {"chunk_ids": ["Paris"]}
+        assert statuses(generated(server.generate(marked(chunks[:1], head="Now. ").text, chunk_cache=named))) == ["hit"]
+        listed = server.get(f"/chunk_cache/variants?key={entry['key']}").json()["variants"]
+        assert {variant["chunk_id"] for variant in listed} == {"Paris"}
         time.sleep(4)
         first, second = server.stats()["ranks"]
         assert [first["tp_rank"], second["tp_rank"]] == [0, 1]

@@ -145,12 +145,14 @@ def test_a_chosen_request_shows_its_tokens_and_its_reasons(server: AdminServer, 
 
 def test_what_a_client_writes_is_text_on_the_page(server: AdminServer, page: Any, passages: Any) -> None:
     name = "<img src=x onerror=\"document.title='taken'\">\"]'"
-    server.generate(marked(passages.several(2)).text, max_new_tokens=1, rid=name, extra_key="<b>")
+    named = {"chunk_ids": [name, None]}
+    server.generate(marked(passages.several(2)).text, max_new_tokens=1, rid=name, extra_key="<b>", chunk_cache=named)
     update(page)
     page.find_element("css selector", "#requests tr").click()
     update(page)
     assert name in page.find_element("id", "one").text
-    assert page.find_elements("css selector", "#requests img, #one img") == []
+    assert name in texts_of(page, "#chunks td:first-child")
+    assert page.find_elements("css selector", "#requests img, #one img, #chunks img") == []
     assert page.title == "Chunk cache"
     assert messages(page) == []
 

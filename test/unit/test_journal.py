@@ -15,6 +15,7 @@ from chunk_cache.types import Status
 from sglang_chunk_cache.admin.journal import (
     KINDS,
     MAX_ID_LEN,
+    NUM_CHUNK_IDS,
     NUM_COLUMNS,
     NUM_MINUTES,
     NUM_REQUESTS,
@@ -46,11 +47,18 @@ def plan_of(prompt_len: int = 100, *, prefix_len: int = 10, hit: tuple[int, int]
     )
 
 
-def note(journal: Journal, rid: str, plan: RecomputePlan, saved_s: float | None) -> None:
+def note(
+    journal: Journal,
+    rid: str,
+    plan: RecomputePlan,
+    saved_s: float | None,
+    chunk_id: str | None = "a" * 2 * MAX_ID_LEN,
+    key: bytes = KEY,
+) -> None:
     spans = tuple((chunk.start, chunk.end) for chunk in plan.chunks)
-    options = RequestOptions(spans=spans, chunk_ids=("a" * 2 * MAX_ID_LEN,))
+    options = RequestOptions(spans=spans, chunk_ids=(chunk_id,))
     reported = Reported(plan)
-    state = ChunkRequest(ChunkPrompt(options, (KEY,)), reported=reported)
+    state = ChunkRequest(ChunkPrompt(options, (key,)), reported=reported)
     journal.note(rid, "default", state, reported, saved_s)
 
 
@@ -113,6 +121,27 @@ def test_it_is_bounded_and_keeps_the_newest(journal: Journal, clock: Clock) -> N
     assert [one["id"] for one in contents["requests"]] == [str(3 * NUM_MINUTES - 1 - i) for i in range(NUM_REQUESTS)]
     assert len(contents["minutes"]) == NUM_MINUTES
     assert contents["totals"]["requests"] == 3 * NUM_MINUTES
+
+
+def test_a_chunk_has_the_last_id_that_a_client_gave(journal: Journal) -> None:
+    plan = plan_of()
+    for chunk_id, known in ((None, None), ("old", "old"), ("b" * 2 * MAX_ID_LEN, "b" * MAX_ID_LEN), ("new", "new")):
+        note(journal, "r", plan, None, chunk_id)
+        assert journal.chunk_id(KEY) == known
+    note(journal, "r", plan, None, None)
+    assert journal.chunk_id(KEY) == "new", "a request that names nothing takes no name away"
+    assert journal.chunk_id(bytes(16)) is None
+    journal.forget_chunk_id(KEY)
+    journal.forget_chunk_id(KEY)
+    assert journal.chunk_id(KEY) is None
+
+
+def test_ids_of_chunks_are_bounded_and_the_oldest_goes(journal: Journal) -> None:
+    plan, keys = plan_of(), [number.to_bytes(16) for number in range(NUM_CHUNK_IDS + 1)]
+    for key in (*keys[:-1], keys[0], keys[-1]):
+        note(journal, "r", plan, None, key.hex(), key)
+    unknown = [key for key in keys if journal.chunk_id(key) is None]
+    assert unknown == [keys[1]], "the first was named again"
 
 
 @pytest.mark.parametrize("prompt_len", [100, NUM_COLUMNS, 1000, 99_991])

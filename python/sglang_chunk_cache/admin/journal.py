@@ -1,15 +1,17 @@
 """Journal: what became of the latest requests with marks or options, and sums of each minute; what the page shows.
 
-Verbs: `note` (a request has ended), `contents` (all that is known), `merge` (of several replicas).
+Verbs: `note` (a request has ended), `chunk_id`, `forget_chunk_id`, `contents` (all that is known), `merge` (of several
+replicas).
 
-Promises: bounded, and looked at by people only: nothing is decided by it, so ranks may differ. It holds numbers, ids of
-requests and chunks, keys of chunks and reasons of the fixed list, never a text or a token.
+Promises: bounded, and looked at by people only: nothing is decided by it, so ranks may differ, but for ids of chunks,
+which depend only on the requests and their order. It holds numbers, ids of requests and chunks, keys of chunks and
+reasons of the fixed list, never a text or a token.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -22,6 +24,7 @@ from sglang_chunk_cache.request.reply import reply_of
 NUM_REQUESTS = 50
 NUM_MINUTES = 120
 NUM_COLUMNS = 160
+NUM_CHUNK_IDS = 4096
 MAX_ID_LEN = 80
 KINDS = ("prefix", "reused", "recomputed", "computed")
 """What becomes of a token; `recomputed` is not in `reused` here."""
@@ -42,6 +45,7 @@ class Journal:
         self._totals = _Sums()
         self._minutes: deque[tuple[int, _Sums]] = deque(maxlen=NUM_MINUTES)
         self._requests: deque[Contents] = deque(maxlen=NUM_REQUESTS)
+        self._chunk_ids: OrderedDict[bytes, str] = OrderedDict()
 
     def note(self, rid: str, partition: str, state: ChunkRequest, reported: Reported, saved_s: float | None) -> None:
         """One request that was admitted, and has ended.
@@ -62,9 +66,24 @@ class Journal:
             chunk["key"] = key.hex()
             if "id" in chunk:
                 chunk["id"] = chunk["id"][:MAX_ID_LEN]
+                self._note_chunk_id(key, chunk["id"])
         self._requests.append(
             {"at": at, "id": rid, "partition": partition, "saved_s": saved_s, **reply, "picture": picture_of(plan)}
         )
+
+    def _note_chunk_id(self, key: bytes, chunk_id: str) -> None:
+        self._chunk_ids[key] = chunk_id
+        self._chunk_ids.move_to_end(key)
+        if len(self._chunk_ids) > NUM_CHUNK_IDS:
+            self._chunk_ids.popitem(last=False)
+
+    def chunk_id(self, key: bytes) -> str | None:
+        """The last id that a client gave the chunk; None where it is not known."""
+        return self._chunk_ids.get(key)
+
+    def forget_chunk_id(self, key: bytes) -> None:
+        """The chunk was evicted by its name. Requests keep the id while they are kept."""
+        self._chunk_ids.pop(key, None)
 
     def contents(self) -> Contents:
         """Plain JSON values: `totals` since `since`, `minutes` from old to new, `requests` from new to old."""

@@ -219,6 +219,7 @@ class ChunkAdmin:
         return {
             "id": variant.variant_id,
             "key": variant.key.hex(),
+            "chunk_id": self.journal.chunk_id(variant.key),
             "length": variant.length,
             **self._beginning(variant),
             "start": variant.start,
@@ -272,6 +273,7 @@ class ChunkAdmin:
         below = {} if self.tiers is None else self.tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
+            self.journal.forget_chunk_id(key)
             if self.discoverer is not None:
                 self.discoverer.forget(key)
             variants, tiers = self.index.variants_of(key), below.get(key, {})

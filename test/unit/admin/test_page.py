@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +96,14 @@ update().then(() => console.log(JSON.stringify(Object.fromEntries(
 """A document in which the script of the page runs in Node.js, and tells the texts of all elements by their ids."""
 
 
-def shown(stats: dict[str, Any], journal: dict[str, Any]) -> dict[str, str]:
+def shown(stats: dict[str, Any], journal: dict[str, Any], variants: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
     """The texts of a page with these replies."""
     if shutil.which("node") is None:
         pytest.skip("no Node.js here")
     html = page()[0]
     (facts,) = re.findall(r'id="facts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
-    replies = {"stats": stats, "requests": journal, "variants": {"total": 0, "variants": []}}
+    replies = {"stats": stats, "requests": journal, "variants": {"total": len(variants), "variants": list(variants)}}
     parts = {"FACTS": facts, "REPLIES": json.dumps(replies), "SCRIPT": script}
     program = re.sub("FACTS|REPLIES|SCRIPT", lambda found: parts[found[0]], STUB)
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
@@ -154,3 +155,14 @@ def test_what_is_shown() -> None:
     texts = shown({"config": {**config, "target": None}, "ranks": [rank]}, journal)
     assert texts["server"] == "method epic, ratio 0.15"
     assert texts["requests"].endswith("0 of 2|off")
+
+
+def test_a_passage_is_shown_by_its_words_or_its_id_or_its_key() -> None:
+    variant = dict(id=0, key="f" * 32, length=9, num_uses=1, reuse_frequency=1.0, cci=None)
+    variant |= dict(generation=0, kind="met", stored_tokens=9, pinned_until=None, chunk_id=None)
+    named = {**variant, "chunk_id": "Paris"}
+    listed = [{**named, "words": "Paris is"}, named, variant]
+    totals = dict.fromkeys(("requests", "prefix", "reused", "recomputed", "computed", "saved_s", "estimated"), 0)
+    journal = {"since": 0, "totals": totals, "minutes": [], "requests": []}
+    texts = shown({"config": {"method": "epic", "ratio": 0.15}, "ranks": []}, journal, listed)
+    assert re.findall(r"(?:^|\|)([^|]+)\|9\|1\|1\.00", texts["chunks"]) == ["Paris is", "Paris", "f" * 12]

@@ -113,7 +113,7 @@ def test_stats_have_what_a_quota_counts_of_the_pool(admin):
 def test_passages_are_shown_as_far_as_the_operator_lets_them(num_shown):
     admin = admin_of(shown_tokens=num_shown)
     requests = [{"chunks": [{"key": key(2).hex(), "id": "b"}, {"key": key(7).hex()}]}]
-    admin.journal = SimpleNamespace(contents=lambda: {"requests": requests})
+    admin.journal = SimpleNamespace(contents=lambda: {"requests": requests}, chunk_id=lambda key: None)
     (request,) = admin.answer(messages.ChunkCacheRequestsReq())["requests"]
     variants = admin.answer(messages.ChunkCacheVariantsReq())["variants"]
     if num_shown:
@@ -182,10 +182,12 @@ def test_only_the_variant_that_is_meant_is_stored(admin):
 
 def test_a_variant_is_described(admin):
     admin.answer(messages.ChunkCachePinReq(keys=[key(1)], until=12.5))
+    admin.journal.chunk_id = {key(1): "Paris"}.get
     first, _, third = admin.answer(messages.ChunkCacheVariantsReq())["variants"]
     assert first == {
         "id": 0,
         "key": key(1).hex(),
+        "chunk_id": "Paris",
         "length": 10,
         "start": 5,
         "generation": 0,
