@@ -42,18 +42,36 @@ def of_words(texts: Sequence[str], scheme: str, *, by_normalizer: bool = False) 
         scheme: which words get a space in front, as of `Metaspace`.
         by_normalizer: a normalizer puts one in front of the text instead, and nothing splits it.
     """
+    core = _of_signs([line for text in texts for line in text.split("\n")], pre.Metaspace(prepend_scheme=scheme))
+    if by_normalizer:
+        core.pre_tokenizer = None  # type: ignore[assignment]
+        core.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    return core
+
+
+def of_text(texts: Sequence[str]) -> Tokenizer:
+    """Trains one like Gemma's: no space in front, nothing splits the text, line breaks are tokens, also several."""
+    split = pre.Split(Regex(rf"\n+|{_SPACE}*[^{_SPACE}\n]+|{_SPACE}+"), "isolated")
+    core = _of_signs(texts, split, normalizers.Replace(" ", _SPACE))
+    core.pre_tokenizer = pre.Split(" ", "merged_with_previous")  # behind the normalizer there is none
+    return core
+
+
+def _of_signs(
+    texts: Sequence[str], split: pre.PreTokenizer, normalizer: normalizers.Normalizer | None = None
+) -> Tokenizer:
+    """Trains one that writes spaces as a sign, with bytes for what it does not know."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    core.pre_tokenizer = pre.Metaspace(prepend_scheme=scheme)
+    core.pre_tokenizer = split
+    if normalizer is not None:
+        core.normalizer = normalizer
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=_SIZE, special_tokens=["<unk>", *byte_tokens], limit_alphabet=300)
-    core.train_from_iterator([line for text in texts for line in text.split("\n")], trainer)
+    core.train_from_iterator(texts, trainer)
     trained = json.loads(core.to_str())
     trained["added_tokens"] = trained["added_tokens"][:1]  # a byte's token is no text that one could write
     core = Tokenizer.from_str(json.dumps(trained))
     core.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    if by_normalizer:
-        core.pre_tokenizer = None  # type: ignore[assignment]
-        core.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     return core
 
 
@@ -62,6 +80,7 @@ FAMILIES: Mapping[str, Callable[[Sequence[str]], Tokenizer]] = {
     "Metaspace first": lambda texts: of_words(texts, "first"),
     "Metaspace always": lambda texts: of_words(texts, "always"),
     "like Mistral": lambda texts: of_words(texts, "never"),
+    "like Gemma": of_text,
     "like Llama 3": lambda texts: of_bytes(texts, LLAMA_3),
     "like GPT-2": of_bytes,
     "like GPT-2, a space in front": lambda texts: of_bytes(texts, add_prefix_space=True),

@@ -28,7 +28,7 @@ def test_marked_text_and_priming() -> None:
     assert prompt.priming(2)[1].content == f"{alone[1]} x x"
 
 
-@pytest.mark.parametrize("family", ["like GPT-2", "like Llama 3", "like Mistral"])
+@pytest.mark.parametrize("family", ["like GPT-2", "like Llama 3", "like Mistral", "like Gemma"])
 def test_a_primed_chunk_has_the_tokens_that_it_has_in_the_prompt(family: str) -> None:
     """Two line breaks at the end of a text are one token, before a word two."""
     texts = ["Paris is in France.\n\n", "Rome is in Italy. x\n\n"]
