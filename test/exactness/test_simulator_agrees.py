@@ -50,6 +50,8 @@ SPEC = TraceSpec(
 TRACE = generate(SPEC)
 ROOM = 65536
 """Tokens; more than all prompts together."""
+NOWHERE = 1 << 60
+"""A label that no node has."""
 EVICT_EVERY = 25
 
 
@@ -153,24 +155,30 @@ CASES: dict[str, Callable[[Session], Any]] = {
 def simulated(settings: Settings, evictions: list[Eviction | None]) -> list[Step]:
     replay = Replay(TRACE, settings)
     replay.keys = [chunk_key(Partition(), array("q", chunk)) for chunk in pieces()[1]]
-    steps = []
+    steps, questions = [], []
     for request, eviction in zip(TRACE.requests, evictions, strict=True):
+        num_paths = replay.num_paths
         counts = dict(zip(FIELDS, replay.answer(request).tolist(), strict=True))
+        questions.append(SYSTEM - replay.num_paths if replay.num_paths > num_paths else NOWHERE)
         found = (counts[field.name] for field in fields(Step)[:3])
         steps.append(Step(*found, variants_of(replay.manager.index)))
         if eviction is not None:
-            evict_the_same(replay, eviction)
+            evict_the_same(replay, eviction, questions)
         replay.check_integrity()
     return steps
 
 
-def evict_the_same(replay: Replay, eviction: Eviction) -> None:
-    """Nodes behind what is left of each prompt, and nodes of variants' own, each with what stands behind it."""
+def evict_the_same(replay: Replay, eviction: Eviction, questions: list[int]) -> None:
+    """Nodes behind what is left of each prompt, and nodes of variants' own, each with what stands behind it.
+
+    Args:
+        questions: labels of the prompts' last nodes, of those in the tree.
+    """
     pool = replay.pool
     variants = [variant for variant in replay.manager.index if variant.variant_id in eviction.gone]
     nodes = {node: None for variant in variants if (node := pool.node_of(variant)) is not None}
     for i, prefix_len in enumerate(eviction.prefix_lens):
-        matched = pool.match([SYSTEM, *TRACE.requests[i].chunks, SYSTEM - 1 - i])
+        matched = pool.match([SYSTEM, *TRACE.requests[i].chunks, questions[i]])
         ends = accumulate(node.length for node in matched)
         nodes |= {node: None for node, end in zip(matched, ends, strict=True) if end > prefix_len}
     for node in sorted(nodes, key=lambda node: len(list(node.behind())), reverse=True):
