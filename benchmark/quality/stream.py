@@ -248,7 +248,7 @@ def main() -> int:
         *run_markdown(report),
         f"- {args.num} questions of {report['data']}, groups of {shape.group} over {shape.stock} passages; prompts of"
         f" {shape.num_chunks} passages, {shape.rounds} rounds, of which the first does not count",
-        f"- model {args.model.name}; answers of at most {args.answer} tokens",
+        f"- model {args.model.name}, {named(args.model / 'model.safetensors')}; at most {args.answer} tokens an answer",
     ]
     began = time.monotonic()
     flags = ("--chunk-cache", *shlex.split(args.flags))
