@@ -24,6 +24,7 @@ import pytest
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.methods import METHODS, STATE_METHODS
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
+from chunk_cache.methods.selected import CacheClip
 from chunk_cache.options.kept_tokens import droppable
 from chunk_cache.options.request_options import MODES, parse_request
 from chunk_cache.types import REASONS
@@ -206,7 +207,9 @@ def random_requests(s: Session, total: int) -> list[Request]:
     more, is_mixed = random.Random(total), s.local.scheduler.server_args.enable_mixed_chunk
     may_drop = what_keeps_all(s.local.scheduler.server_args, s.local.scheduler.model_config) is None
     names = methods_of(s.local.scheduler.model_config)
-    chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(24)))
+    names += [name for name in names if name == CacheClip.name] * 2  # each answer of the selector is to come
+    num_chunks = 24 // (1 + len(s.local.adapters))  # those of an adapter are its own, and must meet again
+    chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(num_chunks)))
     requests = []
     for i in range(total):
         prompt = Prompt().text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(0, 6)))

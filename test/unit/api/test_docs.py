@@ -104,7 +104,9 @@ def test_inputs_that_failed_have_their_tests() -> None:
     page = (ROOT / "benchmark" / "results" / "exactness" / "inputs.md").read_text(encoding="utf-8")
     tests = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(tests) == page.count("::") >= 15
-    assert not [test for file, test in tests if f"def {test}(" not in (ROOT / "test" / file).read_text(encoding="utf-8")]
+    assert not [
+        test for file, test in tests if f"def {test}(" not in (ROOT / "test" / file).read_text(encoding="utf-8")
+    ]
 
 
 def test_figures_of_the_readme_are_those_of_the_results() -> None:
