@@ -67,6 +67,14 @@ def test_stored_chunk_is_found(index: ChunkIndex) -> None:
     index.check_integrity(ALL)
 
 
+def test_what_was_prepared_is_used_behind_any_chunks_and_what_is_exact_behind_its_own(index: ChunkIndex) -> None:
+    alone = added(add(index, A))
+    where = {"length": LENGTH, "start": 9, "generation": 1, "home": node("p")}
+    prepared = added(index.add(A, context=(B,), is_prepared=True, **where))  # type: ignore[arg-type]
+    assert index.lookup(A, ALL, Need(1, context=(C,))).variant is prepared
+    assert index.lookup(A, ALL, Need(1)).variant is alone
+
+
 def test_a_chunk_without_variants_stays_evicted_until_it_is_added_again(index: ChunkIndex) -> None:
     add(index, A, path_of())
     for _ in range(2):
