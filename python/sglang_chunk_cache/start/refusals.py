@@ -222,7 +222,7 @@ def check_resolved(server_args: Any) -> None:
     model_config = model_config_of(server_args)
     check_model(model_config)
     if has_window_pool(model_config):
-        _tell_of_one_pool(model_config, resolved(server_args, "swa_full_tokens_ratio"))
+        _tell_of_one_pool(model_config, server_args)
     _check_determinism(server_args, args)
     _check_chosen(server_args)
     if kernel == "flashinfer":
@@ -243,18 +243,22 @@ def check_resolved(server_args: Any) -> None:
             refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
 
 
-def _tell_of_one_pool(model_config: Any, ratio: float) -> None:
-    """What one pool costs a model of which SGLang would keep two, one of them with `ratio` of the other's tokens."""
+def _tell_of_one_pool(model_config: Any, server_args: Any) -> None:
+    """What one pool costs a model of which SGLang would keep two."""
     from sglang.srt.configs.model_config import get_hybrid_layer_ids
 
-    windows, others = get_hybrid_layer_ids(model_config.hf_config.architectures, model_config.hf_text_config)
-    share = (len(others) + ratio * len(windows)) / (len(others) + len(windows))
+    found = get_hybrid_layer_ids(model_config.hf_config.architectures, model_config.hf_text_config)
+    num_windows, num_others = (len(ids or ()) for ids in found)
+    ratio = resolved(server_args, "swa_full_tokens_ratio")
+    share = (num_others + ratio * num_windows) / max(1, num_others + num_windows)
     logger.info(
         "Chunk cache: all layers share one KV pool, since passages that move need the KV of layers with a window too; "
         "it holds %.0f %% of the tokens of SGLang's two pools (--swa-full-tokens-ratio %s)",
         100 * share,
         ratio,
     )
+    if server_args.disaggregation_mode == "prefill":
+        logger.warning("Chunk cache: start the decode server with --disable-hybrid-swa-memory too")
 
 
 def _check_chosen(server_args: Any) -> None:

@@ -217,6 +217,17 @@ def test_the_start_says_what_one_kv_pool_costs(tmp_path, caplog):
     with caplog.at_level("INFO"):
         refusals.check_resolved(args)
     assert "holds 62 % of the tokens of SGLang's two pools (--swa-full-tokens-ratio 0.5)" in caplog.text
+    assert "decode server" not in caplog.text
+    args.disaggregation_mode = "prefill"
+    refusals.check_resolved(args)
+    assert "start the decode server with --disable-hybrid-swa-memory" in caplog.text
+
+
+def test_a_model_that_only_says_that_it_has_windows_starts(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+    names = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_hybrid_swa": True}
+    (tmp_path / "config.json").write_text(json.dumps({**names, **sizes}))
+    refusals.check_resolved(ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True))
 
 
 @pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])
