@@ -308,7 +308,7 @@ def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str
         for request in [request for request in asking if s.rng.random() < 0.1]:
             asking.remove(request)
             messages.append(s.local.answer(request, next(answers)))
-        if live and s.rng.random() < 0.03:
+        if live and s.rng.random() < 0.05:
             newest = range(len(live))[-10:]  # older ones have finished
             messages.append(s.local.abort(live.pop(s.rng.choice(newest))))
             counts["aborts sent"] += 1
