@@ -28,8 +28,6 @@ class Lookup:
     """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where it was not asked for."""
     other_system: float | None = None
     """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
-    has_other_text: bool = False
-    """`Need.has_other_text` of the variant."""
 
     @property
     def share_to_compute(self) -> float:
@@ -75,4 +73,4 @@ def best_of(peers: Sequence[Variant], resolve: Resolve, need: Need | None, forge
     if best is None:
         return NOTHING[obstacle or "evicted"]
     charge = None if need is None or best.system == need.system else system_charge(best, need.system)
-    return Lookup(best, best_len, None, best_cfo, charge, need is not None and need.has_other_text(best))
+    return Lookup(best, best_len, None, best_cfo, charge)

@@ -1,7 +1,6 @@
 """Need: where a prompt needs a chunk, and which of its variants may be used there.
 
     Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
-    Need.has_other_text             whether it was computed behind text that is not in front of it now
     Need.sort_out                   which of several may be used, and what hinders the others
     unit_cfo_of                     what a variant costs behind another context and system prompt
     system_charge                   what of that the system prompt costs
@@ -71,7 +70,7 @@ class Need:
             return "generation_limit"
         if self.is_trust_limited and variant.context and not variant.is_prepared:
             return "untrusted"
-        if self.is_system_fixed and (variant.system != self.system or self.has_other_text(variant)):
+        if self.is_system_fixed and (variant.system != self.system or self._has_other_text(variant)):
             return "other_system"
         return None
 
@@ -82,8 +81,8 @@ class Need:
         allowed = [one for one, obstacle in found if obstacle is None]
         return allowed, next((one for one in OBSTACLES if one in obstacles), None)
 
-    def has_other_text(self, variant: Described) -> bool:
-        """Whether text between chunks, such as a turn of a conversation, stood in front of it that does not now."""
+    def _has_other_text(self, variant: Described) -> bool:
+        """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
         return not variant.is_prepared and not text_names(variant.context) <= text_names(self.context)
 
     def fits(self, variant: Described) -> bool:

@@ -34,8 +34,6 @@ class ChunkPlan:
     """The same at alpha 1, as a use is weighed, whatever the budget."""
     other_system: float | None = None
     """What of that another system prompt costs; None where the chunk was computed behind the same."""
-    has_other_text: bool = False
-    """Whether it was computed behind text between chunks that the prompt does not have."""
     ranked_by: str | None = None
     """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
 

@@ -286,7 +286,6 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         cfo=None if unit_cfo is None else rules.alpha * unit_cfo,
         unit_cfo=unit_cfo,
         other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
-        has_other_text=lookup.has_other_text,
         # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
         ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,
     )

@@ -124,8 +124,6 @@ class RecomputePlan:
             reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
             if chunk.other_system is not None:
                 reply["other_system"] = chunk.other_system
-            if chunk.has_other_text:
-                reply["other_text"] = True
             reply["kind"] = chunk.kind
         if chunk.ranked_by is not None:
             reply["ranked_by"] = chunk.ranked_by
