@@ -6,13 +6,12 @@ Test: unit/kv/test_state_costs.py. Nothing here was measured.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from doc_pages import write_made_part
 from sglang_chunk_cache.kv.state_layout import StateLayout
+from stock_choices import checkpoints
 
 PROGRAM, PAGE = "test/state_costs.py", "hybrids.md"
 MODELS = ("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B")
@@ -42,8 +41,7 @@ class Costs:
     @classmethod
     def of(cls, name: str) -> Costs:
         """Of a checkpoint of checkpoints.json, whose weights and KV are bf16."""
-        checkpoints = json.loads(Path(__file__).with_name("checkpoints.json").read_text())
-        (found,) = (one["config"] for one in checkpoints if one["name"] == name)
+        found = checkpoints()[name]["config"]
         config: dict[str, Any] = found.get("text_config", found)
         hidden, heads, kv_heads, head = (
             config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -248,14 +248,15 @@ def _classes() -> dict[str, str]:
 def _windows(server_args: Any) -> tuple[int | None, list[int]]:
     """What `check_windows` is given of a model that SGLang would keep in two pools."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    from sglang_chunk_cache.start.model_refusals import has_window_pool
 
     config = model_config_of(server_args)
-    architectures = config.hf_config.architectures
     window = config.sliding_window_size
-    if window is None or not is_hybrid_swa_model(architectures, config.hf_text_config):
+    if window is None or not has_window_pool(config):
         return None, [-1]
-    return window if "def get_attention_sliding_window_size" in _classes()[architectures[0]] else None, [window]
+    is_told = "def get_attention_sliding_window_size" in _classes()[config.hf_config.architectures[0]]
+    return window if is_told else None, [window]
 
 
 def _quant_config(server_args: Any) -> Any:

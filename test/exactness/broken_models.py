@@ -52,13 +52,6 @@ def interleaved(model: Any) -> None:
     rope.forward = lambda *args, **kwargs: other.forward_native(*args, **kwargs)
 
 
-def sharp(model: Any) -> None:
-    """Not broken: attention that looks at single tokens, so that rounding in one layer moves those behind it."""
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.qkv_proj.weight[: attention.q_size + attention.kv_size] *= 6
-
-
 def scaling_dropped(model: Any) -> None:
     """The table is that of the unscaled frequencies."""
     _, rope = _rope(model)

@@ -207,7 +207,8 @@ def random_requests(s: Session, total: int) -> list[Request]:
     more, is_mixed = random.Random(total), s.local.scheduler.server_args.enable_mixed_chunk
     may_drop = what_keeps_all(s.local.scheduler.server_args, s.local.scheduler.model_config) is None
     names = methods_of(s.local.scheduler.model_config)
-    names += [name for name in names if name == CacheClip.name] * 2  # each answer of the selector is to come
+    if CacheClip.name in names:
+        names += [CacheClip.name] * 2  # each answer of the selector is to come
     num_chunks = 24 // (1 + len(s.local.adapters))  # those of an adapter are its own, and must meet again
     chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(num_chunks)))
     requests = []
