@@ -1,6 +1,6 @@
 """How far a passage that contradicts another gets into answers, when it once stood in front of it in another prompt.
 
-    python benchmark/isolation/contradictions.py MODEL [--num N] [--out FOLDER]
+    python benchmark/isolation/contradictions.py MODEL [--methods NAME@RATIO ...] [--num N] [--out FOLDER]
 
 A made-up fact stands in a passage. A stranger's prompt has that passage behind one that says otherwise, or behind one
 about something else. Then somebody asks for the fact, with the passage between two others, and not with the stranger's.
@@ -34,7 +34,6 @@ from chunk_cache_tools.verify.reply_log import Reply, fingerprint
 from chunk_cache_tools.verify.session import Asking, Session
 
 WARMED, OTHER, SAYS_OTHERWISE = "warmed", "met behind another subject", "met behind what contradicts it"
-CONDITIONS = [Condition(parse_method(name), ratio) for name, ratio in (("full-reuse", 0.0), ("near-words", 0.15))]
 SYSTEM = "Answer from the passages. Give only the answer."
 ROLES = ("mayor", "harbour master", "head teacher", "chief engineer", "librarian")
 FIRST = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
@@ -85,8 +84,14 @@ class Case:
         return [SEPARATOR.join((self.prompt.head, *chunks, "x")) for chunks in (others, self.before[stored])]
 
 
-def ask(server: Server, cases: Sequence[Case]) -> dict[tuple[str, str], list[Reply]]:
-    """Replies to all cases by (stored, method); the full prefill's by ("", "off")."""
+def condition_of(text: str) -> Condition:
+    """`NAME@RATIO`"""
+    name, _, ratio = text.partition("@")
+    return Condition(parse_method(name), float(ratio))
+
+
+def ask(server: Server, cases: Sequence[Case], conditions: Sequence[Condition]) -> dict[tuple[str, str], list[Reply]]:
+    """Replies to all cases by (stored, NAME@RATIO); the full prefill's by ("", "off")."""
     session = Session(server.client, Asking(16, stop=("\n",), likelihood=True))
     found: dict[tuple[str, str], list[Reply]] = {("", REFERENCE.label): []}
     for case in cases:
@@ -96,10 +101,10 @@ def ask(server: Server, cases: Sequence[Case]) -> dict[tuple[str, str], list[Rep
             session.prime([case.prompt] if stored == WARMED else [])
             for text in case.stranger(stored) if stored != WARMED else []:
                 server.generate(text, chunk_cache={"mode": "exact"}, extra_key=case.prompt.partition)
-            asks = [(case.prompt, condition) for condition in CONDITIONS]
+            asks = [(case.prompt, condition) for condition in conditions]
             for replies in session.ask(asks, {case.prompt.key: reference}):
                 for reply in replies:
-                    found.setdefault((stored, reply.method), []).append(reply)
+                    found.setdefault((stored, f"{reply.method}@{reply.ratio:g}"), []).append(reply)
     return found
 
 
@@ -122,6 +127,14 @@ def main() -> int:
     leave_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="Hugging Face folder with a chat template")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        type=condition_of,
+        default=[condition_of("full-reuse@0"), condition_of("near-words@0.15")],
+        metavar="NAME@RATIO",
+        help="default: full-reuse@0 near-words@0.15",
+    )
     parser.add_argument("--num", type=int, default=20, help="facts (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "isolation", help="folder of the result files")
     args = parser.parse_args()
@@ -134,7 +147,7 @@ def main() -> int:
     report = describe_run()
     flags = ("--chunk-cache", "--dtype", "float32", "--max-total-tokens", "16384")
     with Server(args.model, *flags, env=offline_env(), log_path=CACHE_DIR / "server-contradictions.log") as server:
-        found = ask(server, cases)
+        found = ask(server, cases, args.methods)
     lines = [
         "# Passages that contradict what they once stood in front of",
         "",
