@@ -142,7 +142,9 @@ def read_format(path: str | Path) -> PromptFormat:
 
 
 def _behind(tail: str, question: Question) -> str:
-    """The first of the answers, or all where all are required, as it follows a prompt."""
+    """The first of the answers, or all where all are required, as it follows a prompt; "" where there are none."""
+    if not question.answers:
+        return ""
     answer = _clean(", ".join(question.answers) if question.require_all else question.answers[0])
     return answer if not tail or tail[-1].isspace() else f" {answer}"
 

@@ -18,7 +18,10 @@ from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 @dataclass(frozen=True)
 class Question:
-    """`system`, then `chunks`, then `question` are the prompt; any of `answers` is right, or only all together."""
+    """`system`, then `chunks`, then `question` are the prompt; any of `answers` is right, or only all together.
+
+    Without answers (never in a file), the full prefill's own reply is the right one.
+    """
 
     system: str
     chunks: tuple[str, ...]

@@ -110,7 +110,7 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     lines += _curve_table(curves, [[_interval(point) for point in curve.diffs] for curve in curves])
     lines += ["", f"KL of the first token's distribution to that of full prefill, nats, all prompts, {spread}:", ""]
     lines += _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
-    if any(point for curve in curves for point in curve.gold_losses):
+    if any(point for curve in curves for point in curve.own_losses):
         lines += ["", *_likelihood_section(curves, mine)]
     if composed:
         lines += ["", "### With early termination and grouping", ""]
@@ -130,6 +130,8 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
         ("Right answer", lambda curve: curve.gold_losses),
         ("Full prefill's own answer", lambda curve: curve.own_losses),
     ):
+        if not any(point for curve in curves for point in points_of(curve)):
+            continue  # the right summary is the full prefill's own
         lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:", ""]
         lines += [
             *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
@@ -143,6 +145,8 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
         ]
         lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in curve.gold_mores] for curve in more])
         lines += [""]
+    if not any(point for curve in curves for point in curve.gold_losses):
+        return lines[:-1]
     lines += [
         f"Smallest ratio from which on a method loses less than {SMALL_LOSS} nats a token of the right answer, by the",
         f"mean and by the end of its interval; prompts that would tell a loss of {SMALL_LOSS} from none (95 %), by the",

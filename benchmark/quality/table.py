@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -109,10 +109,14 @@ def tabulate(
     """Rows of the reference and of `conditions`.
 
     Args:
-        asked: questions with the keys of their prompts.
+        asked: questions with the keys of their prompts. Without answers, the reference's reply is the right one.
         replies: by condition and prompt key; the reference's too.
     """
     reference = [replies[REFERENCE][key] for _, key in asked]
+    asked = [
+        (question if question.answers else replace(question, answers=(reply.text,)), key)
+        for (question, key), reply in zip(asked, reference, strict=True)
+    ]
     full = _scores(metric, asked, reference)
     mastered = bool(full.mean() >= MASTERED)
     chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0

@@ -1,15 +1,17 @@
 """Tasks: questions of one family with all that it takes to ask and to score them.
 
-`load_tasks` reads what the command line names: `synthetic`, `ruler`, `longbench:FILE` or `jsonl:FILE`.
+`load_tasks` reads what the command line names: `synthetic`, `ruler`, `longbench:FILE`, `jsonl:FILE`, or `summary:FILE`:
+passages of the same JSONL, to be summed up; the right summary is the full prefill's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from benchmark.quality.loaders.longbench import SUMMARY_DATASETS, read_longbench
+from benchmark.quality.loaders.longbench import SUMMARY_DATASETS, SUMMARY_QUESTION, SUMMARY_SYSTEM, read_longbench
 from benchmark.quality.loaders.ruler import RULER_FAMILIES, Size, make_ruler
 from benchmark.quality.prompts import PLAIN, VERBATIM, Prompt, PromptFormat, build_prompt
 from benchmark.quality.question import DataError, Question, read_questions
@@ -18,7 +20,7 @@ from benchmark.quality.synthetic.questions import HELD_OUT_SEEDS, make_questions
 
 from chunk_cache_tools.verify.session import Asking
 
-KINDS = "synthetic, ruler, longbench:FILE or jsonl:FILE"
+KINDS = "synthetic, ruler, longbench:FILE, jsonl:FILE or summary:FILE"
 _NEWLINE = ("\n",)
 TRAINED = ("needle", "number", "multi", "carry")
 """Synthetic families that the models of this repository are trained on; the others are asked only by name."""
@@ -84,6 +86,9 @@ def _makers(kind: str, options: TaskOptions) -> dict[str, Callable[[], Task]]:
         return _by_family(questions, _longbench_task)
     if name == "jsonl" and path:
         return _by_family(read_questions(path), partial(_own_task, num=options.num))
+    if name == "summary" and path:
+        family = f"{Path(path).stem}-summary"
+        return {family: partial(_summary_task, family, path, options)}
     raise DataError(f"--tasks: {kind!r} is not one of {KINDS}.")
 
 
@@ -107,6 +112,12 @@ def _longbench_task(family: str, questions: Sequence[Question]) -> Task:
 
 def _own_task(family: str, questions: Sequence[Question], num: int) -> Task:
     return Task(family, tuple(questions[:num]), "token_f1", Asking(max_new_tokens=64, stop=_NEWLINE))
+
+
+def _summary_task(family: str, path: str, options: TaskOptions) -> Task:
+    told = {"system": SUMMARY_SYSTEM, "question": SUMMARY_QUESTION, "answers": ()}
+    questions = tuple(replace(question, **told) for question in read_questions(path)[: options.num])
+    return Task(family, questions, "rouge_l", Asking(max_new_tokens=100))
 
 
 def _by_family(

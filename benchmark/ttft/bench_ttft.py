@@ -51,6 +51,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--repeats", type=int, help="measurements per system (default: 7, quick 3)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="in the place of the generated one")
     parser.add_argument("--out", type=Path, help="folder of the result files")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when a target is missed")
     args = parser.parse_args()
@@ -79,12 +80,12 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
         raise SystemExit(f"--repeats: at most {most_repeats(work)} with {size.num_chunks} chunks")
     report: dict[str, Any] = {
         **describe_run(),
-        "model": str(size.shape),
+        "model": args.model.name if args.model else str(size.shape),
         "prompt": str(size),
         "repeats": args.repeats,
         "flags": flags(args, size),
     }
-    model_dir = cached_llama(size.shape)
+    model_dir = args.model or cached_llama(size.shape)
     with ticking(args, size, console) as tick:
         with Server(model_dir, "--chunk-cache", *flags(args, size), **server_options("chunk-cache")) as server:
             tick(f"server started in {server.start_s:.0f} s")

@@ -21,9 +21,16 @@ from chunk_cache_tools.verify.session import Asking
 EPIC = Condition(MethodSpec("epic"), 0.3)
 
 
-def make_rows(full: str, epic: str, *, metric: str = "exact_match", kls: list[float] | None = None) -> tuple[Row, Row]:
-    """Rows of the reference and of `epic`: one letter per prompt is its reply, and "a" is always right."""
-    asked = [(Question("", ("c",), "q", ("a",)), f"p{i}") for i in range(len(full))]
+def make_rows(
+    full: str,
+    epic: str,
+    *,
+    metric: str = "exact_match",
+    kls: list[float] | None = None,
+    answers: tuple[str, ...] = ("a",),
+) -> tuple[Row, Row]:
+    """Rows of the reference and of `epic`: one letter per prompt is its reply; `answers` are right for all prompts."""
+    asked = [(Question("", ("c",), "q", answers), f"p{i}") for i in range(len(full))]
     replies = {
         condition: {
             key: Reply(key, condition.label, condition.ratio, text, ord(text), 100, 60, 20 * (i % 2), kl)
@@ -129,6 +136,11 @@ def test_a_family_that_is_not_mastered_scores_what_full_gets_right() -> None:
 def test_a_metric_of_degree_scores_all_prompts() -> None:
     full, epic = make_rows("ab", "ab", metric="token_f1")
     assert (full.mastered, full.scored, full.score, epic.score) == (False, "all", 0.5, 0.5)
+
+
+def test_a_question_without_answers_is_scored_against_the_full_prefill_s_own_reply() -> None:
+    full, epic = make_rows("xyzu", "xyza", metric="rouge_l", answers=())
+    assert (full.score, epic.score) == (1.0, 0.75)
 
 
 def test_nothing_right_leaves_nothing_to_score() -> None:
