@@ -1,8 +1,8 @@
 """What SGLang's attention backend `torch_native` leaves out: scales of an FP8 KV cache, attention sinks, padding.
 
 Verbs: `forward` (of the backend), `attention` (the operation that it calls), `padded_len` (of requests that nobody
-sent), `backends_with_sinks` (a model that asks for such a backend may have this one). Where scales are 1, which they are unless a checkpoint has others, and without
-sinks nothing changes.
+sent), `backends_with_sinks` (a model that asks for such a backend may have this one). Where scales are 1, which they
+are unless a checkpoint has others, and without sinks nothing changes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def attention(
 
 
 def padded_len(_backend: Any) -> int:
-    """Tokens of a request that only makes a batch as long as those of other ranks: one, in the slot that is nobody's."""
+    """Tokens of a request that only makes a batch as long as those of other ranks: one, in the slot that nobody has."""
     return 1
 
 
