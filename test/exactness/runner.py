@@ -40,7 +40,7 @@ class Config:
     page_size: int = 1
     tp_size: int = 1
     attn_dp_size: int = 1  # each rank has requests of its own where it is `tp_size`
-    num_busy: int = 8  # ranks that have any, then
+    num_idle: int = 0  # ranks that have none, then
     chunked: bool = False
     step_len: int = 64  # of chunked prefill
     overlap: bool = True
@@ -65,7 +65,7 @@ class Config:
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", f"chunked{self.step_len}" if self.chunked else "whole"]
         parts += [f"dp{self.attn_dp_size}"] if self.attn_dp_size > 1 else []
-        parts += [f"{self.num_busy}busy"] if self.num_busy < self.attn_dp_size else []
+        parts += [f"{self.num_idle}idle"] if self.num_idle else []
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
@@ -202,7 +202,7 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         assert is_rust == (config.tree_core == "rust"), "SGLang chose the other core"
         gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
         if config.attn_dp_size > 1:
-            names = [*names[rank:], *names[:rank]] if rank < config.num_busy else []
+            names = [*names[rank:], *names[:rank]] if rank < config.tp_size - config.num_idle else []
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
         local.drain()
     except BaseException:
