@@ -32,6 +32,7 @@ def check_dp_attention(server_args: Any, args: ChunkCacheArgs, model_config: Any
         StartRefused: one does not work there.
     """
     from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import Backend
 
     words = " cannot be combined with --chunk-cache and data-parallel attention (--attn-dp-size); drop one of them."
     refuse_any(_RULES, server_args, words)
@@ -45,6 +46,12 @@ def check_dp_attention(server_args: Any, args: ChunkCacheArgs, model_config: Any
         refuse(
             "ranks that do not tell each other what they compute (SGLANG_SCHEDULER_SKIP_ALL_GATHER) cannot be combined "
             "with --chunk-cache; unset the variable."
+        )
+    graphs = resolved(server_args, "cuda_graph_config")
+    if graphs is not None and graphs.prefill.backend != Backend.DISABLED:
+        refuse(
+            "prefill graphs, which pad what all ranks compute, cannot be combined with --chunk-cache and data-parallel "
+            "attention (--attn-dp-size); add --disable-prefill-cuda-graph."
         )
     if has_states(model_config):
         refuse("data-parallel attention (--attn-dp-size) has not been run with --chunk-cache for a model with states.")

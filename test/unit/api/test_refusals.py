@@ -229,6 +229,14 @@ def test_what_ranks_that_attend_apart_cannot_have(flags, config, sentence):
         check_dp_attention(ServerArgs(model_path="none", **RANKS | flags), ChunkCacheArgs(config=config), PLAIN)
 
 
+def test_ranks_that_attend_apart_replay_no_prefill_graph():
+    args = ServerArgs(model_path="none", **RANKS)
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    declare_resolution(args, "a handler of SGLang", cuda_graph_config=graphs)
+    with pytest.raises(StartRefused, match=r"prefill graphs, .*; add --disable-prefill-cuda-graph"):
+        check_dp_attention(args, ChunkCacheArgs(), PLAIN)
+
+
 def test_ranks_that_attend_apart_tell_each_other(monkeypatch):
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     with pytest.raises(StartRefused, match=r"\(SGLANG_SCHEDULER_SKIP_ALL_GATHER\) cannot be combined .*; unset"):

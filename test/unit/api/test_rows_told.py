@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.managers.scheduler_components.dp_attn import SchedulerDPAttnAdapter
 
-from sglang_chunk_cache.host import dp_attention
+from sglang_chunk_cache.host.dp_attention import ChunkDPAttnAdapter
 from sglang_chunk_cache.request.chunk_request import Admission
 
 
@@ -22,40 +23,30 @@ def request(num_rows: int | None) -> Any:
     return SimpleNamespace(chunk_cache_request=SimpleNamespace(admission=Admission(load=load)))
 
 
-def test_rows_that_are_due_are_told_and_stay_due() -> None:
+def told(monkeypatch: pytest.MonkeyPatch, batch: Any, tell: Callable[[Any], Any]) -> Any:
+    """What comes back where `tell` is in the place of SGLang's own, which asks other processes."""
+    monkeypatch.setattr(SchedulerDPAttnAdapter, "prepare_mlp_sync_batch", lambda _, local_batch: tell(local_batch))
+    return ChunkDPAttnAdapter.prepare_mlp_sync_batch(object.__new__(ChunkDPAttnAdapter), batch)
+
+
+def test_rows_that_are_due_are_told_and_stay_due(monkeypatch: pytest.MonkeyPatch) -> None:
     batch: Any = SimpleNamespace(reqs=[request(3), request(None), request(0), request(4)], extend_num_tokens=10)
-    told = []
-
-    def tell(local_batch: Any, group: str) -> Any:
-        told.append((local_batch.extend_num_tokens, group))
-        return local_batch
-
     for _ in range(2):
-        assert dp_attention.prepare_mlp_sync_batch(tell, batch, group="all") is batch
+        assert told(monkeypatch, batch, lambda one: one.extend_num_tokens) == 17
         assert batch.extend_num_tokens == 10
-    assert told == [(17, "all")] * 2
 
 
-def test_the_batch_is_as_it_was_where_the_others_do_not_answer() -> None:
+def test_the_batch_is_as_it_was_where_the_others_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     batch: Any = SimpleNamespace(reqs=[request(3)], extend_num_tokens=10)
 
     def fail(_: Any) -> Any:
         raise RuntimeError("timeout")
 
     with pytest.raises(RuntimeError, match="timeout"):
-        dp_attention.prepare_mlp_sync_batch(fail, batch)
+        told(monkeypatch, batch, fail)
     assert batch.extend_num_tokens == 10
 
 
-def test_a_rank_without_a_batch_tells_what_sglang_tells() -> None:
+def test_a_rank_without_a_batch_tells_what_sglang_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     idle: Any = object()
-    assert dp_attention.prepare_mlp_sync_batch(lambda batch: idle if batch is None else None, None) is idle
-
-
-def test_no_rank_replays_a_prefill_graph_where_a_request_has_marks() -> None:
-    vote: Any = partial(dp_attention.vote_for_prefill_graph, lambda *, local_batch, num_tokens: num_tokens == 5)
-    plain, marked = [request(None)], [request(None), request(0)]
-    assert vote(local_batch=None, num_tokens=5)
-    assert vote(local_batch=SimpleNamespace(reqs=plain), num_tokens=5)
-    assert not vote(local_batch=SimpleNamespace(reqs=plain), num_tokens=6)
-    assert not vote(local_batch=SimpleNamespace(reqs=marked), num_tokens=5)
+    assert told(monkeypatch, None, lambda batch: idle if batch is None else None) is idle
