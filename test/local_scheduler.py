@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 
 @dataclass
@@ -74,7 +75,8 @@ class LocalScheduler:
         model_path: Hugging Face folder.
         chunk_cache: None for stock SGLang without any hook; else values for `ChunkCacheArgs`.
         tp_rank, nccl_port: place among the processes of one tensor-parallel group.
-        **flags: fields of `ServerArgs`.
+        **flags: fields of `ServerArgs`. With `attn_dp_size` each rank has requests of its own; each `run` ends on all
+            ranks at once, and who has no more of them calls `drain`.
     """
 
     def __init__(
@@ -103,8 +105,11 @@ class LocalScheduler:
             set_args(args)
         server_args.resolve_once()
         server_args.check_server_args()
-        port_args = PortArgs.init_new(server_args)
-        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=tp_rank))
+        has_replicas = flags.get("attn_dp_size", 1) > 1
+        dp_rank = tp_rank * flags["attn_dp_size"] // flags["tp_size"] if has_replicas else None
+        # Of the ports that replicas have, nobody listens to that in the list.
+        port_args = PortArgs.init_new(server_args, dp_rank, [9] * flags["attn_dp_size"] if has_replicas else None)
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, dp_rank=dp_rank, gpu_id=tp_rank))
         from sglang.srt.managers.scheduler import Scheduler  # ours where the chunk cache was enabled
 
         self.scheduler = Scheduler(server_args, port_args)
@@ -121,6 +126,8 @@ class LocalScheduler:
         self._arrived: list[Any] = []
         self._on_step: Callable[[int], Sequence[Any] | None] | None = None
         self._step_count = 0
+        self._agreeing = self.scheduler.tp_cpu_group if has_replicas else None
+        self._drains = self._all_drain = False
 
     def num_used_slots(self) -> int:
         """Of the KV pool, by requests and by what is cached."""
@@ -215,6 +222,12 @@ class LocalScheduler:
         self.scheduler.run_event_loop()
         return [self._replies.pop(rid) for rid in self._order]
 
+    def drain(self) -> None:
+        """Takes part in what the other ranks still run; returns on all ranks at once."""
+        self._drains = True
+        while self._agreeing is not None and not self._all_drain:
+            self.run(lambda _: None)
+
     def flush(self) -> bool:
         """`/flush_cache`."""
         return bool(self.scheduler.flush_cache())
@@ -240,10 +253,21 @@ class LocalScheduler:
                 self._unfinished.add(message.rid)
                 self._replies[message.rid] = Reply(message.rid)
         self.scheduler.process_input_requests([_through_the_socket(message) for message in messages])
-        if self._exhausted and not self._unfinished:
-            self._idle_steps += 1  # let the loop process the last batch and run its idle checks
-            self.scheduler.gracefully_exit = self._idle_steps > 3 and self.scheduler.is_fully_idle()
+        # Some steps more let the loop process the last batch and run its idle checks.
+        has_ended = self._exhausted and not self._unfinished
+        if self._agree(has_ended and (self._idle_steps < 3 or self.scheduler.is_fully_idle())):
+            self._idle_steps += 1
+            self.scheduler.gracefully_exit = self._idle_steps > 3
         return list(messages)
+
+    def _agree(self, has_ended: bool) -> bool:
+        """Whether all ranks with requests of their own have ended."""
+        if self._agreeing is None:
+            return has_ended
+        votes = torch.tensor([has_ended, self._drains], dtype=torch.int64)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=self._agreeing)
+        all_ended, self._all_drain = map(bool, votes.tolist())
+        return all_ended
 
     def _has_load(self, req: Any) -> bool:
         """Whether all that a request brings in is there."""

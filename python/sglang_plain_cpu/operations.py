@@ -46,6 +46,18 @@ def experts_of_rank(
     return torch.zeros_like(x).index_add_(0, tokens, every(layer, x[tokens], pairs, moe_runner_config))
 
 
+def copy_rows(
+    target: torch.Tensor, source: torch.Tensor, dim: int, offset: torch.Tensor, count: torch.Tensor, from_offset: bool
+) -> None:
+    """Copies `count` rows of the first dimension: from `offset` of the source on, or to there in the target."""
+    assert dim == 0, "SGLang copies rows"
+    rows, part = slice(int(count)), slice(int(offset), int(offset) + int(count))
+    if from_offset:
+        target[rows].copy_(source[part])
+    else:
+        target[part].copy_(source[rows])
+
+
 def absorbed(_attention: Any, _forward_batch: Any) -> Any:
     """The form of latent attention (MLA) that attends from the latent rows of the pool, as `torch_native` does."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod

@@ -158,7 +158,7 @@ def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
         if cfg.max_total_tokens is None:
             chosen["max_total_tokens"] = memory.pool_token_limit(
                 free_bytes=memory.free_ram_bytes(),
-                token_bytes=_token_bytes(model_config, dtype, cfg.tp_size),
+                token_bytes=_token_bytes(model_config, dtype, cfg.tp_size // cfg.attn_dp_size),
                 num_processes=_num_processes(cfg),
                 page_size=cfg.page_size or 1,
                 min_tokens=model_config.context_len,
@@ -203,4 +203,5 @@ def _state_bytes(config: Any, dtype: torch.dtype, tp_size: int) -> int:
 
 
 def _num_processes(cfg: Any) -> int:
-    return cfg.tp_size * cfg.pp_size * cfg.dp_size
+    replicas = 1 if cfg.enable_dp_attention else cfg.dp_size  # with that flag it divides the ranks
+    return cfg.tp_size * cfg.pp_size * replicas

@@ -1,8 +1,8 @@
-"""What SGLang's attention backend `torch_native` leaves out: scales of an FP8 KV cache, and attention sinks.
+"""What SGLang's attention backend `torch_native` leaves out: scales of an FP8 KV cache, attention sinks, padding.
 
-Verbs: `forward` (of the backend), `attention` (the operation that it calls), `backends_with_sinks` (a model that asks
-for such a backend may have this one). Where scales are 1, which they are unless a checkpoint has others, and without
-sinks nothing changes.
+Verbs: `forward` (of the backend), `attention` (the operation that it calls), `padded_len` (of requests that nobody
+sent), `backends_with_sinks` (a model that asks for such a backend may have this one). Where scales are 1, which they
+are unless a checkpoint has others, and without sinks nothing changes.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def attention(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
     return out * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(out.dtype)
+
+
+def padded_len(_backend: Any) -> int:
+    """Tokens of a request that only makes a batch as long as those of other ranks: one, in the slot that nobody has."""
+    return 1
 
 
 def backends_with_sinks(original: Callable[[Any], tuple[str, str]], cfg: Any) -> tuple[str, str]:

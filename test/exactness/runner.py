@@ -1,6 +1,7 @@
 """Runs cases on one configuration in processes of their own.
 
-- `run_cases(config, is_ours)` starts one process per tensor-parallel rank and returns the replies of rank 0 per case.
+- `run_cases(config, is_ours)` starts one process per tensor-parallel rank and returns the replies of rank 0 per case;
+  with data-parallel attention those of all ranks, which run the cases in different orders, each on its own requests.
 
 The processes are forked from a server that has imported SGLang already, so a configuration costs seconds. With tensor
 parallelism both ranks are fed the same requests at the same steps of the event loop; SGLang would broadcast them.
@@ -14,6 +15,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class Config:
 
     page_size: int = 1
     tp_size: int = 1
+    attn_dp_size: int = 1  # each rank has requests of its own where it is `tp_size`
+    num_idle: int = 0  # ranks that have none, then
     chunked: bool = False
     step_len: int = 64  # of chunked prefill
     overlap: bool = True
@@ -60,6 +64,8 @@ class Config:
 
     def __str__(self) -> str:
         parts = [f"page{self.page_size}", f"tp{self.tp_size}", f"chunked{self.step_len}" if self.chunked else "whole"]
+        parts += [f"dp{self.attn_dp_size}"] if self.attn_dp_size > 1 else []
+        parts += [f"{self.num_idle}idle"] if self.num_idle else []
         parts += ["overlap" if self.overlap else "normal"]
         parts += [*(["pythoncore"] if self.tree_core == "python" else []), *(["typed"] if self.typed else [])]
         parts += [self.kind, *([self.rope] if self.rope else [])]
@@ -90,6 +96,7 @@ class Config:
             "dtype": "float32",
             "page_size": self.page_size,
             "tp_size": self.tp_size,
+            "attn_dp_size": self.attn_dp_size,
             "chunked_prefill_size": self.step_len if self.chunked else -1,
             "disable_overlap_schedule": not self.overlap,
             "max_total_tokens": self.max_total_tokens,
@@ -122,8 +129,17 @@ def run_cases(
         sender.close()
         pipes.append(receiver)
         processes.append(process)
+    results: Any = {}
+    waiting = pipes if config.attn_dp_size > 1 else pipes[:1]
+    by_rank: dict[int, Any] = {}
     try:
-        results = pipes[0].recv() if pipes[0].poll(within_s) else f"no answer within {within_s} s"
+        while len(by_rank) < len(waiting) and not isinstance(results, str):
+            ready = wait([pipe for rank, pipe in enumerate(waiting) if rank not in by_rank], within_s)
+            for pipe in ready:
+                own = by_rank[pipes.index(pipe)] = pipe.recv()
+                results = own if isinstance(own, str) else results
+            results = results if ready else f"no answer within {within_s} s"
+        results = results or _joined([by_rank[rank] for rank in range(len(waiting))])
     except EOFError:
         results = "the scheduler process died"
     finally:
@@ -133,6 +149,16 @@ def run_cases(
     if isinstance(results, str):
         raise RuntimeError(f"{config}: {results}")
     return results
+
+
+def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each case gave on all ranks, one after the other; what failed is the traceback of the first that did."""
+    joined: dict[str, Any] = {}
+    for name, replies in [item for own in by_rank for item in own.items()]:
+        known = joined.get(name, [])
+        if not isinstance(known, str):
+            joined[name] = replies if isinstance(replies, str) or not known else known + replies
+    return joined
 
 
 def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module: str, rank: int, port: int) -> None:
@@ -175,7 +201,10 @@ def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module:
         is_rust = type(local.cache.tree_core).__name__.startswith("Rust")
         assert is_rust == (config.tree_core == "rust"), "SGLang chose the other core"
         gc.freeze()  # SGLang collects garbage at every flush, over all that it imported
+        if config.attn_dp_size > 1:
+            names = [*names[rank:], *names[:rank]] if rank < config.tp_size - config.num_idle else []
         sender.send({name: _run_case(cases, name, local, is_ours) for name in names})
+        local.drain()
     except BaseException:
         sender.send(traceback.format_exc())
         raise

@@ -1,4 +1,5 @@
-"""Offline with `engine`; tensor parallelism 2 behind HTTP with another separator and another configuration."""
+"""Offline with `engine`; replicas, also those of data-parallel attention; tensor parallelism 2 behind HTTP with another
+separator and another configuration."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from server.conftest import FLAGS, STRICT
 from server.contract import SEP, check_reply, completed, generated, marked, same_logprobs, statuses
 from server.own_process import ask
 from server_fixture import Server
+from tiny_models import make_model
 
 pytestmark = pytest.mark.server
 
@@ -90,8 +92,40 @@ def each_replica(server: Server, of: Callable[[Any], int]) -> list[int]:
     return [of(rank) for rank in ranks]
 
 
+@pytest.fixture(scope="module")
+def ranks(model_root: Path, model_dir: Path) -> Iterator[Server]:
+    """Data-parallel attention, of a class that SGLang has it for."""
+    flags = ("--tp-size", "2", "--attn-dp-size", "2", "--tokenizer-path", str(model_dir))
+    model = make_model("qwen3", model_root / "qwen3-ranks")
+    with Server(model, *FLAGS, *flags, "--chunk-cache", "--chunk-cache-ratio", "1", env=STRICT) as server:
+        yield server
+
+
 @pytest.mark.all
 def test_replicas_have_chunks_of_their_own(replicas, stock, tokenizer, passages):
+    assert_chunks_of_their_own(replicas, stock, tokenizer, passages)
+
+
+@pytest.mark.all
+def test_ranks_that_attend_apart_have_chunks_of_their_own(ranks, tokenizer, passages):
+    """Against the same server without marks; `exactness/test_dp_attention.py` has stock's answers."""
+    assert_chunks_of_their_own(ranks, ranks, tokenizer, passages)
+
+
+@pytest.mark.all
+def test_methods_that_ranks_which_attend_apart_do_not_follow(ranks, passages):
+    text = marked(passages.several(2)).text
+    params = {"custom_params": {"chunk_cache": {"method": "cacheblend"}}}
+    refused = ranks.post("/generate", {"text": text, "sampling_params": params}, check=False)
+    assert refused.status_code == 400
+    assert "chunk_cache.method: 'cacheblend'" in refused.text
+    assert "choose near" in refused.text
+    for method in ("near", "epic", "cache-craft"):
+        ranks.generate(text, chunk_cache={"method": method, "ratio": 0.15})
+
+
+def assert_chunks_of_their_own(replicas: Server, stock: Server, tokenizer: Any, passages: Any) -> None:
+    replicas.flush()
     a, b = passages.several(2)
 
     def variants() -> list[int]:
@@ -117,6 +151,15 @@ def test_replicas_have_chunks_of_their_own(replicas, stock, tokenizer, passages)
 
 @pytest.mark.all
 def test_administration_reaches_all_replicas(replicas, passages):
+    assert_administration_reaches_all(replicas, passages)
+
+
+@pytest.mark.all
+def test_administration_reaches_all_ranks_that_attend_apart(ranks, passages):
+    assert_administration_reaches_all(ranks, passages)
+
+
+def assert_administration_reaches_all(replicas: Server, passages: Any) -> None:
     replicas.flush()
     chunks = passages.several(3)
     lines = [json.loads(line) for line in replicas.post("/chunk_cache/warm", {"texts": chunks[:2]}).text.splitlines()]

@@ -99,10 +99,11 @@ class Admin:
     Args:
         manager: our tokenizer manager.
         communicator: asks all schedulers and returns their replies.
+        num_replicas: data-parallel ones, each with chunks of its own.
     """
 
-    def __init__(self, manager: Any, communicator: Any) -> None:
-        self.manager = manager
+    def __init__(self, manager: Any, communicator: Any, num_replicas: int = 1) -> None:
+        self.manager, self.num_replicas = manager, num_replicas
         self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
         self._communicator = communicator
         self._tasks: set[asyncio.Task[Any]] = set()

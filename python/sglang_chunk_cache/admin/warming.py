@@ -279,7 +279,7 @@ class Warming:
 
     async def _compute(self, chunk: _Chunk) -> str | None:
         """Computes one chunk, on every replica of the server; returns what went wrong, or None."""
-        num_replicas = self._admin.manager.server_args.dp_size
+        num_replicas = self._admin.num_replicas
         for replica in range(num_replicas) if num_replicas > 1 else (None,):
             problem = await self._compute_on(replica, chunk)
             if problem is not None:

@@ -56,10 +56,18 @@ def what_fixes_rows(server_args: Any) -> str | None:
     """Why no method may work between layers on this server, to follow on "which"; None = it may."""
     if (server_args.speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN"):
         return "drafts of EAGLE, made from the hidden state of every row, do not follow"
+    if divides_attention(server_args):
+        return "ranks of data-parallel attention (--attn-dp-size), told of all rows before a forward, do not follow"
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
         if getattr(server_args, name):
             return f"makes answers depend on the batch, against --{name.replace('_', '-')}"
     return None
+
+
+def divides_attention(server_args: Any) -> bool:
+    """Whether ranks attend for requests of their own (data-parallel attention), by either of its flags."""
+    is_by_old_flag = server_args.enable_dp_attention and server_args.dp_size > 1
+    return bool(is_by_old_flag or server_args.attn_dp_size > 1)
 
 
 def what_keeps_all(server_args: Any, model_config: Any) -> str | None:

@@ -1,7 +1,7 @@
 """AddedRows: rows that a forward adds in front of one request's extend.
 
-Verbs: `take_added_rows` (of all requests of a batch, once), `for_draft` (what a draft adds), `everything` (every token
-of a load whose KV does not arrive).
+Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `for_draft` (what a
+draft adds), `everything` (every token of a load whose KV does not arrive).
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ class Choice:
 
 NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 NOTHING_ADDED = AddedRows(NO_ROWS)
+
+
+def num_due_rows(batch: ScheduleBatch) -> int:
+    """Rows that the next forward of a batch adds, of all its requests; they stay due."""
+    loads = [state.admission.load for req in batch.reqs if (state := state_of(req)) is not None]
+    return sum(len(_positions_of(load.plan)) for load in loads if load is not None)
 
 
 def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:

@@ -3,6 +3,8 @@
 Verbs: `take_slots` (slots and a row, if there are so many), `OwnPrompt.batch` (an extend of some of its tokens),
 `close` (gives all back).
 
+With data-parallel attention all ranks call for batches of equal lengths at the same time.
+
 Promises: the radix tree is not touched, nothing is evicted, and no request, batch or metric of SGLang knows of it.
 """
 
@@ -16,6 +18,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -109,6 +112,10 @@ class OwnPrompt:
             mamba_clear_indices=self._states,
             spec_algorithm=scheduler.spec_algorithm,
         )
+        if (parallel := get_parallel()).attn_dp_enabled:  # as SGLang notes once its ranks have told each other
+            batch.global_num_tokens = [length] * parallel.num_dp_ranks
+            batch.global_num_tokens_for_logprob = [length if with_logprobs else 1] * parallel.num_dp_ranks
+            batch.is_extend_in_batch = True
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
         return batch
 

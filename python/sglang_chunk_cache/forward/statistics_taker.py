@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.distributed import get_tp_group
 
 from chunk_cache.index.system_prompt import piece_starts
 from chunk_cache.types import Span
@@ -28,7 +27,7 @@ from sgl_kernel_ext.transfer import Download, upload
 from sglang_chunk_cache.forward.row_choice import chunk_of, keep_where
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.layer_kv import LayerKV
-from sglang_chunk_cache.kv.ranks import sum_over_ranks
+from sglang_chunk_cache.kv.ranks import ranks_of_batch, sum_over_ranks
 from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class StatisticsTaker:
         self._groups = _grouped(jobs, resolve_backend(kernel, torch.device(kv_pool.device), "attention_mass"))
         self._layers = frozenset(layers)
         self._kv_pool = kv_pool
-        group = get_tp_group()
+        group = ranks_of_batch()
         self._tp_size, self._tp_rank = group.world_size, group.rank_in_group
         self._num_observed = 1
         self._heads: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import psutil
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_chunk_cache.admin import scheduler_side as messages
+from sglang_chunk_cache.kv.ranks import ranks_of_batch
 
 
 def add_admin_requests(scheduler: Any) -> None:
@@ -24,7 +24,7 @@ def add_admin_requests(scheduler: Any) -> None:
 def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     """Runs on every rank; only rank 0 has a socket to send the reply on."""
     result = scheduler.tree_cache.chunks.admin.answer(request)
-    group, dp_rank = get_tp_group(), get_parallel().dp_rank or 0
+    group, dp_rank = ranks_of_batch(), get_parallel().dp_rank or 0
     if isinstance(request, messages.ChunkCacheStatsReq):
         memory = psutil.Process().memory_info()
         place = {"dp_rank": dp_rank, "tp_rank": group.rank_in_group}

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.gate.verification_queue import Candidate
 from sgl_kernel_ext.transfer import upload
@@ -97,7 +98,11 @@ def _target_forward(
         return Forward((Part(init(batch), None, observers, states),), timing=timing, first_rows=first_rows)
     count = chunks.metrics.count_fused_batch
     fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, states=states_of, count=count)
-    forward = partial(Forward, fused.parts(added), added, tail_lens=_tail_lens(batch), first_rows=first_rows)
+    parts = fused.parts(added)
+    if batch.global_num_tokens is not None:
+        told = batch.global_num_tokens[get_parallel().attn_dp_rank]
+        assert [part.batch.extend_num_tokens for part in parts] == [told], "ranks compute as many rows as they told"
+    forward = partial(Forward, parts, added, tail_lens=_tail_lens(batch), first_rows=first_rows)
     copies = [layer_copy for one in added for layer_copy in one.layer_copies]
     if chunks.landings is None or not copies:
         return forward(timing=_timing(chunks, batch, added))

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_chunk_cache.host.admin_requests import add_admin_requests
 from sglang_chunk_cache.host.disaggregation import drop_waiting, let_store, own_fields, refuse_kept, waiting
+from sglang_chunk_cache.host.dp_attention import telling_rows
 from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
@@ -35,6 +36,7 @@ from sglang_chunk_cache.verification.exact_pass import open_pass
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.dp_attn import SchedulerDPAttnAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class ChunkScheduler(Scheduler):
     """See the head of this file."""
 
     waiting_queue: list[Req]
+    dp_attn_adapter: SchedulerDPAttnAdapter
     _num_refreshes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +65,10 @@ class ChunkScheduler(Scheduler):
 
     def get_output_streamer_class(self) -> type[ChunkOutputStreamer]:
         return ChunkOutputStreamer
+
+    def init_dp_attn_adapter(self) -> None:
+        super().init_dp_attn_adapter()
+        self.dp_attn_adapter = telling_rows(self.dp_attn_adapter)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()

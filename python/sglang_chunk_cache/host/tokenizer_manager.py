@@ -44,9 +44,10 @@ class ChunkTokenizerManager(TokenizerManager):
         set_args(args)  # one of several tokenizer workers knows them only from here
         if args is not None:
             self.chunk_cache_selector = create_client(self, args)
-        communicator = FanOutCommunicator(self._dispatch_to_scheduler, get_parallel().num_dp_ranks)
+        num_replicas = get_parallel().num_dp_ranks
+        communicator = FanOutCommunicator(self._dispatch_to_scheduler, num_replicas)
         self._result_dispatcher += TypeBasedDispatcher([(ChunkCacheAdminReply, communicator.handle_recv)])
-        self.chunk_cache_admin = Admin(self, communicator)
+        self.chunk_cache_admin = Admin(self, communicator, num_replicas)
 
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """A bad request is refused by this call itself, before the first output is asked for."""

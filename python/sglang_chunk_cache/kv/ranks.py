@@ -1,4 +1,7 @@
-"""What tensor-parallel ranks agree on."""
+"""What ranks agree on: those that compute one batch together, each with some of the heads.
+
+Verbs: `ranks_of_batch` (which they are), `max_over_ranks`, `sum_over_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_gather
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 
 Votes: TypeAlias = npt.NDArray[np.int64]
 ReduceMax: TypeAlias = Callable[[Votes], Votes]
 """The element-wise maximum of votes over the tensor-parallel ranks."""
+
+
+def ranks_of_batch() -> GroupCoordinator:
+    """The tensor-parallel ranks; with data-parallel attention, those of one replica."""
+    return get_dp_tp_group()
 
 
 def of_one_rank(votes: Votes) -> Votes:
@@ -37,4 +46,4 @@ def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
     What is gathered are the parts themselves, and every rank adds them in the same order. An all-reduce may add in an
     order of its own on each rank: no library promises otherwise.
     """
-    return values if tp_size == 1 else tensor_model_parallel_all_gather(values[None], dim=0).sum(0)
+    return values if tp_size == 1 else ranks_of_batch().all_gather(values[None], dim=0).sum(0)

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.index.transition_store import ChunkTransitions
 from sglang_chunk_cache.flags.server_args import refuse
@@ -47,6 +47,7 @@ from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.forward.state_rounds import Gap, RequestRows, Wanted
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
+from sglang_chunk_cache.kv.ranks import ranks_of_batch
 from sglang_chunk_cache.kv.transition import Transition
 
 if TYPE_CHECKING:
@@ -264,10 +265,10 @@ class _Check:
             yield "computed in runs", gap, self._runs(gap)
         elif has_states:
             yield "computed around a gap", gap, self._rows(gap)
-        if has_states:
-            return  # no row of theirs leaves
+        if has_states or get_parallel().attn_dp_enabled:
+            return  # no row leaves
         leaving = _Leaving(rows.row_positions, len(layers.modules))
-        tp_size, adapters = get_tp_group().world_size, self._runner.lora_manager
+        tp_size, adapters = ranks_of_batch().world_size, self._runner.lora_manager
         layerwise = LayerwiseForward(rows, [leaving], layers, tp_size, adapters)
         yield "computed while others leave", self._positions, layerwise
 

@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
-from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.api.capabilities import check_default, divides_attention, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
+from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention
 from sglang_chunk_cache.start.flag_rules import FlagRule, more_than_one, not_null, refuse_any, resolved
 from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model, has_window_pool
 from sglang_chunk_cache.start.state_refusals import check_states
@@ -37,12 +38,6 @@ SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 FLAG_RULES: tuple[FlagRule, ...] = (
     # Parallelism, topology and disaggregation, whose roles `check_role` knows.
     FlagRule("pp_size", "pipeline parallelism (--pp-size)", more_than_one),
-    FlagRule("attn_dp_size", "data-parallel attention (--attn-dp-size)", more_than_one),
-    FlagRule(
-        "enable_dp_attention",
-        "data-parallel attention (--enable-dp-attention), whose ranks agree on how many tokens they compute before the "
-        "rows of a reused prompt are known,",
-    ),
     FlagRule("attn_cp_size", "context parallelism (--attn-cp-size)", more_than_one),
     FlagRule("dcp_size", "context parallelism (--dcp-size)", more_than_one),
     FlagRule("enable_prefill_cp", "context parallelism (--enable-prefill-cp)"),
@@ -214,7 +209,8 @@ def check_resolved(server_args: Any) -> None:
     args = attached(server_args)
     kernel = None if args is None else args.parsed_config.kernel
     if args is not None:
-        check_replicas(args.parsed_config, resolved(server_args, "dp_size"))
+        num_replicas = (resolved(server_args, "dp_size") or 1) * resolved(server_args, "attn_dp_size")
+        check_replicas(args.parsed_config, num_replicas)
     if kernel in ("triton", "flashinfer") and resolved(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
@@ -230,6 +226,8 @@ def check_resolved(server_args: Any) -> None:
     if args is not None and has_states(model_config):
         args = replace(args, method=check_states(server_args, args))
         change(server_args, args)
+    if args is not None and divides_attention(server_args):
+        check_dp_attention(server_args, args, model_config)
     if args is not None:
         check_tokenizer_workers(args, server_args)
         _check_selector(args)
@@ -326,15 +324,15 @@ def _check_selector(args: ChunkCacheArgs) -> None:
         refuse(f"--chunk-cache-selector: {error}; name a small causal language model with a fast tokenizer.")
 
 
-def check_replicas(config: Config, dp_size: int | None) -> None:
+def check_replicas(config: Config, num_replicas: int) -> None:
     """Checks that replicas do not overwrite each other's file, nor share a port.
 
     Raises:
         StartRefused: they would.
     """
-    if config.verify_file is not None and more_than_one(dp_size):
+    if config.verify_file is not None and num_replicas > 1:
         refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
-    problem = None if config.events is None else port_problem(config.events, dp_size or 1)
+    problem = None if config.events is None else port_problem(config.events, num_replicas)
     if problem is not None:
         refuse(f"--chunk-cache-config: events: {problem}.")
 

@@ -39,7 +39,7 @@ from sglang_chunk_cache.kv.model_layers import ModelLayers, describe_model
 from sglang_chunk_cache.kv.packer import KVPacker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.kv.pool import ChunkPool
-from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank
+from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank, ranks_of_batch
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
@@ -209,9 +209,11 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
             note_change=store.note_change,
         )
     refresh = RefreshQueue(manager.index, config.refresh_uses)
-    is_counting = bool(cache._enable_metrics_flag) and ctx.tp_rank == 0
+    ranks = ranks_of_batch()
+    rank, num_ranks = ranks.rank_in_group, ranks.world_size
+    is_counting = bool(cache._enable_metrics_flag) and rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
-    reduce_max = max_over_ranks(ctx.tp_group.cpu_group) if ctx.tp_size > 1 else of_one_rank
+    reduce_max = max_over_ranks(ranks.cpu_group) if num_ranks > 1 else of_one_rank
     landings = None
     if config.tiers is not None:
         timeout_s = config.tiers.timeout_s
@@ -221,7 +223,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     if config.tiers is not None:
         try:
             layout = None if states is None else states.layout
-            fingerprint = assembler.fingerprint(ctx.server_args, ctx.tp_rank, ctx.tp_size, layout)
+            fingerprint = assembler.fingerprint(ctx.server_args, rank, num_ranks, layout)
             if config.trust != "any":  # a server that trusts everybody may have written to the same place
                 fingerprint = replace(fingerprint, settings=(*fingerprint.settings, ("trust", config.trust)))
             tiers = create_tiers(
@@ -251,7 +253,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         note_stored=None if tiers is None else tiers.note_stored,
         reduce_max=reduce_max,
     )
-    events = _create_events(config, ctx, metrics)
+    events = _create_events(config, ctx, metrics) if rank == 0 else None
     if events is not None:
         manager.index.observer = events.log.observer(POOL)
         if tiers is not None:
@@ -328,8 +330,8 @@ def _min_run_len(attention: str, device: str) -> int | None:
 
 
 def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMetrics) -> EventPublisher | None:
-    """The publisher of rank 0, since all ranks hold the same; each data-parallel replica has one."""
-    if config.events is None or ctx.tp_rank != 0:
+    """The publisher of one rank, since all hold the same; each data-parallel replica has one."""
+    if config.events is None:
         return None
     instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0
     try:

@@ -17,12 +17,11 @@ from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, 
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
 from sglang_chunk_cache.plugin import engine
 from sglang_chunk_cache.start import refusals
+from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention
 from sglang_chunk_cache.start.state_refusals import check_states
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("pp_size", 2, "--pp-size"),
-    ("attn_dp_size", 2, "--attn-dp-size"),
-    ("enable_dp_attention", True, "--enable-dp-attention"),
     ("attn_cp_size", 2, "--attn-cp-size"),
     ("dcp_size", 2, "--dcp-size"),
     ("enable_prefill_cp", True, "--enable-prefill-cp"),
@@ -195,6 +194,53 @@ def test_eagle_needs_a_method_that_chooses_before_the_forward(algorithm):
             check_default(args, 2, rows_are_fixed)
     others = ServerArgs(model_path="none", speculative_algorithm="STANDALONE")
     check_default(ChunkCacheArgs(method="cacheblend"), 2, what_fixes_rows(others))
+
+
+RANKS = {"tp_size": 2, "attn_dp_size": 2, "device": "cpu"}
+PLAIN = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: None))
+
+
+@pytest.mark.parametrize("flags", [RANKS, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}])
+def test_ranks_that_attend_apart_need_a_method_that_chooses_before_the_forward(flags):
+    refusals.check_flags(ServerArgs(model_path="none", **flags))
+    rows_are_fixed = what_fixes_rows(ServerArgs(model_path="none", **flags))
+    check_default(ChunkCacheArgs(method="near"), 2, rows_are_fixed)
+    with pytest.raises(StartRefused, match=r"between layers, which ranks of data-parallel attention .*; choose near"):
+        check_default(ChunkCacheArgs(method="cacheblend"), 2, rows_are_fixed)
+    assert what_fixes_rows(ServerArgs(model_path="none", dp_size=2)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "sentence"),
+    [
+        ({"tp_size": 4}, {}, "--attn-dp-size 2 with --tp-size 4 .* give both flags the same number"),
+        ({"speculative_algorithm": "NGRAM"}, {}, r"\(--speculative-algorithm\) cannot be combined .*; drop one"),
+        ({"disaggregation_mode": "prefill"}, {}, r"\(--disaggregation-mode\) cannot be combined .*; drop one"),
+        ({"enable_lora": True}, {}, r"LoRA \(--enable-lora\) cannot be combined"),
+        ({"elastic_ep_backend": "mooncake"}, {}, r"\(--elastic-ep-backend\) cannot be combined"),
+        ({"dwdp_size": 2}, {}, r"\(--dwdp-size\) cannot be combined"),
+        ({}, {"verify_share": 0.1}, 'verify_share: .* drop "verify_share"'),
+        ({}, {"tiers": {"host_bytes": 2**20, "loading": "layerwise"}}, "tiers.loading: .*; give prefetch or sync"),
+    ],
+)
+def test_what_ranks_that_attend_apart_cannot_have(flags, config, sentence):
+    check_dp_attention(ServerArgs(model_path="none", **RANKS), ChunkCacheArgs(), PLAIN)
+    with pytest.raises(StartRefused, match=sentence):
+        check_dp_attention(ServerArgs(model_path="none", **RANKS | flags), ChunkCacheArgs(config=config), PLAIN)
+
+
+def test_ranks_that_attend_apart_replay_no_prefill_graph():
+    args = ServerArgs(model_path="none", **RANKS)
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    declare_resolution(args, "a handler of SGLang", cuda_graph_config=graphs)
+    with pytest.raises(StartRefused, match=r"prefill graphs, .*; add --disable-prefill-cuda-graph"):
+        check_dp_attention(args, ChunkCacheArgs(), PLAIN)
+
+
+def test_ranks_that_attend_apart_tell_each_other(monkeypatch):
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    with pytest.raises(StartRefused, match=r"\(SGLANG_SCHEDULER_SKIP_ALL_GATHER\) cannot be combined .*; unset"):
+        check_dp_attention(ServerArgs(model_path="none", **RANKS), ChunkCacheArgs(), PLAIN)
 
 
 @pytest.mark.parametrize("dtype", refusals.KV_CACHE_DTYPES)

@@ -30,6 +30,8 @@ FIELDS = (
 
 OPEN: tuple[str, ...] = ()
 TWO_RANKS = ("--tp", "2")
+APART = (*TWO_RANKS, "--attn-dp-size", "2")
+APART_BY_THE_OLD_FLAG = (*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention")
 GIVEN = (
     *("--device", "cpu", "--tp", "2", "--dtype", "bfloat16", "--max-total-tokens", "4096", "--page-size", "16"),
     *("--mem-fraction-static", "0.5", "--sampling-backend", "ascend", "--attention-backend", "torch_native"),
@@ -53,9 +55,15 @@ for flags, env in json.loads(sys.argv[2]):
 
 @pytest.fixture(scope="module")
 def resolved(model_root: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """What SGLang makes of three command lines: the fields above and two variables for its children."""
+    """What SGLang makes of command lines: the fields above and two variables for its children."""
     model = make_model("llama", model_root / "platform-llama")
-    cases = [(OPEN, {}), (TWO_RANKS, {}), (GIVEN, {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"})]
+    cases = [
+        (OPEN, {}),
+        (TWO_RANKS, {}),
+        (APART, {}),
+        (APART_BY_THE_OLD_FLAG, {}),
+        (GIVEN, {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}),
+    ]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SGLANG_", "TORCH"))}
     command = [sys.executable, "-c", PROGRAM, str(model), json.dumps(cases)]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=600)
@@ -110,8 +118,9 @@ def test_a_given_flag_or_variable_wins(resolved: dict[tuple[str, ...], dict[str,
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_cpus(resolved: dict[tuple[str, ...], dict[str, str]]):
-    groups = resolved[TWO_RANKS]["bind"].split("|")
+@pytest.mark.parametrize("flags", [TWO_RANKS, APART, APART_BY_THE_OLD_FLAG])
+def test_two_ranks_share_the_cpus(resolved: dict[tuple[str, ...], dict[str, str]], flags: tuple[str, ...]):
+    groups = resolved[flags]["bind"].split("|")
     assert len(groups) == 2
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) > 1:

@@ -44,7 +44,7 @@ def totals(
     found = []
     for rank in range(tp_size):
         group = SimpleNamespace(world_size=tp_size, rank_in_group=rank)
-        monkeypatch.setattr(module, "get_tp_group", lambda group=group: group)
+        monkeypatch.setattr(module, "ranks_of_batch", lambda group=group: group)
         monkeypatch.setattr(module, "sum_over_ranks", lambda total, _: parts.append(total) or total)
         q_heads, kv_heads = (slice(rank * n // tp_size, (rank + 1) * n // tp_size) for n in (NUM_Q_HEADS, NUM_KV_HEADS))
         own_k = k[:, kv_heads]

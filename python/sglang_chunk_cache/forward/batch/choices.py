@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from sglang.srt.distributed import get_tp_group
 
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.added_rows import AddedRows
@@ -26,6 +25,7 @@ from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.question_pass import QuestionPass
 from sglang_chunk_cache.forward.selection.tables import Tables
 from sglang_chunk_cache.kv.model_layers import ModelLayers
+from sglang_chunk_cache.kv.ranks import ranks_of_batch
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -78,7 +78,7 @@ class Choices:
         layers: ModelLayers,
     ) -> Choices:
         """What `batch` with the added rows chooses; `asking`: what attends while questions ask; None: none asks."""
-        tp_size = get_tp_group().world_size
+        tp_size = ranks_of_batch().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
         asks = {i: choice.plan for i, choice in choosing.items() if added[i].asks}
         prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]

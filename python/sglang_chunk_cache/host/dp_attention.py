@@ -1,0 +1,39 @@
+"""ChunkDPAttnAdapter: what ranks of data-parallel attention (`--attn-dp-size`) tell each other before a step.
+
+Each rank attends for requests of its own and then computes the layers between for all; so the tokens that it tells must
+be those that its forward has, from the first layer to the last. Verb: `telling_rows` (makes one of SGLang's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.scheduler_components.dp_attn import SchedulerDPAttnAdapter
+
+from sglang_chunk_cache.forward.added_rows import num_due_rows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class ChunkDPAttnAdapter(SchedulerDPAttnAdapter):
+    """The others are told of the rows that are due too, which the batch does not have yet."""
+
+    __slots__ = ()
+
+    def prepare_mlp_sync_batch(self, local_batch: ScheduleBatch | None) -> ScheduleBatch | None:
+        num_rows = 0 if local_batch is None else num_due_rows(local_batch)
+        if local_batch is None or not num_rows:
+            return super().prepare_mlp_sync_batch(local_batch)
+        num_tokens = local_batch.extend_num_tokens
+        local_batch.extend_num_tokens = num_tokens + num_rows
+        try:
+            return super().prepare_mlp_sync_batch(local_batch)
+        finally:
+            local_batch.extend_num_tokens = num_tokens
+
+
+def telling_rows(adapter: SchedulerDPAttnAdapter) -> ChunkDPAttnAdapter:
+    """The same adapter, one of ours."""
+    return ChunkDPAttnAdapter(**{field.name: getattr(adapter, field.name) for field in fields(adapter)})
