@@ -233,7 +233,8 @@ class ChunkKeeper:
         if keep.is_prepared:
             self._metrics.count_maintenance("prepared")
         # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
-        elif keep.generation and req.lora_id is None:
+        # Nor of images: a refresh has token ids only.
+        elif keep.generation and req.lora_id is None and not state.prompt.has_images_up_to(keep.chunk):
             spans = state.prompt.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.prompt.partition))
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
@@ -201,6 +201,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         step_len=step_len(),
         words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
         has_states=states is not None,
+        reuses_images=get_spec().speculative_algorithm is None,
     )
     if states is not None:
         store.transitions = TransitionStore(
