@@ -218,6 +218,10 @@ class ChunkManager:
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
         return self._retention.has_prepared(prompt, chunk)
 
+    def is_unsupported(self, prompt: ChunkPrompt) -> bool:
+        """Whether a prompt is served exactly, and nothing of it is remembered."""
+        return prompt.unsupported or (bool(prompt.images) and not self._reuses_images)
+
     def plan(
         self,
         prompt: ChunkPrompt,
@@ -238,8 +242,7 @@ class ChunkManager:
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
             num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
         """
-        is_exact = prompt.unsupported or (bool(prompt.images) and not self._reuses_images)
-        method, ratio, no_load = self._method, self._ratio, "unsupported" if is_exact else None
+        method, ratio, no_load = self._method, self._ratio, "unsupported" if self.is_unsupported(prompt) else None
         if decision is not None and decision.step is not None:
             method, ratio = decision.step.method, decision.step.ratio
         elif decision is not None:
@@ -287,7 +290,7 @@ class ChunkManager:
 
     def plan_kept(self, prompt: ChunkPrompt, prompt_len: int) -> KeptTokens | None:
         """What decoding keeps of a prompt, by its own `keep_tokens` or the server's; None = all of it."""
-        if prompt.unsupported:
+        if self.is_unsupported(prompt):
             return None
         asked = prompt.options.keep_tokens
         return plan_kept(prompt.options.spans, self.config.keep_tokens if asked is None else asked, prompt_len)

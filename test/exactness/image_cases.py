@@ -158,9 +158,9 @@ def case_chunks_end_in_images(s: Session) -> None:
     alone = (Image(2, 12),)
     send(s, begin(s).mark(*end).put(s.tokens(20)), begin(s).mark(*alone).put(s.tokens(20)))
     for count in range(1, 20, 6):
-        (reply,) = send(s, begin(s).put(s.tokens(count)).mark(*end).put(s.tokens(9)))
+        (reply,) = send(s, begin(s).put(s.tokens(count)).mark(*end).put(s.tokens(20)))
         assert_reused(reply, "hit")
-        (reply,) = send(s, begin(s).put(s.tokens(count)).mark(*end).mark(*alone).put(s.tokens(9)))
+        (reply,) = send(s, begin(s).put(s.tokens(count)).mark(*end).mark(*alone).put(s.tokens(20)))
         assert_reused(reply, "hit", "hit")
     prompt = begin(s).put(Image(5, 12), s.tokens(30)).mark(*end).put(s.tokens(40))
     send(s, prompt)
