@@ -73,9 +73,9 @@ def test_texts_of_a_chat_with_images_are_reused(server):
     marked = {"type": "text", "text": f"Read.{SEP}{TEXT}{SEP}"}
     question = {"type": "text", "text": "Who had breakfast?"}
     chat(marked, question)
-    for parts in ((marked, part, question), (part, marked, question)):
+    for parts, status in (((marked, part, question), "prefix"), ((part, marked, question), "hit")):
         info = chat(*parts)
-        assert [chunk["status"] for chunk in info["chunks"]] == ["hit"], info
+        assert [chunk["status"] for chunk in info["chunks"]] == [status], info
 
 
 PROMPTS = {"Once more.": (DOG, TEXT, CAT), "This too.": (TEXT, CAT), "And these.": (CAT, DOG)}
