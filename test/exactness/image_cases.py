@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from exactness import kept_cases
 from exactness.cases import Prompt, Session
+from exactness.tier_cases import only_on_disk
 from local_scheduler import Reply, Request
 
 IMAGE_ID = 511
@@ -243,6 +245,34 @@ def case_images_reused_in_full(s: Session) -> None:
         assert_reused(reply, "hit", "hit", "hit")
 
 
+def case_images_from_disk(s: Session) -> None:
+    """As before, of chunks that were written down."""
+    a, b = s.chunks(40, 33)
+    cat, dog = (a[:20], Image(1, 8), a[20:]), (Image(2, 8), b)
+    send(s, begin(s).mark(*cat).put(s.tokens(20)), begin(s).put(Image(6, 8)).mark(*dog).put(s.tokens(20)))
+    if s.is_ours:
+        only_on_disk(s)
+    moved = begin(s).put(s.tokens(5)).mark(*dog).put(s.tokens(4)).mark(*cat).put(s.tokens(40))
+    with encoded(s) as runs:
+        (reply,) = send(s, moved, ratio=0.0)
+    if s.is_ours:
+        assert runs == []
+        assert [chunk["tier"] for chunk in reply.info["chunks"]] == ["disk", "disk"]
+
+
+def case_images_packed_whole(s: Session) -> None:
+    """Decoding goes on at the right positions where the prompt was packed into slots of its own."""
+    whole = kept_cases.Session(s.local, is_ours=s.is_ours)
+    a, b = s.chunks(40, 33)
+    for lead in (0, 4, 9):
+        prompt = begin(s).put(s.tokens(lead)).mark(a, Image(1, 8)).mark(Image(2), b).put(s.tokens(40))
+        (reply,) = send(s, prompt, options={"keep_tokens": len(prompt.ids)})
+        assert not s.is_ours or whole.num_packed == 1, reply.info
+        whole.num_packed = 0
+    if s.is_ours:
+        whole.drop()
+
+
 def case_images_at_a_low_ratio(s: Session) -> None:
     """No row of an image is computed again, methods that choose in the forward are stood in for, the reply says so."""
     if not s.is_ours:
@@ -296,6 +326,8 @@ CASES = {
     "images_beside_texts": case_images_beside_texts,
     "images_beside_rows_that_leave": case_images_beside_rows_that_leave,
     "images_reused_in_full": case_images_reused_in_full,
+    "images_from_disk": case_images_from_disk,
+    "images_packed_whole": case_images_packed_whole,
     "images_at_a_low_ratio": case_images_at_a_low_ratio,
     "positions_that_observers_see": case_positions_that_observers_see,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from exactness.runner import Config, run_cases
-from exactness.test_ratio_one import RUNS, compare
+from exactness.test_ratio_one import RUNS, TOLERANCE, compare
 
 MODULE = "exactness.image_cases"
 CASES = (
@@ -14,6 +16,7 @@ CASES = (
     "chunks_end_in_images",
     "images_beside_texts",
     "images_beside_rows_that_leave",
+    "images_packed_whole",
 )
 CONFIGS = [
     Config(kind="qwen3_vl", layers=4, page_size=16),
@@ -41,6 +44,19 @@ def test_images_equal_stock(config: Config, case: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
 def test_images_that_are_reused_in_full_are_moved_rightly(kind: str) -> None:
     compare(Config(kind=kind, layers=1), "images_reused_in_full", ("images_reused_in_full",), MODULE)
+
+
+@pytest.mark.slow
+def test_images_are_read_from_disk(tmp_path: Path) -> None:
+    tiers = {"disk": {"path": str(tmp_path)}, "controller": False}
+    config = Config(kind="qwen3_vl", layers=1, options=(("tiers", tiers),))
+    ours, stock = (
+        run_cases(config, is_ours=is_ours, names=["images_from_disk"], module=MODULE)["images_from_disk"]
+        for is_ours in (True, False)
+    )
+    assert not isinstance(ours, str), ours
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
 @pytest.mark.slow
